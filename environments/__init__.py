@@ -1,0 +1,1 @@
+"""Built-in worlds, written exactly as a user would write a plug-in."""

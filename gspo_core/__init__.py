@@ -1,0 +1,6 @@
+"""What the system means: nouns, job specification, environment contract, token codecs, objective and learner.
+
+Nothing here knows Redis, an HTTP server, environment variables or a clock. The light half imports no torch.
+"""
+
+__version__ = "0.1.0"

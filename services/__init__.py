@@ -1,0 +1,1 @@
+"""The processes (folders) and the plumbing that they share (files)."""
