@@ -1,0 +1,55 @@
+# Each target does its own set-up; nothing else needs to be typed on a fresh machine with Python >= 3.11.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := .make/setup.stamp
+# Where a CPU build of torch comes from, on hosts without a GPU: the address of a package index or a folder of wheels.
+TORCH_WHEELS ?=
+
+# One thread per process: results repeat exactly and processes that share few cores do not fight.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup check test test-slow demo up fmt bench clean
+
+help:  ## what can be made
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## virtual environment with everything in it
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is %s: say make PYTHON=python3.11" % sys.version.split()[0])'
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing (torch is large: this takes a few minutes the first time)"
+	@wheels="$(TORCH_WHEELS)"; \
+	if [ -z "$$wheels" ]; then from=""; elif [ -d "$$wheels" ]; then from="--find-links $$wheels"; else from="--extra-index-url $$wheels"; fi; \
+	$(BIN)/pip install --quiet --disable-pip-version-check $$from -c constraints.txt -e '.[service,train,lora,local,dev]'
+	@mkdir -p $(@D) && touch $@
+
+check: $(STAMP)  ## lint, types, import order
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## checks and the normal test suite
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(STAMP)  ## the learning curves, negative controls and provenance (minutes)
+	$(BIN)/pytest -m slow --timeout 1800
+
+demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool
+	$(BIN)/python -m services.local.demo $(DEMO_FLAGS)
+
+up: $(STAMP)  ## the whole stack on this machine, until Ctrl-C
+	$(BIN)/gspo up
+
+fmt: $(STAMP)  ## format and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## quick benchmarks; results are printed
+	$(BIN)/python -m benchmarks.codec
+
+clean:  ## forget the virtual environment, caches and local data
+	rm -rf $(VENV) .make .gspo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
