@@ -1,0 +1,98 @@
+"""What a user may set about the optimizer and the learner.
+
+One rule: every key acts or is refused; nothing is guessed from the environment. It imports no torch, so a job
+specification can hold these values on a laptop without it. It computes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class OptimizerConfig(_Config):
+    """AdamW, its learning-rate schedule and the clipping of the gradient."""
+
+    lr: PositiveFloat = 1e-6
+    """The highest learning rate of the schedule."""
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    """Decay of the running mean of the gradient and of its square."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the running mean of squares."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Decoupled; acts on matrices, never on biases and norms."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up: not at all, in a line or in half a cosine."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises in a line. All updates of one step share one learning rate."""
+    decay_steps: PositiveInt | None = None
+    """The step at which the fall ends, counted from the start of the job. Unset: the last step of the job."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where the fall ends, as a share of `lr`."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Longer gradients (Euclidean norm over all parameters) are scaled down to it. Null: never."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps ({self.decay_steps}) must lie beyond warmup_steps ({self.warmup_steps}): both count from 0"
+            )
+        if self.schedule == "constant" and (self.decay_steps is not None or self.min_lr_ratio):
+            raise ValueError("decay_steps and min_lr_ratio act on the schedules linear and cosine only; remove them")
+        return self
+
+
+class LoraConfig(_Config):
+    """Train low-rank additions to the linear layers instead of the weights (needs the `lora` extra)."""
+
+    rank: PositiveInt = 16
+    """Rank of the additions."""
+    alpha: PositiveFloat = 32.0
+    """The additions are scaled by alpha / rank."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the layers that get an addition; `all-linear` is every linear layer except the head."""
+
+
+class LearnerConfig(_Config):
+    """How a batch becomes updates on this machine. Nothing here changes the loss."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    total_steps: PositiveInt | None = None
+    """Steps of the whole job; a schedule without `decay_steps` ends there."""
+    micro_batch_tokens: PositiveInt = 16_384
+    """Tokens that go through the model at once. A longer sequence forms a micro-batch of its own."""
+    layout: Literal["packed", "padded"] = "packed"
+    """`packed` wastes no token; `padded` is for models whose attention cannot be replaced."""
+    logprob_chunk_tokens: PositiveInt = 1_024
+    """Rows of the head's output that exist at once."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward and backward pass; `auto` is bfloat16 on a GPU and float32 on a CPU. The weights that the
+    optimizer updates are float32 in either case."""
+    activation_checkpointing: bool = False
+    """Recompute the layers in the backward pass instead of keeping what they computed."""
+    routing_replay: bool = False
+    """Mixture of experts: the updates use the experts that the proximal forward chose."""
+    lora: LoraConfig | None = None
+    """Train low-rank additions only."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        optimizer = self.optimizer
+        if optimizer.schedule == "constant":
+            return self
+        end = optimizer.decay_steps or self.total_steps
+        if end is None:
+            raise ValueError(f"the schedule {optimizer.schedule} needs optimizer.decay_steps or total_steps")
+        if end <= optimizer.warmup_steps:
+            raise ValueError(f"the schedule ends at step {end}, within the warm-up of {optimizer.warmup_steps} steps")
+        return self
