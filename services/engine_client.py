@@ -1,0 +1,369 @@
+"""How every part of the system talks to an engine: SGLang's HTTP protocol (0.5.19 and later), by exact token ids.
+
+Rule: a 200 is not success. Every answer is checked (ids and log-probs aligned, version spans tile the output) and an
+answer that breaks a rule is refused whole, never repaired: a wrong log-prob would be trained on.
+What a client can know is said by the type of the error. Nothing here retries, routes, or decides when weights change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import msgspec
+
+from gspo_core.types import MAX_LOGPROB
+
+PauseMode = Literal["abort", "retract", "in_place"]
+FinishReason = Literal["stop", "length", "abort"]
+
+_CONNECT_TIMEOUT_S = 5.0
+_CONTROL_TIMEOUT_S = 30.0
+_ABORT_TIMEOUT_S = 2.0
+# A paused engine lets a request wait for as long as the pause lasts, so a generate call has no deadline of its own.
+_GENERATE_TIMEOUT = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
+# SGLang's text when new weights are in place although the call failed, and when no weight was touched.
+_REPLACED_BUT_FAILED = "Weights were updated"
+_NOTHING_REPLACED = "Failed to get weights iterator"
+
+
+class EngineError(Exception):
+    """Something about an engine; the subclasses say what may be done next."""
+
+
+class EngineUnavailable(EngineError):
+    """No usable answer: not reachable, connection lost, or 5xx. Another try needs a new request, maybe elsewhere."""
+
+
+class EngineRejected(EngineError):
+    """The engine refused this call (4xx) and is as it was before. The same call will be refused again."""
+
+
+class EngineProtocolError(EngineError):
+    """The engine answered something that breaks the protocol; its tokens must not be used."""
+
+
+class EngineDirty(EngineError):
+    """Nobody can say which weights the engine holds. Only a full, verified load clears this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``output_ids[start:end]`` were sampled under the weights that the engine calls ``label``."""
+
+    label: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine sampled for one request. ``logprobs`` are those of softmax(logits / temperature) in float32."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    spans: tuple[Span, ...]
+    """Tile ``output_ids`` without gaps; empty spans are left out."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    num_retractions: int = 0
+    rid: str = ""
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+
+
+class _WireSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    id: str
+    finish_reason: _Finish
+    completion_tokens: int
+    output_token_logprobs: list[tuple[float, int, str | None]]
+    weight_versions: list[_WireSpan]
+    # absent in answers to requests that never ran
+    cached_tokens: int = 0
+    num_retractions: int = 0
+
+
+class _Answer(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def open_http(*, max_connections: int = 512) -> httpx.AsyncClient:
+    """A connection pool fit for engines: at least one connection per concurrent request, kept alive, no proxies."""
+    limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+    return httpx.AsyncClient(limits=limits, timeout=_GENERATE_TIMEOUT, trust_env=False)
+
+
+class EngineClient:
+    """One engine. Calls may overlap freely; the connection pool belongs to the caller."""
+
+    def __init__(
+        self,
+        url: str,
+        http: httpx.AsyncClient,
+        *,
+        vocab_size: int | None = None,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._http = http
+        self._vocab_size = vocab_size
+        self._keys = {False: api_key, True: admin_api_key or api_key}
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        rid: str | None = None,
+        extra_key: str | None = None,
+        sampling_seed: int | None = None,
+    ) -> Generation:
+        """Samples until a stop token (kept in the output), ``max_new_tokens``, or an abort (partial output).
+
+        ``rid`` must be fresh and is 32 hex digits when left out. ``extra_key`` names a space of the prefix cache.
+        Cancelling the call aborts the request in the engine.
+        """
+        self._check_input(input_ids, max_new_tokens)
+        rid = rid or uuid.uuid4().hex
+        body = {
+            "rid": rid,
+            "input_ids": list(input_ids),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": False,
+            "extra_key": extra_key,
+            "sampling_params": _sampling_params(max_new_tokens, temperature, stop_token_ids, sampling_seed),
+        }
+        try:
+            response = await self._call("POST", "/generate", body, timeout=_GENERATE_TIMEOUT)
+        except (asyncio.CancelledError, EngineUnavailable):
+            # The request may still be running there; nobody waits for it any more.
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                    await self.abort(rid)
+            raise
+        return self._read_generation(response.content, rid, max_new_tokens)
+
+    async def abort(self, rid: str) -> None:
+        """Asks for an end of the request ``rid``; what it sampled comes back from its own generate call."""
+        await self._call("POST", "/abort_request", {"rid": rid}, admin=True)
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        await self._call("POST", "/pause_generation", {"mode": mode}, admin=True)
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {}, admin=True)
+
+    async def flush_cache(self, *, timeout_s: float = 0.0) -> None:
+        await self._call(
+            "POST",
+            f"/flush_cache?timeout={timeout_s}",
+            admin=True,
+            timeout=httpx.Timeout(_CONTROL_TIMEOUT_S + timeout_s, connect=_CONNECT_TIMEOUT_S),
+        )
+
+    async def load_weights(self, path: Path, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0) -> None:
+        """Loads the weights in ``path`` (seen from the engine) and verifies that it now calls them ``label``.
+
+        Pause first, else the engine lets its running requests end. ``flush_cache`` must be False after an ``in_place``
+        pause. EngineRejected: the old weights serve on. EngineDirty: unknown weights.
+        """
+        body = {"model_path": str(path), "weight_version": label, "flush_cache": flush_cache}
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        try:
+            await self._call("POST", "/update_weights_from_disk", body, admin=True, timeout=timeout)
+        except EngineRejected as refusal:
+            if _NOTHING_REPLACED in str(refusal):
+                raise
+            if _REPLACED_BUT_FAILED not in str(refusal):
+                raise EngineDirty(f"{self.url}: a weight load failed half-way: {refusal}") from refusal
+            await self._finish_replaced(label)
+        except EngineUnavailable as lost:
+            if isinstance(lost.__cause__, httpx.ConnectError):
+                raise
+            raise EngineDirty(f"{self.url}: no answer to a weight load: {lost}") from lost
+        held = (await self.model_info()).get("weight_version")
+        if held != label:
+            raise EngineDirty(f"{self.url}: holds weights {held!r} after a load of {label!r}")
+
+    async def model_info(self) -> dict[str, Any]:
+        return await self._json("/model_info")
+
+    async def server_info(self) -> dict[str, Any]:
+        """Holds the engine's keys on a real SGLang: never log or forward it."""
+        return await self._json("/server_info")
+
+    async def loads(self) -> dict[str, Any]:
+        return await self._json("/v1/loads")
+
+    async def is_ready(self) -> bool:
+        """Whether new requests would run at once. False while paused, and for an engine that cannot be reached."""
+        try:
+            response = await self._send("GET", "/ready")
+            if response.status_code == 404:  # SGLang before 0.5.20
+                response = await self._send("GET", "/model_info")
+        except EngineUnavailable:
+            return False
+        return response.status_code == 200
+
+    async def _finish_replaced(self, label: str) -> None:
+        """The new weights are in place but the cache and the label are old: mends both."""
+        try:
+            await self.flush_cache(timeout_s=_CONTROL_TIMEOUT_S)
+            new_label = {"new_version": label, "abort_all_requests": False}
+            await self._call("POST", "/update_weight_version", new_label, admin=True)
+        except EngineError as error:
+            raise EngineDirty(f"{self.url}: new weights behind an old cache or label: {error}") from error
+
+    def _check_input(self, input_ids: Sequence[int], max_new_tokens: int) -> None:
+        """What is refused here would end the process of a real engine."""
+        if not input_ids:
+            raise ValueError("a request needs at least one input id")
+        if not all(isinstance(token_id, int) for token_id in input_ids):
+            raise ValueError("input_ids is a flat list of ints")
+        if min(input_ids) < 0 or (self._vocab_size is not None and max(input_ids) >= self._vocab_size):
+            raise ValueError(f"input ids lie in [0, {self._vocab_size}), not {min(input_ids)}..{max(input_ids)}")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is at least 1, not {max_new_tokens}")
+
+    def _read_generation(self, content: bytes, rid: str, max_new_tokens: int) -> Generation:
+        try:
+            answer = _decode_answer(content)
+        except msgspec.DecodeError as error:
+            raise EngineProtocolError(f"{self.url}: not an answer of SGLang >= 0.5.19: {error}") from error
+        meta, output_ids = answer.meta_info, answer.output_ids
+        logprobs = [entry[0] for entry in meta.output_token_logprobs]
+        broken = (
+            (meta.id != rid and f"rid {meta.id!r} instead of {rid!r}")
+            or (len(output_ids) > max_new_tokens and f"{len(output_ids)} tokens, {max_new_tokens} were asked for")
+            or (meta.completion_tokens != len(output_ids) and f"completion_tokens {meta.completion_tokens}")
+            or ([entry[1] for entry in meta.output_token_logprobs] != output_ids and "log-probs of other ids")
+            or (not all(-math.inf < logprob <= MAX_LOGPROB for logprob in logprobs) and "log-probs out of range")
+            or (self._has_foreign_ids(output_ids) and "ids outside the vocabulary")
+            or (not _tile(meta.weight_versions, len(output_ids)) and f"spans {meta.weight_versions}")
+        )
+        if broken:
+            raise EngineProtocolError(f"{self.url}: answer of {len(output_ids)} tokens with {broken}")
+        return Generation(
+            output_ids=output_ids,
+            logprobs=logprobs,
+            spans=tuple(Span(s.version, s.start, s.end) for s in meta.weight_versions if s.end > s.start),
+            finish_reason=self._read_finish(meta.finish_reason),
+            cached_tokens=meta.cached_tokens,
+            num_retractions=meta.num_retractions,
+            rid=rid,
+        )
+
+    def _has_foreign_ids(self, output_ids: list[int]) -> bool:
+        return bool(output_ids) and not 0 <= min(output_ids) <= max(output_ids) < (self._vocab_size or math.inf)
+
+    def _read_finish(self, finish: _Finish) -> FinishReason:
+        match finish.type:
+            case "stop" | "length" | "abort":
+                return finish.type
+        raise EngineProtocolError(f"{self.url}: unknown finish reason {finish.type!r}")
+
+    async def _json(self, path: str) -> dict[str, Any]:
+        response = await self._call("GET", path)
+        try:
+            return msgspec.json.decode(response.content, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise EngineProtocolError(f"{self.url}{path}: {error}") from error
+
+    async def _call(
+        self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
+    ) -> httpx.Response:
+        """The answer, when it is a 2xx; what else there is becomes one of our errors."""
+        response = await self._send(method, path, body, admin=admin, timeout=timeout)
+        if response.is_success:
+            return response
+        problem = f"{method} {self.url}{path}: {response.status_code}: {_error_text(response)}"
+        raise EngineUnavailable(problem) if response.is_server_error else EngineRejected(problem)
+
+    async def _send(
+        self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
+    ) -> httpx.Response:
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        if key := self._keys[admin]:
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            return await self._http.request(
+                method,
+                self.url + path,
+                content=None if body is None else msgspec.json.encode(body),
+                headers=headers,
+                timeout=timeout or httpx.Timeout(_CONTROL_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
+            )
+        except httpx.TransportError as error:
+            raise EngineUnavailable(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from error
+
+
+def _sampling_params(
+    max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], sampling_seed: int | None
+) -> dict[str, Any]:
+    """Every key that shapes the distribution is said, so that no default of a model or a server can bend it."""
+    params: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "n": 1,
+        "stop_token_ids": list(stop_token_ids),
+        "ignore_eos": False,  # True would switch stop_token_ids off as well
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    if sampling_seed is not None:
+        params["sampling_seed"] = sampling_seed
+    return params
+
+
+def _tile(spans: Sequence[_WireSpan], length: int) -> bool:
+    position = 0
+    for span in spans:
+        if span.start != position or span.end < span.start:
+            return False
+        position = span.end
+    return position == length
+
+
+def _error_text(response: httpx.Response) -> str:
+    """The message inside any of SGLang's error shapes."""
+    try:
+        body = msgspec.json.decode(response.content)
+    except msgspec.DecodeError:
+        return response.text[:500]
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        text = error.get("message", error) if isinstance(error, dict) else error
+        return str(text)[:2000]
+    return str(body)[:500]
