@@ -1,0 +1,372 @@
+"""What a user may set about the objective and its advantages.
+
+One rule: every key acts or is refused. A key that cannot act beside the others must stay at its default, so that no
+setting is ever dropped in silence. Numbers that are legal but known to be wrong are named by `config_warnings`.
+
+It imports neither torch nor numpy and computes no loss (`gspo_core.objective` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+Loss = Literal["clip", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo"]
+Correction = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "geometric_truncate",
+    "geometric_mask",
+    "product_truncate",
+    "product_mask",
+]
+
+# Names under which an objective is known, and the keys that they stand for.
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "gspo": {"loss": "clip", "ratio": "sequence"},
+    "grpo": {"loss": "clip", "ratio": "token"},
+    "ppo": {"loss": "clip", "ratio": "token"},
+    "cispo": {"loss": "cispo"},
+    "sapo": {"loss": "sapo"},
+    "gmpo": {"loss": "gmpo"},
+    "dppo_tv": {"loss": "dppo_tv"},
+    "dppo_kl": {"loss": "dppo_kl"},
+    "vespo": {"loss": "vespo"},
+}
+CORRECTION_NAMES: Mapping[str, Correction] = {
+    "token": "token_truncate",
+    "icepop": "token_mask",
+    "geometric": "geometric_truncate",
+    "product": "product_truncate",
+}
+# The ratio that a loss is defined on, where it leaves no choice.
+RATIO_OF_LOSS: Mapping[str, str] = {
+    "cispo": "token",
+    "dppo_tv": "token",
+    "dppo_kl": "token",
+    "gmpo": "sequence",
+    "vespo": "sequence",
+}
+# Below this width a clip on the sampler's own log-probs reads the drift between engine and trainer, not the update.
+TIGHT_BEHAVIOR_CLIP = 1e-3
+WIDE_SEQUENCE_CLIP = 0.05
+TIGHT_TOKEN_CLIP = 0.01
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _is_default(config: BaseModel, key: str) -> bool:
+    return bool(getattr(config, key) == type(config).model_fields[key].get_default(call_default_factory=True))
+
+
+class AdvantageConfig(_Config):
+    """How the rewards of a group become advantages."""
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is subtracted: the mean of all members with a reward, or of the others."""
+    scale: Literal["group_std", "batch_std", "batch_centered_std", "none"] = "group_std"
+    """What the difference is divided by: the standard deviation of the group's rewards, of all rewards of the batch,
+    of the batch's rewards after their group's mean was subtracted, or nothing (Dr. GRPO)."""
+    ddof: Literal[0, 1] = 1
+    """The standard deviation divides by n - ddof."""
+    eps: NonNegativeFloat = 1e-6
+    """Added to the standard deviation."""
+    min_std: NonNegativeFloat = 0.0
+    """A smaller standard deviation is replaced by this one, so that tiny differences are not blown up; counted."""
+    min_group_size: Annotated[int, Field(ge=2)] = 2
+    """Groups with fewer rewards get advantage 0; counted."""
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """Groups whose rewards are all equal teach nothing. `keep`: they stay in the batch with advantage 0. `drop`
+    (dynamic sampling): they leave before the batch is formed and others take their place; counted."""
+    turn_reward_weight: NonNegativeFloat = 0.0
+    """Above 0, every turn gets an advantage of its own: the episode's, plus this weight times the advantage of the
+    turn rewards from that turn on, compared within the group at the same turn."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount of later turn rewards, per turn."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        idle = [key for key in ("ddof", "eps", "min_std") if self.scale == "none" and not _is_default(self, key)]
+        if idle:
+            raise ValueError(f"{', '.join(idle)}: acts on a standard deviation only, but scale is none; remove it")
+        if self.scale != "none" and self.eps == 0 and self.min_std == 0:
+            raise ValueError("eps: 0 together with min_std 0 can divide by almost nothing; set one of them")
+        if not self.turn_reward_weight and not _is_default(self, "turn_discount"):
+            raise ValueError("turn_discount: acts on turn rewards only; set turn_reward_weight or remove it")
+        return self
+
+
+class Band(_Config):
+    """A clip width for each sequence of n trained tokens: z * sqrt(2 * kappa / n), within [min, max]."""
+
+    kappa: PositiveFloat = 2.5e-4
+    """Target KL divergence per token. Below the measured mismatch of engine and trainer it clips noise."""
+    z: PositiveFloat = 1.0
+    """Standard deviations of the log ratio that stay unclipped."""
+    min: NonNegativeFloat = 0.0
+    """Narrowest width."""
+    max: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """Widest width."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min: {self.min} lies above max: {self.max}")
+        return self
+
+
+class ObjectiveConfig(_Config):
+    """The loss. The default is decoupled GSPO: the trust region is measured from the trainer's own policy when the
+    batch entered it, and what lies between that policy and the sampler is corrected by a bounded weight.
+
+    Accepted besides: `name` (gspo, grpo, ppo, cispo, sapo, gmpo, dppo_tv, dppo_kl, vespo) sets loss and ratio,
+    `clip` (a number or [low, high]) sets clip_low and clip_high, `importance_sampling_level` is another name of ratio,
+    and the corrections have the short names token, icepop, geometric and product.
+    """
+
+    loss: Loss = "clip"
+    """`clip` is the pessimistic clip of PPO, GRPO and GSPO; the others are alternatives to it."""
+    ratio: Literal["sequence", "turn", "token"] = "sequence"
+    """Over what log ratios are averaged: an episode (GSPO), each of its turns, or nothing (GRPO, PPO)."""
+    gradient: Literal["per_token", "shared"] = "per_token"
+    """How the gradient of a sequence or turn ratio reaches its tokens. `per_token` (GSPO-token): each token with its
+    own advantage and weight. `shared` (GSPO): their mean. Equal where advantage and weight are constant."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. Token ratios need about 0.2."""
+    clip_high: PositiveFloat = 4e-4
+    """See clip_low. Token ratios need about 0.27."""
+    band: Band | None = None
+    """A clip width that shrinks with the length of the sequence, in place of clip_low and clip_high."""
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Where the advantage is negative the loss is capped at this many times its size. Null: never."""
+    log_ratio_clamp: PositiveFloat | None = 10.0
+    """Log ratios above it are cut, without gradient, and counted. Null: never."""
+    aggregate: Literal["sequence", "token", "sum"] = "sequence"
+    """Mean over the tokens of a sequence, then over sequences; mean over all tokens; or sum over the tokens of a
+    sequence and mean over sequences. Only the first gives episodes of all lengths the same say."""
+    advantage_reduction: Literal["none", "mean"] = "none"
+    """`mean` averages advantages per token over their sequence before the clip."""
+
+    anchor: Literal["proximal", "behavior"] = "proximal"
+    """What the ratio compares with: the trainer's policy when the batch entered it, or the recorded sampler (which
+    saves a forward pass, and clips drift instead of updates: see the documentation before using it)."""
+    compensate: bool = True
+    """With `anchor: behavior`: clip decisions are taken on the ratio with its expected drift removed. Acts on
+    sequence and turn ratios of the loss `clip`."""
+    allow_one_sided_clip: bool = False
+    """Accept a clip narrower than 0.001 on the sampler's log-probs without compensation, which a job refuses."""
+
+    correction: Correction = "token_truncate"
+    """Weight for the way from the sampler to the proximal policy: exp of the difference per token, its geometric mean
+    over the sequence, or its product; `truncate` bounds it, `mask` drops what lies outside the bounds.
+    With `anchor: behavior` the ratio contains it, and it is `none`."""
+    correction_max: PositiveFloat = 2.0
+    """Upper bound of the weight."""
+    correction_min: PositiveFloat | None = None
+    """Lower bound of the weight. Null: 0."""
+    product_max_tokens: Annotated[int, Field(gt=0)] = 512
+    """Product weights refuse sequences with more trained tokens, because almost all of their weights vanish."""
+
+    k3_gate: PositiveFloat | None = 0.05
+    """Sequences whose mean k3 between sampler and anchor is larger are withheld. Null: never."""
+    outlier_gate: PositiveFloat | None = 5.0
+    """Sequences with a token whose log-prob differs by more between sampler and anchor are withheld. Null: never."""
+    geometric_gate: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Sequences whose geometric mean weight lies outside [1 / this, this] are withheld. Null: never."""
+    off_policy_gate: PositiveFloat | None = 0.5
+    """Sequences with a negative advantage whose mean log-prob fell by more since they were sampled are withheld (OPSM).
+    Null: never."""
+    staleness_cap: Annotated[int, Field(ge=0)] | None = None
+    """Tokens staler than this many steps are withheld. Null: none. In a job it follows from the rollout section."""
+
+    kl_coef: NonNegativeFloat = 0.0
+    """Coefficient of the k3 estimate of the KL divergence from a frozen reference model."""
+    kl_unbiased: bool = False
+    """Multiply that estimate by the ratio of the policy to the anchor, which makes its gradient unbiased."""
+
+    sapo_tau_positive: PositiveFloat = 1.0
+    """Loss `sapo`: steepness where the advantage is positive."""
+    sapo_tau_negative: PositiveFloat = 1.05
+    """Loss `sapo`: steepness where the advantage is negative."""
+    gmpo_clip: PositiveFloat = 0.4
+    """Loss `gmpo`: bound of the log ratio of a token."""
+    dppo_delta: PositiveFloat | None = None
+    """Losses `dppo_tv` (0.2 is usual) and `dppo_kl` (0.05): the divergence beyond which a token is left out."""
+    dppo_cap: PositiveFloat = 20.0
+    """Losses `dppo_tv` and `dppo_kl`: upper bound of the token ratio."""
+    vespo_positive: tuple[PositiveFloat, PositiveFloat] = (2.0, 3.0)
+    """Loss `vespo`: k and lambda where the advantage is not negative."""
+    vespo_negative: tuple[PositiveFloat, PositiveFloat] = (3.0, 2.0)
+    """Loss `vespo`: k and lambda where the advantage is negative."""
+
+    minibatches: Annotated[int, Field(ge=1)] = 4
+    """Optimizer updates per batch. With 1 the proximal policy is the policy itself: the ratio is 1 and nothing
+    can be clipped."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """How rewards become advantages."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_names(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = dict(data)
+        if "name" in given:
+            name = given.pop("name")
+            if name not in NAMES:
+                raise ValueError(f"name: {name!r} is unknown; one of {', '.join(NAMES)}")
+            for key, value in NAMES[name].items():
+                _put(given, key, value, f"name: {name}")
+        if "importance_sampling_level" in given:
+            level = given.pop("importance_sampling_level")
+            if level not in ("sequence", "token"):
+                raise ValueError(f"importance_sampling_level: sequence or token, not {level!r}")
+            _put(given, "ratio", level, f"importance_sampling_level: {level}")
+        if "clip" in given:
+            _resolve_clip(given)
+        correction = given.get("correction")
+        if isinstance(correction, str):
+            given["correction"] = CORRECTION_NAMES.get(correction, correction)
+        _fill_dependent_defaults(given)
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        required = RATIO_OF_LOSS.get(self.loss)
+        if required is not None and self.ratio != required:
+            raise ValueError(f"ratio: the loss {self.loss} is defined on ratio: {required}, not {self.ratio}")
+        if self.loss.startswith("dppo") and self.dppo_delta is None:
+            raise ValueError(f"dppo_delta: the loss {self.loss} needs it (about 0.2 for dppo_tv, 0.05 for dppo_kl)")
+        if self.correction_min is not None and self.correction_min > self.correction_max:
+            raise ValueError(f"correction_min: {self.correction_min} lies above correction_max: {self.correction_max}")
+        for key, condition in _idle_keys(self).items():
+            if not _is_default(self, key):
+                raise ValueError(f"{key}: acts only with {condition}; remove it or change the other key")
+        return self
+
+
+def _put(given: dict[str, Any], key: str, value: Any, reason: str) -> None:
+    if given.setdefault(key, value) != value:
+        raise ValueError(f"{key}: {given[key]!r} contradicts {reason}")
+
+
+def _resolve_clip(given: dict[str, Any]) -> None:
+    clip = given.pop("clip")
+    pair = list(clip) if isinstance(clip, list | tuple) else [clip, clip]
+    if len(pair) != 2:
+        raise ValueError(f"clip: a number or [low, high], not {clip!r}")
+    _put(given, "clip_low", pair[0], f"clip: {clip}")
+    _put(given, "clip_high", pair[1], f"clip: {clip}")
+
+
+def _fill_dependent_defaults(given: dict[str, Any]) -> None:
+    """Defaults that follow from another key, written out, so that a stored configuration says what it does."""
+    required = RATIO_OF_LOSS.get(str(given.get("loss")))
+    if required is not None:
+        given.setdefault("ratio", required)
+    if given.get("anchor") == "behavior":
+        given.setdefault("correction", "none")
+
+
+def _idle_keys(config: ObjectiveConfig) -> dict[str, str]:
+    """Keys that cannot act beside the others, with the condition under which they would."""
+    loss, behavior = config.loss, config.anchor == "behavior"
+    pooled = config.ratio != "token"
+    acts: dict[str, tuple[bool, str]] = {
+        "gradient": (pooled and loss in ("clip", "sapo"), "ratio: sequence or turn of the losses clip and sapo"),
+        "clip_low": (loss in ("clip", "cispo") and config.band is None, "the losses clip and cispo, without a band"),
+        "clip_high": (loss in ("clip", "cispo") and config.band is None, "the losses clip and cispo, without a band"),
+        "band": (loss == "clip" and pooled, "ratio: sequence or turn of the loss clip"),
+        "dual_clip": (loss == "clip", "the loss clip"),
+        "log_ratio_clamp": (loss in ("clip", "sapo", "gmpo"), "the losses clip, sapo and gmpo"),
+        "compensate": (behavior and loss == "clip" and pooled, "anchor: behavior, loss: clip, ratio: sequence or turn"),
+        "allow_one_sided_clip": (_is_one_sided(config), "a narrow clip on anchor: behavior without compensation"),
+        "correction_max": (config.correction != "none", "a correction"),
+        "correction_min": (config.correction != "none", "a correction"),
+        "product_max_tokens": (config.correction.startswith("product"), "correction: product"),
+        "kl_unbiased": (config.kl_coef > 0, "kl_coef above 0"),
+        "dppo_delta": (loss.startswith("dppo"), "the losses dppo_tv and dppo_kl"),
+        "dppo_cap": (loss.startswith("dppo"), "the losses dppo_tv and dppo_kl"),
+        "gmpo_clip": (loss == "gmpo", "the loss gmpo"),
+    }
+    for name in ("sapo_tau_positive", "sapo_tau_negative", "vespo_positive", "vespo_negative"):
+        acts[name] = (loss == name.split("_")[0], f"the loss {name.split('_')[0]}")
+    idle = {key: condition for key, (does_act, condition) in acts.items() if not does_act}
+    if behavior and config.correction != "none":
+        raise ValueError("correction: with anchor: behavior the ratio contains the correction; set it to none")
+    return idle
+
+
+def _is_one_sided(config: ObjectiveConfig) -> bool:
+    """Drift makes this clip drop negative advantages only (`docs/objective.md`, the drift law)."""
+    pooled_clip = config.loss == "clip" and config.ratio != "token" and config.band is None
+    tight = min(config.clip_low, config.clip_high) < TIGHT_BEHAVIOR_CLIP
+    return config.anchor == "behavior" and pooled_clip and tight and not config.compensate
+
+
+def config_refusals(config: ObjectiveConfig) -> list[str]:
+    """Why a job must not run with this configuration, each naming its key; `policy_loss` computes it all the same."""
+    if not _is_one_sided(config) or config.allow_one_sided_clip:
+        return []
+    return [
+        f"compensate: a clip of {config.clip_low:g}/{config.clip_high:g} on anchor: behavior without compensation "
+        "drops negative advantages only, as soon as engine and trainer differ; use anchor: proximal, or "
+        "compensate: true, or a band, or say allow_one_sided_clip: true"
+    ]
+
+
+def config_warnings(config: ObjectiveConfig) -> list[str]:
+    """What is legal but known to be wrong or easily misunderstood, one sentence each, naming the key."""
+    return [*_clip_warnings(config), *_weight_warnings(config)]
+
+
+def _clip_warnings(config: ObjectiveConfig) -> list[str]:
+    warnings = []
+    low, high = config.clip_low, config.clip_high
+    clips = config.loss == "clip" and config.band is None
+    if clips and config.ratio != "token" and max(low, high) > WIDE_SEQUENCE_CLIP:
+        warnings.append(
+            f"clip_low, clip_high: {low:g}/{high:g} on a {config.ratio} ratio never binds (the paper: 0.0003/0.0004)"
+        )
+    if clips and config.ratio == "token" and min(low, high) < TIGHT_TOKEN_CLIP:
+        warnings.append(
+            f"clip_low, clip_high: {low:g}/{high:g} on a token ratio clips almost every token (usual: 0.2/0.27)"
+        )
+    if config.loss == "cispo" and high < TIGHT_TOKEN_CLIP:
+        warnings.append(f"clip_high: a CISPO weight bounded by {1 + high:g} is no importance weight (usual: 0.2 to 4)")
+    if clips and config.anchor == "behavior" and config.ratio != "token" and min(low, high) < TIGHT_BEHAVIOR_CLIP:
+        warnings.append(
+            f"anchor: behavior with a clip of {low:g}/{high:g} drops much of the data as soon as engine and trainer "
+            "differ; anchor: proximal does not see that difference"
+        )
+    if config.minibatches == 1 and config.anchor == "proximal" and config.loss == "clip":
+        warnings.append("minibatches: with 1 the ratio is always 1 and the clip cannot bind")
+    return warnings
+
+
+def _weight_warnings(config: ObjectiveConfig) -> list[str]:
+    warnings = []
+    if config.ratio != "token" and config.loss == "clip" and config.aggregate != "sequence":
+        warnings.append(
+            f"aggregate: {config.aggregate} weights episodes by their length, which the GSPO paper does not"
+        )
+    if config.correction.startswith("product"):
+        warnings.append("correction: product weights vanish on long episodes although every clip metric looks healthy")
+    uses_shared = config.gradient == "shared" and config.ratio != "token"
+    if uses_shared and config.correction.startswith("token"):
+        warnings.append("gradient: shared replaces the weight of each token by their mean; per_token keeps them")
+    if config.advantage.turn_reward_weight and (uses_shared or config.advantage_reduction == "mean"):
+        warnings.append("advantage.turn_reward_weight: gradient: shared or advantage_reduction: mean average it away")
+    if config.k3_gate is None and config.outlier_gate is None:
+        warnings.append(
+            "k3_gate, outlier_gate: without them corrupt or far too stale episodes are trained at full weight"
+        )
+    return warnings
