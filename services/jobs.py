@@ -1,0 +1,144 @@
+"""What a job is to the control plane: its record, its states, and the ONE table of transitions between them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class JobStatus(StrEnum):
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+    CANCELLING = "cancelling"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        return not TRANSITIONS[self]
+
+    @property
+    def is_served(self) -> bool:
+        """Whether rollout workers work for a job in this state (a pausing job drains its open episodes)."""
+        return self in _SERVED
+
+
+class DesiredState(StrEnum):
+    """What the user asked for; the owner of the job brings it about."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    CANCELLED = "cancelled"
+
+
+TRANSITIONS: dict[JobStatus, frozenset[JobStatus]] = {
+    JobStatus.QUEUED: frozenset({JobStatus.STARTING, JobStatus.CANCELLED, JobStatus.FAILED}),
+    JobStatus.STARTING: frozenset({JobStatus.RUNNING, JobStatus.QUEUED, JobStatus.CANCELLING, JobStatus.FAILED}),
+    JobStatus.RUNNING: frozenset(
+        {JobStatus.PAUSING, JobStatus.CANCELLING, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STARTING}
+    ),
+    JobStatus.PAUSING: frozenset({JobStatus.PAUSED, JobStatus.CANCELLING, JobStatus.FAILED, JobStatus.STARTING}),
+    JobStatus.PAUSED: frozenset({JobStatus.RESUMING, JobStatus.CANCELLING}),
+    JobStatus.RESUMING: frozenset({JobStatus.RUNNING, JobStatus.STARTING, JobStatus.CANCELLING, JobStatus.FAILED}),
+    JobStatus.CANCELLING: frozenset({JobStatus.CANCELLED, JobStatus.FAILED}),
+    JobStatus.SUCCEEDED: frozenset(),
+    JobStatus.FAILED: frozenset(),
+    JobStatus.CANCELLED: frozenset(),
+}
+
+_SERVED = frozenset({JobStatus.STARTING, JobStatus.RUNNING, JobStatus.PAUSING, JobStatus.RESUMING})
+
+
+def sources_of(target: JobStatus) -> list[JobStatus]:
+    """The states from which ``target`` may be entered."""
+    return [source for source, targets in TRANSITIONS.items() if target in targets]
+
+
+class JobNotFound(LookupError):
+    """No job has this id."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__(f"there is no job {job!r}")
+        self.job = job
+
+
+class JobConflict(Exception):
+    """The idempotency key, or the id, belongs to a job with another body."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__(f"the same key or id was used for job {job!r} with another body; send a fresh key")
+        self.job = job
+
+
+class IllegalTransition(Exception):
+    """The table of transitions does not lead from where the job is to where the caller wants it."""
+
+    def __init__(self, job: str, current: str, wanted: str) -> None:
+        super().__init__(f"job {job} is {current}; it cannot become {wanted}")
+        self.job, self.current, self.wanted = job, current, wanted
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReason:
+    code: str
+    message: str
+    since: str | None = None
+    """UTC, RFC 3339; set by the store: since when this code holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    id: str
+    spec: str
+    """The accepted specification as JSON text."""
+    status: JobStatus
+    desired_state: DesiredState
+    status_reason: StatusReason | None
+    attempt: int
+    """How many trainers have owned the job."""
+    epoch: int
+    step: int
+    policy_version: int | None
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+
+    @property
+    def spec_data(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(self.spec)
+        return data
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the specification parsed."""
+        return asdict(self) | {
+            "status": str(self.status),
+            "desired_state": str(self.desired_state),
+            "spec": self.spec_data,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A trainer's lease on a job; ``token`` fences everything that it writes."""
+
+    job_id: str
+    token: str
+    epoch: int
+    attempt: int
+
+
+_CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def new_job_id(time_s: float) -> str:
+    """``job_`` + 48 bits of milliseconds + 80 random bits: ids sort by time and cannot be guessed."""
+    number = (int(time_s * 1000) << 80) | secrets.randbits(80)
+    return "job_" + "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
