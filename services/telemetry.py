@@ -1,0 +1,57 @@
+"""How every service logs: one structured line per fact, readable on a terminal and JSON everywhere else.
+
+Rule: what identifies a process (its service name and id) is bound once at start-up, so no line can lack it.
+Lines go to stderr; stdout belongs to what a command prints for its user. This module measures and exports nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal, TextIO
+
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+
+def configure_logging(
+    service: str,
+    *,
+    level: str = "info",
+    log_format: Literal["console", "json"] | None = None,
+    stream: TextIO | None = None,
+    **identity: object,
+) -> None:
+    """Sets logging up for this process; ``service`` and ``identity`` appear in every later line.
+
+    Without a ``log_format`` people get text on a terminal and everything else gets JSON.
+    """
+    output = stream or sys.stderr
+    rendering: list[Processor] = (
+        [structlog.dev.ConsoleRenderer(colors=output.isatty())]
+        if log_format == "console" or (log_format is None and output.isatty())
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    )
+
+    def add_identity(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        return {"service": service, **identity, **event}
+
+    structlog.configure(
+        processors=[
+            add_identity,
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *rendering,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(file=output),
+    )
+    # Libraries keep to the standard logging module; their warnings join the same stream.
+    logging.basicConfig(level=logging.WARNING, stream=output, format="%(levelname)s %(name)s: %(message)s", force=True)
+
+
+def get_logger() -> FilteringBoundLogger:
+    """A logger; cheap, and usable before ``configure_logging``."""
+    logger: FilteringBoundLogger = structlog.get_logger()
+    return logger
