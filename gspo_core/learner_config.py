@@ -44,9 +44,7 @@ class OptimizerConfig(_Config):
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(
-                f"decay_steps ({self.decay_steps}) must lie beyond warmup_steps ({self.warmup_steps}): both count from 0"
-            )
+            raise ValueError(f"decay_steps ({self.decay_steps}) must lie beyond warmup_steps ({self.warmup_steps})")
         if self.schedule == "constant" and (self.decay_steps is not None or self.min_lr_ratio):
             raise ValueError("decay_steps and min_lr_ratio act on the schedules linear and cosine only; remove them")
         return self

@@ -1,0 +1,76 @@
+"""AdamW under a learning-rate schedule, with clipping, where a gradient that is not finite changes nothing.
+
+One rule: an update either applies a finite gradient or leaves weights, moments and counters bit for bit as they were.
+It neither computes gradients nor saves its moments.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gspo_core.learner_config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -> float:
+    """Of the updates of step `step`, counted from 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    end = config.decay_steps or total_steps
+    assert end is not None, "checked by LearnerConfig"
+    progress = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+
+
+def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Over the trainable parameters; only matrices decay."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, foreach=True
+    )
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update did."""
+
+    grad_norm: float
+    """Before clipping; not finite when the update was skipped."""
+
+    @property
+    def applied(self) -> bool:
+        return math.isfinite(self.grad_norm)
+
+
+def apply_update(optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float | None) -> Update:
+    """One update with the gradients that have been summed up, which are cleared in any case."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    total = _full(norm)
+    update = Update(grad_norm=float(total))
+    if update.applied:
+        if max_grad_norm is not None and update.grad_norm > max_grad_norm:
+            torch._foreach_mul_(gradients, max_grad_norm / update.grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return update
+
+
+def _full(value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        full: Tensor = value.full_tensor()
+        return full
+    return value
