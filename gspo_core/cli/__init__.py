@@ -1,0 +1,157 @@
+"""The ``gspo`` command: thin, and quick to start, since each command imports what it needs only when it runs.
+
+``up`` and ``doctor`` reach into the services when those are there; a bare wheel (no services) says so clearly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class CommandError(Exception):
+    """Ends the command with status 1; the message is for a person."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except CommandError as error:
+        print(f"gspo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # the reader of our output went away (`gspo jobs | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gspo", description="Train language-model agents by reinforcement learning.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.set_defaults(run=_no_command(parser))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_up(commands)
+    _add_submit(commands)
+    _add_watch(commands)
+    _add_jobs(commands)
+    _add_cancel(commands)
+    doctor = commands.add_parser("doctor", help="look for what is missing or wrong on this machine")
+    _add_server(doctor)
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("GSPO_URL", DEFAULT_URL),
+        help=f"address of the API (default: $GSPO_URL or {DEFAULT_URL})",
+    )
+
+
+def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    up = commands.add_parser("up", help="run the whole stack on this machine until Ctrl-C")
+    up.add_argument("--data-dir", help="where everything is kept (default: $GSPO_DATA_DIR or .gspo)")
+    up.add_argument("--model", help="model that the engine starts with (default: the demo model, made when missing)")
+    up.add_argument("--port", type=int, default=8000, help="of the API; 0 takes a free one (default: 8000)")
+    up.add_argument("--rollout-workers", type=int, default=1, help="number of rollout processes (default: 1)")
+    up.set_defaults(run=_up)
+
+
+def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    submit = commands.add_parser("submit", help="submit a job from a JSON, YAML or TOML file")
+    submit.add_argument("file")
+    submit.add_argument("--dry-run", action="store_true", help="check the file against the server; create nothing")
+    submit.add_argument("--watch", action="store_true", help="follow the job after it was accepted")
+    _add_server(submit)
+    submit.set_defaults(run=_submit)
+
+
+def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    watch = commands.add_parser("watch", help="follow a job live")
+    watch.add_argument("job")
+    watch.add_argument("--json", action="store_true", help="one JSON object per event instead of a display")
+    _add_server(watch)
+    watch.set_defaults(run=_watch)
+
+
+def _add_jobs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    jobs = commands.add_parser("jobs", help="list the jobs, newest first")
+    jobs.add_argument("--json", action="store_true", help="one JSON object per job")
+    _add_server(jobs)
+    jobs.set_defaults(run=_jobs)
+
+
+def _add_cancel(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    cancel = commands.add_parser("cancel", help="cancel a job")
+    cancel.add_argument("job")
+    _add_server(cancel)
+    cancel.set_defaults(run=_cancel)
+
+
+def _no_command(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        if arguments.version:
+            from gspo_core import __version__
+
+            print(__version__)
+            return 0
+        parser.print_help()
+        return 2
+
+    return run
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    try:
+        from services.local.up import up
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"`gspo up` runs the services, and {error.name} is not installed here. Use a checkout of the project: "
+            f"`make up` there installs what it needs and starts the stack."
+        ) from error
+    status: int = up(
+        data_dir=arguments.data_dir,
+        model=arguments.model,
+        port=arguments.port,
+        rollout_workers=arguments.rollout_workers,
+    )
+    return status
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import jobs
+
+    return jobs.submit(arguments.url, arguments.file, dry_run=arguments.dry_run, watch=arguments.watch)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli.watch import watch
+
+    return watch(arguments.url, arguments.job, as_json=arguments.json)
+
+
+def _jobs(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import jobs
+
+    return jobs.show(arguments.url, as_json=arguments.json)
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import jobs
+
+    return jobs.cancel(arguments.url, arguments.job)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli.doctor import doctor
+
+    return doctor(arguments.url)

@@ -1,0 +1,132 @@
+"""``gspo doctor``: what is missing or wrong on this machine, each finding with what to do about it. Changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+MIN_PYTHON = (3, 11)
+# A demo writes a few hundred megabytes; below this a run would soon stop.
+MIN_FREE_BYTES = 2 * 1024**3
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    verdict: Verdict
+    subject: str
+    text: str
+
+
+def doctor(url: str) -> int:
+    marks = {Verdict.OK: "✓", Verdict.NOTE: "·", Verdict.PROBLEM: "✗"}
+    problems = 0
+    for finding in examine(url):
+        problems += finding.verdict is Verdict.PROBLEM
+        print(f"{marks[finding.verdict]} {finding.subject:<12} {finding.text}", flush=True)
+    print("\nnothing stands in the way" if not problems else f"\n{problems} problem(s) to mend, marked ✗")
+    return 1 if problems else 0
+
+
+def examine(url: str) -> Iterator[Finding]:
+    checks: tuple[Callable[[], Finding], ...] = (
+        *(_python, _cores, _services, _training, _device, _redis, _disk),
+        lambda: _api(url),
+    )
+    for check in checks:
+        yield check()
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if sys.version_info < MIN_PYTHON:
+        return Finding(Verdict.PROBLEM, "python", f"{version}; 3.11 or newer is needed")
+    return Finding(Verdict.OK, "python", version)
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2:
+        return Finding(Verdict.NOTE, "cores", "1; engine and trainer will take turns on it")
+    return Finding(Verdict.OK, "cores", str(cores))
+
+
+def _packages(subject: str, names: tuple[str, ...], extra: str) -> Finding:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        return Finding(
+            Verdict.PROBLEM, subject, f"{', '.join(missing)} not installed: pip install -e '.[{extra}]' (or make setup)"
+        )
+    return Finding(Verdict.OK, subject, ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names))
+
+
+def _services() -> Finding:
+    return _packages("services", ("fastapi", "uvicorn", "redis", "tokenizers"), "service")
+
+
+def _training() -> Finding:
+    return _packages("training", ("torch", "transformers", "safetensors"), "train")
+
+
+def _device() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding(Verdict.NOTE, "device", "unknown without torch")
+    import torch
+
+    if torch.cuda.is_available():
+        return Finding(Verdict.OK, "device", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+    return Finding(Verdict.NOTE, "device", "no GPU: small models only, on the CPU")
+
+
+def _redis() -> Finding:
+    try:
+        from services.redis_server import find_server
+    except ModuleNotFoundError as error:
+        return Finding(Verdict.NOTE, "redis", f"not examined: {error.name} is not installed")
+    try:
+        return Finding(Verdict.OK, "redis", find_server())
+    except RuntimeError as error:
+        return Finding(Verdict.PROBLEM, "redis", str(error))
+
+
+def _disk() -> Finding:
+    data_dir = Path(os.environ.get("GSPO_DATA_DIR", ".gspo")).resolve()
+    existing = next(folder for folder in (data_dir, *data_dir.parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        return Finding(Verdict.PROBLEM, "data", f"{existing} cannot be written: choose another GSPO_DATA_DIR")
+    free = shutil.disk_usage(existing).free
+    text = f"{free / 1024**3:.1f} GiB free for {data_dir}"
+    return Finding(Verdict.OK if free >= MIN_FREE_BYTES else Verdict.PROBLEM, "data", text)
+
+
+def _api(url: str) -> Finding:
+    import httpx
+
+    try:
+        answer = httpx.get(f"{url}/readyz", timeout=3.0)
+    except httpx.TransportError:
+        return Finding(Verdict.NOTE, "api", f"nothing answers at {url}: start the stack with gspo up")
+    try:
+        body = answer.json()
+    except ValueError:
+        return Finding(Verdict.PROBLEM, "api", f"{url} answers, but it is no GSPO API (status {answer.status_code})")
+    if answer.status_code != 200:
+        reason = body.get("error", {}).get("message", answer.text)
+        return Finding(Verdict.PROBLEM, "api", f"{url} is not ready: {reason}")
+    degraded = body.get("degraded") or []
+    if degraded:
+        return Finding(Verdict.NOTE, "api", f"{url} answers, but: {'; '.join(map(str, degraded))}")
+    return Finding(Verdict.OK, "api", f"{url} is ready")

@@ -1,0 +1,88 @@
+"""``gspo submit``, ``gspo jobs`` and ``gspo cancel``: one request each, and an answer that fits on a screen."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gspo_core.cli import CommandError
+from gspo_core.client import ApiError, Client, Unreachable
+
+
+@contextmanager
+def connected(url: str) -> Iterator[Client]:
+    """A client whose failures read as sentences."""
+    try:
+        with Client(url) as client:
+            yield client
+    except Unreachable as error:
+        raise CommandError(
+            f"no API answers at {url}. Start the stack with `gspo up`, or name another address with --url or $GSPO_URL."
+        ) from error
+    except ApiError as error:
+        where = f" ({error.param})" if error.param else ""
+        raise CommandError(f"{error.message}{where} [{error.code}]") from error
+
+
+def submit(url: str, file: str, *, dry_run: bool, watch: bool) -> int:
+    from gspo_core.spec import spec_warnings
+    from gspo_core.spec_file import SpecFileError, load_job_spec
+
+    try:
+        spec = load_job_spec(Path(file))
+    except SpecFileError as error:
+        raise CommandError(str(error)) from error
+    for warning in spec_warnings(spec):
+        print(f"warning: {warning}", file=sys.stderr)
+    with connected(url) as client:
+        if dry_run:
+            print(json.dumps(client.plan_job(spec), indent=2))
+            return 0
+        job = client.create_job(spec)
+    print(job["id"])
+    if not watch:
+        print(f"follow it with: gspo watch {job['id']}", file=sys.stderr)
+        return 0
+    from gspo_core.cli.watch import watch as follow
+
+    return follow(url, job["id"], as_json=False)
+
+
+def show(url: str, *, as_json: bool) -> int:
+    with connected(url) as client:
+        jobs = list(client.jobs())
+    if as_json:
+        for job in jobs:
+            print(json.dumps(job))
+        return 0
+    if not jobs:
+        print("no jobs yet; submit one with: gspo submit FILE")
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("job", "name", "status", "step", "version", "why it waits or ended", "created", box=None)
+    for job in jobs:
+        table.add_row(*_row(job))
+    Console().print(table)
+    return 0
+
+
+def _row(job: Mapping[str, Any]) -> tuple[str, ...]:
+    reason = job.get("status_reason") or {}
+    version = job.get("policy_version")
+    return (
+        *(job["id"], job.get("name") or "", job["status"], str(job.get("step", 0))),
+        *("" if version is None else str(version), reason.get("message", ""), job["created_at"]),
+    )
+
+
+def cancel(url: str, job_id: str) -> int:
+    with connected(url) as client:
+        job = client.cancel(job_id)
+    print(f"{job['id']} is {job['status']}")
+    return 0

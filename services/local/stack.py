@@ -1,0 +1,210 @@
+"""The whole system as child processes of this one: Redis, engine, API, rollout worker, trainer.
+
+The rule it keeps: whatever ends this process, no child outlives it. Each child is asked to stop (SIGTERM, in the
+reverse order of the start), then killed. It restarts nothing; a child that dies is reported with its last words.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import httpx
+
+from services.children import die_with_parent
+from services.redis_server import RedisServer
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.1
+
+
+class StackError(RuntimeError):
+    """The stack cannot start or go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    data_dir: Path
+    model_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """Of the API; 0 takes a free one."""
+    rollout_workers: int = 1
+    threads: int | None = None
+    """Of the engine and of the trainer, each; unset divides the cores between the two."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further GSPO_* settings for every process."""
+
+
+class Child:
+    """One process with its log file."""
+
+    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._log: IO[bytes] = log_path.open("ab")
+        # -P keeps the caller's folder off the path: a user's own `environments` must not shadow ours.
+        self.process = subprocess.Popen(
+            argv,
+            env=dict(environment),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+
+    def last_words(self, num_lines: int = 15) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-num_lines:]) or "    (nothing was logged)"
+
+    def stop(self, deadline: float) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._log.close()
+
+
+class Stack:
+    """``with Stack(config) as stack``: everything runs and answers inside the block, nothing does after it."""
+
+    def __init__(self, config: StackConfig) -> None:
+        self.config = config
+        self.log_dir = config.data_dir / "logs"
+        self._children: list[Child] = []
+        self._redis: RedisServer | None = None
+        self.api_url = ""
+        self.engine_url = ""
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        config = self.config
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        api_port = claim_port(config.host, config.port)
+        engine_port = claim_port("127.0.0.1", 0)
+        self.api_url = f"http://{config.host}:{api_port}"
+        self.engine_url = f"http://127.0.0.1:{engine_port}"
+        self._redis = RedisServer.start(config.data_dir / "redis")
+        environment = self._environment(self._redis.url)
+        threads = str(config.threads or default_threads())
+        compute = {**environment, "OMP_NUM_THREADS": threads}
+        self._spawn("engine", ["--model", str(config.model_dir), "--port", str(engine_port)], compute)
+        self._spawn("api", [], {**environment, "GSPO_API_HOST": config.host, "GSPO_API_PORT": str(api_port)})
+        self._spawn("trainer", [], compute)
+        for number in range(config.rollout_workers):
+            self._spawn("rollout", [], environment, name=f"rollout-{number}")
+        self._wait_until_answering(f"{self.api_url}/healthz", "api")
+        self._wait_until_answering(f"{self.engine_url}/ready", "engine")
+
+    def _environment(self, redis_url: str) -> dict[str, str]:
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "GSPO_REDIS_URL": redis_url,
+            "GSPO_DATA_DIR": str(self.config.data_dir),
+            "GSPO_ENGINE_URLS": self.engine_url,
+            **self.config.environment,
+        }
+
+    def _spawn(
+        self, service: str, arguments: Sequence[str], environment: Mapping[str, str], name: str | None = None
+    ) -> None:
+        name = name or service
+        argv = [sys.executable, "-m", f"services.{service}", *arguments]
+        self._children.append(Child(name, argv, environment, self.log_dir / f"{name}.log"))
+
+    def _wait_until_answering(self, url: str, name: str) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self.check()
+            try:
+                if httpx.get(url, timeout=2.0).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(POLL_S)
+        raise StackError(f"{name} did not answer at {url} within {START_TIMEOUT_S:.0f} s; see {self.log_dir}")
+
+    def check(self) -> None:
+        """Raise when a process has died, with the end of its log."""
+        for child in self._children:
+            code = child.process.poll()
+            if code is not None:
+                raise StackError(
+                    f"{child.name} ended with code {code}. The end of {child.log_path}:\n{child.last_words()}"
+                )
+
+    def pids(self) -> dict[str, int]:
+        return {child.name: child.process.pid for child in self._children}
+
+    def close(self) -> None:
+        """Stop the children in the reverse order of the start; Redis last, since all others write to it."""
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for child in reversed(self._children):
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+        for child in reversed(self._children):
+            child.stop(deadline)
+        self._children.clear()
+        if self._redis is not None:
+            self._redis.close()
+            self._redis = None
+
+
+def default_threads() -> int:
+    """Half of the cores for the engine, half for the trainer."""
+    return max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else 1
+
+
+def claim_port(host: str, port: int) -> int:
+    """``port`` if it can be bound, a free one for 0; otherwise an error that says what to do."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StackError(
+                f"cannot listen on {host}:{port} ({error.strerror}): another program, perhaps another stack, uses it. "
+                f"Stop it, or choose another port with --port (0 takes a free one)."
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM unwind the stack exactly as Ctrl-C does."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

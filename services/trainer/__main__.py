@@ -1,0 +1,72 @@
+"""``python -m services.trainer``: the one place that builds the real parts of a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from gspo_core.learner import Learner
+from gspo_core.learner_config import LearnerConfig
+from gspo_core.spec import JobSpec
+from services.batch_log import BatchLog
+from services.bus import Bus
+from services.engine_client import EngineClient, open_http
+from services.process import run_until_signalled
+from services.redis_server import connect
+from services.settings import Settings
+from services.store import Claim, Store
+from services.telemetry import configure_logging
+from services.trainer.engines import Engines
+from services.trainer.intake import Intake
+from services.trainer.run import JobRun, Services
+from services.trainer.worker import RunParts, TrainerWorker
+from services.weights import WeightStore
+
+
+async def main(stop: asyncio.Event) -> None:
+    settings = Settings()
+    # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
+    torch.set_num_interop_threads(1)
+    async with connect(settings.redis_url) as redis, open_http() as http:
+        bus, store = Bus(redis), Store(redis)
+        await bus.load_functions()
+
+        def make_run(claim: Claim, spec: JobSpec) -> RunParts:
+            job_dir = Path(settings.data_dir) / "jobs" / claim.job_id
+            job_dir.mkdir(parents=True, exist_ok=True)
+            weights = WeightStore(job_dir)
+            engines = Engines(
+                store,
+                claim.job_id,
+                claim.token,
+                weights,
+                settings.engine_urls,
+                lambda url: EngineClient(url, http),
+            )
+            intake = Intake(bus, claim.job_id)
+            services = Services(bus, store, engines, intake, weights, BatchLog(job_dir), job_dir / "metrics.jsonl")
+            run = JobRun(claim, spec, services, lambda: make_learner(spec))
+            return run, [engines.run(), intake.run()]
+
+        await TrainerWorker(store, f"trainer-{socket.gethostname()}-{os.getpid()}", make_run).run(stop)
+
+
+def make_learner(spec: JobSpec) -> Learner:
+    cap = spec.rollout.staleness_cap if spec.rollout.on_stale == "mask" else None
+    return Learner(
+        Path(spec.model),
+        LearnerConfig(optimizer=spec.optimizer, total_steps=spec.steps),
+        spec.objective.model_copy(update={"staleness_cap": cap}),
+        seed=spec.seed,
+        device="cuda" if torch.cuda.is_available() and spec.resources.device != "cpu" else "cpu",
+    )
+
+
+if __name__ == "__main__":
+    configure_logging("trainer")
+    sys.exit(run_until_signalled(main))

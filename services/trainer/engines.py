@@ -1,0 +1,109 @@
+"""Which engines sample for a job, and with which weights: kept up to date apart from the step loop.
+
+New weights are loaded one engine after the other: paused without aborting, loaded, resumed. Requests in flight survive
+and go on under the new version. An engine that fails to load is left out and tried again; it never stops the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gspo_core.types import WeightsManifest
+from services.engine_client import EngineClient, EngineError
+from services.store import Store
+from services.telemetry import get_logger
+from services.weights import WeightStore
+
+RETRY_S = 1.0
+
+
+@dataclass
+class _Engine:
+    url: str
+    client: EngineClient
+    label: str = ""
+    """Of the weights that it holds; empty while unknown."""
+    switches_s: list[float] = field(default_factory=list)
+    """How long each switch paused it."""
+
+
+class Engines:
+    """The engines of one job."""
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        token: str,
+        weights: WeightStore,
+        urls: Sequence[str],
+        connect: Callable[[str], EngineClient],
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._token = token
+        self._weights = weights
+        self._engines = [_Engine(url, connect(url)) for url in urls]
+        self._target: WeightsManifest | None = None
+        self._changed = asyncio.Condition()
+
+    async def publish(self, manifest: WeightsManifest) -> None:
+        """Let the engines move to ``manifest`` as soon as they can."""
+        async with self._changed:
+            self._target = manifest
+            self._changed.notify_all()
+
+    async def wait_for(self, manifest: WeightsManifest) -> None:
+        """Until every engine that answers, and at least one, holds ``manifest`` or something newer."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.oldest_version() >= manifest.version)
+
+    def oldest_version(self) -> int:
+        """The oldest version that a serving engine holds; -1 while none serves."""
+        versions = [int(engine.label.rpartition("/")[2]) for engine in self._engines if engine.label]
+        return min(versions, default=-1)
+
+    def loaded_versions(self) -> set[int]:
+        return {int(engine.label.rpartition("/")[2]) for engine in self._engines if engine.label}
+
+    def last_switch_s(self) -> float:
+        """The longest pause of the newest switch."""
+        return max((engine.switches_s[-1] for engine in self._engines if engine.switches_s), default=0.0)
+
+    async def run(self) -> None:
+        """Move engines to the newest published version until cancelled."""
+        while True:
+            target = await self._next_target()
+            results = await asyncio.gather(*(self._switch(engine, target) for engine in self._outdated(target)))
+            async with self._changed:
+                self._changed.notify_all()
+            if not all(results):
+                await asyncio.sleep(RETRY_S)
+
+    def _outdated(self, target: WeightsManifest) -> list[_Engine]:
+        return [engine for engine in self._engines if engine.label != target.label]
+
+    async def _next_target(self) -> WeightsManifest:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._target is not None and bool(self._outdated(self._target)))
+            assert self._target is not None
+            return self._target
+
+    async def _switch(self, engine: _Engine, target: WeightsManifest) -> bool:
+        try:
+            await self._store.bind_engine(self._job, self._token, engine.url)
+            started = time.monotonic()
+            await engine.client.pause()
+            await engine.client.load_weights(self._weights.path(target.version), target.label)
+            await engine.client.resume()
+        except EngineError as error:
+            engine.label = ""
+            get_logger().warning("engine not switched", engine=engine.url, label=target.label, error=str(error))
+            return False
+        engine.switches_s.append(time.monotonic() - started)
+        engine.label = target.label
+        get_logger().info("engine switched", engine=engine.url, label=target.label, paused_s=engine.switches_s[-1])
+        return True

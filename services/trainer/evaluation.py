@@ -1,0 +1,76 @@
+"""Held-out episodes: dispatched like others, measured, never trained; tagged with the versions that played them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gspo_core.spec import JobSpec
+from gspo_core.types import Group, Split
+from services.bus import Bus
+from services.store import Claim, Store
+from services.telemetry import get_logger
+from services.trainer.intake import Intake
+from services.trainer.sequences import group_metrics
+from services.trainer.tasks import evaluation_group, evaluation_tasks
+
+
+class Evaluator:
+    """Plays the same held-out tasks in every round. Does nothing when the job asks for no evaluation."""
+
+    def __init__(
+        self, claim: Claim, spec: JobSpec, bus: Bus, store: Store, intake: Intake, num_tasks: list[int]
+    ) -> None:
+        self._claim = claim
+        self._settings = spec.evaluation
+        self._bus = bus
+        self._store = store
+        self._intake = intake
+        self._tasks = evaluation_tasks(num_tasks, spec.evaluation.tasks) if spec.evaluation else []
+        self._round = 0
+        self._pending: set[asyncio.Task[None]] = set()
+
+    async def play(self, step: int, version: int) -> None:
+        """One round, to its end."""
+        groups = await self._dispatch()
+        if groups:
+            await self._collect(groups, step, version)
+
+    async def start(self, step: int, version: int) -> None:
+        """One round beside the training; its result arrives when it is complete."""
+        groups = await self._dispatch()
+        if groups:
+            self._pending.add(asyncio.create_task(self._collect(groups, step, version)))
+
+    async def finish(self) -> None:
+        """Wait for the rounds that were started; errors of theirs rise here."""
+        await asyncio.gather(*self._pending)
+
+    async def _dispatch(self) -> list[int]:
+        if self._settings is None or not self._tasks:
+            return []
+        groups = [evaluation_group(self._round, len(self._tasks), position) for position in range(len(self._tasks))]
+        self._round += 1
+        for group, task in zip(groups, self._tasks, strict=True):
+            await self._bus.dispatch(
+                self._claim.job_id,
+                self._claim.token,
+                group,
+                size=self._settings.episodes_per_task,
+                split=Split.EVAL,
+                task_index=task.index,
+                environment=task.environment,
+            )
+        return groups
+
+    async def _collect(self, numbers: list[int], step: int, version: int) -> None:
+        groups = await self._intake.wait_for(Split.EVAL, len(numbers), among=numbers)
+        await self._bus.commit(self._claim.job_id, self._claim.token, step, numbers, reason="evaluated")
+        self._intake.forget(numbers)
+        record = {"step": step, "version": version, **version_range(groups), **group_metrics(groups)}
+        await self._store.add_event(self._claim.job_id, "evaluation", record)
+        get_logger().info("evaluation", **record)
+
+
+def version_range(groups: list[Group]) -> dict[str, int]:
+    versions = {version for group in groups for trajectory in group for version in trajectory.versions}
+    return {"version_min": min(versions), "version_max": max(versions)} if versions else {}

@@ -1,0 +1,85 @@
+"""Segments as they arrive, assembled into groups: the trainer's view of every unfinished episode at every moment.
+
+A segment that cannot be decoded is refused, counted and reported; it never stops the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection
+
+from gspo_core.assemble import Assembler
+
+from gspo_core.codec import SegmentRejected, decode
+from gspo_core.types import Group, Split
+from services.bus import Bus, ReadyGroup
+from services.telemetry import get_logger
+
+
+class Intake:
+    """Owns the assembler of one job. ``run`` feeds it; ``wait_for`` hands out groups, oldest first."""
+
+    def __init__(self, bus: Bus, job: str) -> None:
+        self._bus = bus
+        self._job = job
+        self._assembler = Assembler()
+        self._progress = asyncio.Condition()
+        self._taken: set[int] = set()
+        self.rejected: Counter[str] = Counter()
+        self.environments: dict[int, int] = {}
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        position = "0"
+        while True:
+            entries = await self._bus.read_segments(self._job, position)
+            for entry_id, payload in entries:
+                position = entry_id
+                self._take(payload)
+            if entries:
+                async with self._progress:
+                    self._progress.notify_all()
+
+    def _take(self, payload: bytes) -> None:
+        try:
+            self._assembler.add(decode(payload))
+        except SegmentRejected as error:
+            reason = type(error).__name__
+            self.rejected[reason] += 1
+            get_logger().warning("segment refused", reason=reason, error=str(error))
+
+    async def wait_for(self, split: Split, count: int, *, among: Collection[int] | None = None) -> list[Group]:
+        """``count`` complete groups of ``split``, in the order of dispatch; they are not handed out again."""
+        while True:
+            groups = await self._complete(split, among)
+            if len(groups) >= count:
+                chosen = groups[:count]
+                self._taken.update(group.group for group in chosen)
+                return chosen
+            async with self._progress:
+                await self._progress.wait()
+
+    async def count_complete(self, split: Split) -> int:
+        return len(await self._complete(split, None))
+
+    async def _complete(self, split: Split, among: Collection[int] | None) -> list[Group]:
+        ready = await self._bus.ready_groups(self._job)
+        wanted = [one for one in ready if self._is_wanted(one, split, among)]
+        wanted.sort(key=lambda one: one.group)
+        groups = (self._assemble(one) for one in wanted)
+        return [group for group in groups if group is not None]
+
+    def _is_wanted(self, one: ReadyGroup, split: Split, among: Collection[int] | None) -> bool:
+        return one.split == split and one.group not in self._taken and (among is None or one.group in among)
+
+    def _assemble(self, one: ReadyGroup) -> Group | None:
+        self.environments[one.group] = one.environment
+        return self._assembler.group(self._job, one.group, one.split, one.task_index, one.size)
+
+    def forget(self, groups: Collection[int]) -> None:
+        """After a commit: their segments are gone, and so is what was remembered of them."""
+        for group in groups:
+            self._assembler.forget(group)
+            self.environments.pop(group, None)
+        self._taken.difference_update(groups)

@@ -1,0 +1,105 @@
+"""Claims jobs one after the other and runs them; what ends a run decides the job's last state.
+
+Rule: a job that was claimed reaches a terminal state, or its claim lapses and another trainer goes on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from gspo_core.spec import JobSpec
+from services.bus import Fenced
+from services.store import Claim, Store
+from services.telemetry import get_logger
+from services.trainer.run import JobRun
+
+IDLE_POLL_S = 0.3
+BEAT_S = 2.0
+
+# Everything of one job: the coroutines that run beside the step loop, and the loop itself.
+RunParts = tuple[JobRun, list[Coroutine[Any, Any, None]]]
+MakeRun = Callable[[Claim, JobSpec], RunParts]
+
+
+class Cancelled(Exception):
+    """The user wants this job to end."""
+
+
+class Stopped(Exception):
+    """This process was asked to stop; the job is left to another trainer."""
+
+
+class TrainerWorker:
+    def __init__(self, store: Store, name: str, make_run: MakeRun) -> None:
+        self._store = store
+        self._name = name
+        self._make_run = make_run
+
+    async def run(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            claim = await self._store.claim_job(self._name)
+            if claim is None:
+                await _sleep_unless(stop, IDLE_POLL_S)
+                continue
+            await self._serve(claim, stop)
+
+    async def _serve(self, claim: Claim, stop: asyncio.Event) -> None:
+        log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
+        log.info("claimed")
+        try:
+            await self._run_job(claim, stop)
+            await self._store.set_status(claim.job_id, "succeeded", token=claim.token)
+            log.info("succeeded")
+        except Cancelled:
+            await self._store.set_status(claim.job_id, "cancelling", token=claim.token)
+            await self._store.set_status(claim.job_id, "cancelled", token=claim.token)
+            log.info("cancelled")
+        except Stopped:
+            log.info("left to another trainer")
+        except Fenced:
+            log.warning("the claim was lost; what this process did since then has no effect")
+        except Exception as error:
+            log.exception("failed")
+            reason = {"code": "internal", "message": f"{type(error).__name__}: {error}"}
+            await self._store.set_status(claim.job_id, "failed", token=claim.token, reason=reason)
+
+    async def _run_job(self, claim: Claim, stop: asyncio.Event) -> None:
+        job = await self._store.get_job(claim.job_id)
+        run, beside = self._make_run(claim, JobSpec.model_validate_json(job.spec))
+        await first_to_end(run.run(), *beside, self._beat(claim), self._watch_for_the_end(claim, stop))
+
+    async def _beat(self, claim: Claim) -> None:
+        while True:
+            await self._store.beat_trainer(claim.job_id, claim.token)
+            await asyncio.sleep(BEAT_S)
+
+    async def _watch_for_the_end(self, claim: Claim, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            if (await self._store.get_job(claim.job_id)).desired_state == "cancelled":
+                raise Cancelled
+            await _sleep_unless(stop, IDLE_POLL_S)
+        raise Stopped
+
+
+async def first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until the first one returns or raises; its result counts, the others are cancelled and awaited."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _sleep_unless(stop: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+    except TimeoutError:
+        return
