@@ -1,0 +1,130 @@
+"""Runs the members of a user's class: async ones on the event loop, sync ones in the session's own thread.
+
+Rule: nothing that a user wrote blocks the loop, and every call has a deadline. A sync call that overruns cannot be
+killed inside a process: its thread is left behind as a daemon and the session that owns it is lost.
+One thread per session, because objects like a sqlite3 connection may only be used by the thread that made them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
+
+# An async member that is cancelled gets so long to clean up before its session counts as lost.
+CANCEL_GRACE_S = 1.0
+
+
+class DeadlineExceeded(Exception):
+    """A member ran past its deadline. ``lost``: it is still running, so its object must not be touched again."""
+
+    def __init__(self, timeout_s: float, *, lost: bool) -> None:
+        super().__init__(f"timed out after {timeout_s:g}s")
+        self.lost = lost
+
+
+class Caller:
+    """Calls the members of one session, one at a time, until ``close``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
+
+    @property
+    def has_thread(self) -> bool:
+        return self._jobs is not None
+
+    async def call(self, function: Callable[..., Any], timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+        """The result of ``function``, which may be sync or async. Raises what it raises, or ``DeadlineExceeded``."""
+        import inspect
+
+        if inspect.iscoroutinefunction(function):
+            return await _await_within(function(*args, **kwargs), timeout_s)
+        result = await self._in_thread(lambda: function(*args, **kwargs), timeout_s)
+        if inspect.isawaitable(result):  # a sync member that hands out a coroutine, e.g. a decorated async one
+            return await _await_within(result, timeout_s)
+        return result
+
+    def close(self) -> None:
+        """Let the thread end once it is idle; a thread that hangs stays behind as a daemon."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+    async def _in_thread(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def job() -> None:
+            try:
+                result, error = context.run(function), None
+            except BaseException as raised:  # whatever a user's code raises belongs to the waiting call
+                result, error = None, _containable(raised)
+            try:
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._jobs,), name=f"env {self._name}", daemon=True).start()
+        self._jobs.put(job)
+        try:
+            done, _ = await asyncio.wait({future}, timeout=timeout_s)
+            if not done:
+                raise DeadlineExceeded(timeout_s, lost=True)
+            return future.result()
+        finally:
+            future.cancel()  # nothing where it is done; else a late result finds nobody waiting
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+def _containable(error: BaseException) -> Exception:
+    """An ``exit()`` in a tool must not end the process, and a future refuses to carry a StopIteration."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__} {error}".strip())
+
+
+async def _await_within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
+    import asyncio
+
+    async def contained() -> Any:
+        try:
+            return await awaitable
+        except SystemExit as error:  # the event loop would end on it
+            raise _containable(error) from None
+
+    task = asyncio.create_task(contained())
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if done:
+            return task.result()
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+        if done and not task.cancelled():
+            task.exception()  # looked at, so that it is not reported as never retrieved
+        raise DeadlineExceeded(timeout_s, lost=not done)
+    finally:
+        task.cancel()

@@ -1,0 +1,161 @@
+"""All that an episode knows about an environment, wherever it runs: ``Environment`` makes ``Session``s.
+
+Rule: what the policy's own action caused is an observation or a stop reason; whatever else goes wrong raises
+``EnvironmentFailed`` and is never a reward. No environment is implemented here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gspo_core.messages import Message, ParsedTurn, ToolSchema
+from gspo_core.types import Split, StopReason
+
+
+class InvalidEnvironment(Exception):
+    """What was named cannot be used as an environment. The text says what to change."""
+
+
+class EnvironmentFailed(Exception):
+    """A failure that the policy did not cause. The episode gets no reward; ``phase`` says where it happened."""
+
+    def __init__(self, phase: str, reason: str) -> None:
+        super().__init__(f"{phase}: {reason}")
+        self.phase = phase
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How an episode begins."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The answer to one assistant turn."""
+
+    messages: Sequence[Message] = ()
+    done: bool = False
+    stop_reason: StopReason | None = None
+    """Set exactly when ``done``."""
+    reward: float | None = None
+    """A reward of this turn alone, for worlds that pay as they go; ``score`` does not repeat it."""
+
+    def __post_init__(self) -> None:
+        if self.done != (self.stop_reason is not None):
+            raise ValueError(f"done is {self.done}, but the stop reason is {self.stop_reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long each phase of a session may take."""
+
+    reset_timeout_s: float = 60.0
+    step_timeout_s: float = 20.0
+    """One tool call."""
+    score_timeout_s: float = 30.0
+    close_timeout_s: float = 10.0
+
+
+class PhaseLimits(Protocol):
+    """Anything that states the four deadlines, e.g. ``Timeouts`` or ``spec.EpisodeLimits``."""
+
+    @property
+    def reset_timeout_s(self) -> float: ...
+    @property
+    def step_timeout_s(self) -> float: ...
+    @property
+    def score_timeout_s(self) -> float: ...
+    @property
+    def close_timeout_s(self) -> float: ...
+
+
+class Session(Protocol):
+    """One episode of an environment. ``start`` once, ``act`` after every turn, ``score`` once, ``close`` always."""
+
+    async def start(self, task: Mapping[str, Any], seed: int) -> Start:
+        """Raises ``EnvironmentFailed``; only this phase may be tried again, in a new session."""
+        ...
+
+    async def act(self, turn: ParsedTurn) -> Observation:
+        """Errors of tools come back as messages. Raises ``EnvironmentFailed`` for what the policy did not cause."""
+        ...
+
+    async def score(self) -> tuple[float, dict[str, float]]:
+        """The finite reward and its named parts; also after a limit has ended the episode."""
+        ...
+
+    async def close(self) -> None:
+        """Safe to call on every path and more than once; never raises, a failure only shows in ``close_failure``."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What the author counted by ``ctx.metric``."""
+        ...
+
+    @property
+    def close_failure(self) -> str | None: ...
+
+
+class Environment(Protocol):
+    """A world: its tasks and how to open a session."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        """The author's defaults, named as in the job specification; the job overrides them."""
+        ...
+
+    @property
+    def replayable(self) -> bool:
+        """The same actions after the same start give the same observations and have no outside effects."""
+        ...
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None: ...
+
+    @property
+    def tools(self) -> Sequence[ToolSchema]: ...
+
+    def num_tasks(self, split: Split) -> int:
+        """0 where the environment offers no tasks for this split."""
+        ...
+
+    async def task(self, split: Split, index: int) -> Mapping[str, Any]:
+        """Task ``index`` of ``split``, to be given to ``start``; the same for every member of a group."""
+        ...
+
+    def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> Session: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What others need to know without running its code, as JSON: name, num_tasks, tools, limits, ..."""
+        ...
+
+
+@dataclass
+class Context:
+    """What a member with a parameter named ``ctx`` receives; one per episode."""
+
+    episode_id: str
+    seed: int
+    task: Mapping[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)
+    on_log: Callable[[str, Mapping[str, Any]], None] | None = None
+    deadline_s: float = 0.0
+    """Seconds that the phase which is running was given."""
+
+    def metric(self, name: str, value: float) -> None:
+        """Report a number with the outcome of this episode; the last value of a name counts."""
+        self.metrics[name] = float(value)
+
+    def log(self, text: str, **fields: Any) -> None:
+        if self.on_log is not None:
+            self.on_log(text, fields)

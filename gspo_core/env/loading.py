@@ -1,0 +1,85 @@
+"""Finds an environment by its import string: ``package.module:Class`` or ``path/to/file.py:Class``.
+
+Rule: every mistake in a reference ends in ``InvalidEnvironment`` with a text that says what to change.
+It does not decide whether a reference is allowed: loading runs its code, so ask before calling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from gspo_core.env.contract import Environment, InvalidEnvironment
+from gspo_core.env.plain import PlainEnvironment
+
+
+def load_environment(
+    ref: str, config: Mapping[str, Any] | None = None, *, system_prompt: Literal["docstring", "none"] = "docstring"
+) -> Environment:
+    """The environment that ``ref`` names; ``config`` becomes the keyword arguments of its class."""
+    module_name, separator, attribute = ref.rpartition(":")
+    if not separator or not module_name or not attribute:
+        raise InvalidEnvironment(f"{ref!r} names no environment: write package.module:Class or path/to/file.py:Class")
+    module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
+    found: Any = module
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise InvalidEnvironment(f"{ref}: {module_name} has no {attribute!r}; {_offers(module)}") from None
+    return _as_environment(ref, found, dict(config or {}), system_prompt)
+
+
+def _as_environment(ref: str, found: Any, config: dict[str, Any], system_prompt: str) -> Environment:
+    if inspect.iscoroutinefunction(found):
+        raise InvalidEnvironment(
+            f"{ref} is a rollout function that samples by itself; that needs the agent gateway, which does not exist "
+            "yet. Write a class whose public methods are tools"
+        )
+    if not callable(found):
+        raise InvalidEnvironment(f"{ref} is a {type(found).__name__}, not a class")
+    return PlainEnvironment(found, config, name=ref, use_docstring=system_prompt == "docstring")
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise InvalidEnvironment(f"there is no module {error.name!r} on the import path") from error
+        raise InvalidEnvironment(f"{name} needs the module {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise InvalidEnvironment(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _load_file(name: str) -> ModuleType:
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise InvalidEnvironment(f"there is no file {name} (looked for {path})")
+    # Registered under a name of its own while it runs: dataclasses and string annotations look their module up.
+    module_name = f"gspo_environment_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise InvalidEnvironment(f"{name} cannot be read as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise InvalidEnvironment(f"running {name} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _offers(module: ModuleType) -> str:
+    classes = [
+        name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    return f"its classes are {sorted(classes)}" if classes else "it defines no class"

@@ -1,0 +1,58 @@
+"""The first messages of an episode, from the task, what ``reset`` returned, and the class docstring.
+
+Rule: what ``reset`` returns is joined to the content of the last message with no separator, so that the prompt has the
+tokens that TRL gives it. The task is never changed: the same one serves all members of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_core.messages import Message
+
+
+def first_messages(task: Mapping[str, Any], observation: Any, system_prompt: str | None) -> list[Message]:
+    """Raises ``ValueError`` where the prompt or the observation has another form than messages or text."""
+    messages = _base(task.get("prompt"))
+    if observation is not None:
+        last = messages[-1]
+        messages[-1] = {**last, "content": _join(last.get("content"), observation)}
+    if system_prompt and messages[0].get("role") != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def docstring_prompt(cls: type) -> str | None:
+    """The class docstring as system prompt; None if there is none or if a dataclass generated it."""
+    text = inspect.getdoc(cls)
+    generated = dataclasses.is_dataclass(cls) and text is not None and text.startswith(f"{cls.__name__}(")
+    return None if generated else (text or None)
+
+
+def _base(prompt: Any) -> list[Message]:
+    if prompt is None:
+        return [{"role": "user", "content": ""}]
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt and all(isinstance(item, Mapping) and "role" in item for item in prompt):
+        return [dict(item) for item in prompt]
+    raise ValueError(f"the task's prompt is text or a list of messages, not {type(prompt).__name__}")
+
+
+def _join(content: Any, observation: Any) -> str | list[Any]:
+    if isinstance(observation, str) and (content is None or isinstance(content, str)):
+        return (content or "") + observation
+    return _parts(content) + _parts(observation)
+
+
+def _parts(content: Any) -> list[Any]:
+    if content is None or content == "":
+        return []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        return list(content)
+    raise ValueError(f"reset returns text, None or a list of content parts, not {type(content).__name__}")

@@ -1,0 +1,63 @@
+"""What passes between a chat codec and an environment: messages, tool schemas and parsed assistant turns.
+
+Rule: a parsed turn keeps every attempt to call a tool, also the failed ones, each with its status and the tokens that
+it covers. This module neither parses nor runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+Message: TypeAlias = Mapping[str, Any]
+"""``role`` and ``content`` (a string, None, or a list of ``{"type": "text", "text": ...}`` parts); an assistant message
+may have ``tool_calls``, a tool message has ``tool_call_id`` and ``name``."""
+
+ToolSchema: TypeAlias = Mapping[str, Any]
+"""``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+
+
+class CallStatus(StrEnum):
+    """What became of one attempt to call a tool."""
+
+    OK = "ok"
+    INVALID_JSON = "invalid_json"
+    UNCLOSED_BLOCK = "unclosed_block"
+    MISSING_NAME = "missing_name"
+    MALFORMED_STRUCTURE = "malformed_structure"
+    UNKNOWN_TOOL = "unknown_tool"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One attempt to call a tool."""
+
+    name: str | None
+    """None where the attempt names no tool."""
+    arguments: Any
+    """Whatever JSON value the policy wrote, not necessarily an object; ``{}`` where it wrote none."""
+    status: CallStatus
+    raw: str
+    """The text between the opening and the closing token."""
+    start: int
+    end: int
+    """Half-open range of sampled tokens, delimiters included, counted in the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """One assistant turn as read from the sampled ids."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    complete: bool = True
+    """The policy ended the turn itself: a stop token was sampled and no reasoning is left open."""
+    reasoning: str = ""
+
+    @property
+    def has_parse_error(self) -> bool:
+        """An attempt could not be read as a call at all (a call of an unknown tool can be read)."""
+        readable = {CallStatus.OK, CallStatus.UNKNOWN_TOOL}
+        return any(call.status not in readable for call in self.calls)
