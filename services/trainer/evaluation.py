@@ -48,7 +48,8 @@ class Evaluator:
     async def _dispatch(self) -> list[int]:
         if self._settings is None or not self._tasks:
             return []
-        groups = [evaluation_group(self._round, len(self._tasks), position) for position in range(len(self._tasks))]
+        epoch, count = self._claim.epoch, len(self._tasks)
+        groups = [evaluation_group(epoch, self._round, count, position) for position in range(count)]
         self._round += 1
         for group, task in zip(groups, self._tasks, strict=True):
             await self._bus.dispatch(

@@ -63,8 +63,9 @@ def evaluation_tasks(num_tasks: Sequence[int], wanted: int) -> list[Task]:
     return interleaved[:wanted]
 
 
-def evaluation_group(round_number: int, num_tasks: int, position: int) -> int:
-    return FIRST_EVAL_GROUP + round_number * num_tasks + position
+def evaluation_group(epoch: int, round_number: int, num_tasks: int, position: int) -> int:
+    """Apart for each epoch: a trainer that takes over must not count the rounds that its predecessor began."""
+    return FIRST_EVAL_GROUP * (1 + epoch) + round_number * num_tasks + position
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gspo_core.cli.watch import BLOCKS, JobView, describe, draw, sparkline
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=300), st.integers(1, 80))
+def test_a_sparkline_has_one_block_per_column(values: list[float], width: int) -> None:
+    drawn = sparkline(values, width, 0.0, 1.0)
+    assert len(drawn) == min(width, len(values))
+    assert set(drawn) <= set(BLOCKS)
+
+
+def test_a_rising_curve_is_drawn_rising() -> None:
+    drawn = sparkline([i / 7 for i in range(8)], 8, 0.0, 1.0)
+    assert drawn == BLOCKS
+
+
+def test_values_outside_the_range_are_drawn_at_its_edge() -> None:
+    assert sparkline([-5.0, 5.0], 2, 0.0, 1.0) == BLOCKS[0] + BLOCKS[-1]
+
+
+def a_running_view() -> JobView:
+    view = JobView("job_1", 20)
+    view.take("job.status", {"status": "running", "status_reason": None})
+    view.take("evaluation", {"step": 0, "reward/mean": 0.3})
+    for step in range(1, 5):
+        view.take("step", {"step": step, "reward/mean": step / 10, "time/step_s": 2.0})
+    return view
+
+
+def test_the_time_left_follows_the_recent_pace() -> None:
+    assert a_running_view().eta_s == pytest.approx(32.0)
+
+
+def test_a_finished_job_has_no_time_left() -> None:
+    view = a_running_view()
+    view.take("job.status", {"status": "failed", "status_reason": {"code": "internal", "message": "out of luck"}})
+    assert view.is_over
+    assert view.eta_s is None
+    assert "out of luck" in describe(view, "job.status")
+
+
+def test_the_display_names_status_step_and_held_out_reward() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(draw(a_running_view()))
+    drawn = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in ("job_1: running", "4 of 20", "32 s left", "0.30 @ 0"):
+        assert text in drawn
+
+
+def test_unknown_events_change_nothing() -> None:
+    view, again = a_running_view(), a_running_view()
+    view.take("from.the.future", {"x": 1})
+    assert view == again
