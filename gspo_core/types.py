@@ -18,20 +18,28 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_EnumT = TypeVar("_EnumT", bound=StrEnum)
+
 # A sampled token's log-prob is at most 0; float32 log-softmax overshoots by rounding only.
 MAX_LOGPROB = 1e-4
+# Attempts, branches, indexes, turns and versions become int32 arrays when segments are stitched.
+MAX_COUNT = 2**31 - 1
 
 
 class InvalidValue(ValueError):
     """A noun was built from values that break its invariants."""
+
+
+class NonFiniteValue(InvalidValue):
+    """A number that must be finite is NaN or infinite."""
 
 
 class StopReason(StrEnum):
@@ -84,10 +92,10 @@ class EpisodeKey:
     member: int
 
     def __post_init__(self) -> None:
-        if not self.job or "/" in self.job:
-            raise InvalidValue(f"a job id is a non-empty string without '/', not {self.job!r}")
-        if self.group < 0 or self.member < 0:
-            raise InvalidValue(f"group and member count from 0, not {self.group} and {self.member}")
+        if type(self.job) is not str or not self.job or "/" in self.job or not self.job.isprintable():
+            raise InvalidValue(f"a job id is a non-empty printable string without '/', not {self.job!r}")
+        _check_count("group", self.group, 2**63 - 1)
+        _check_count("member", self.member)
 
     def __str__(self) -> str:
         return f"{self.job}/{self.group}/{self.member}"
@@ -96,9 +104,12 @@ class EpisodeKey:
     def parse(cls, text: str) -> Self:
         """The inverse of ``str(key)``."""
         parts = text.split("/")
-        if len(parts) != 3 or not all(part.isdecimal() for part in parts[1:]):
-            raise InvalidValue(f"an episode key reads JOB/GROUP/MEMBER, not {text!r}")
-        return cls(parts[0], int(parts[1]), int(parts[2]))
+        if len(parts) == 3 and all(part.isdecimal() and len(part) < 20 for part in parts[1:]):
+            key = cls(parts[0], int(parts[1]), int(parts[2]))
+            # One key has one spelling: leading zeros and foreign digits would name it twice.
+            if str(key) == text:
+                return key
+        raise InvalidValue(f"an episode key reads JOB/GROUP/MEMBER, not {text!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +122,13 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_reason", StopReason(self.stop_reason))
+        object.__setattr__(self, "stop_reason", _member(StopReason, self.stop_reason))
         if self.stop_reason.has_reward != (self.reward is not None):
             raise InvalidValue(f"stop reason {self.stop_reason} with reward {self.reward}")
-        for name, value in [("reward", self.reward or 0.0), *self.reward_parts.items(), *self.metrics.items()]:
-            if not math.isfinite(value):
-                raise InvalidValue(f"{name} is not a finite number: {value}")
-        object.__setattr__(self, "reward_parts", MappingProxyType(dict(self.reward_parts)))
-        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
+        if self.reward is not None:
+            object.__setattr__(self, "reward", _finite("reward", self.reward))
+        object.__setattr__(self, "reward_parts", _finite_mapping("reward_parts", self.reward_parts))
+        object.__setattr__(self, "metrics", _finite_mapping("metrics", self.metrics))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +157,10 @@ class Segment:
     turn_reward: float | None = None
     outcome: Outcome | None = None
     """Only on the last segment of an episode."""
+    num_actions: int = field(init=False)
+    """How many tokens the policy sampled. With ``logprob_sum`` it checks a segment end to end."""
+    logprob_sum: float = field(init=False)
+    """Sum of the behaviour log-probs in float64."""
 
     def __post_init__(self) -> None:
         self._check_scalars()
@@ -161,33 +175,35 @@ class Segment:
             raise InvalidValue("a segment without tokens must carry the outcome")
         if len(token_ids) and token_ids.min() < 0:
             raise InvalidValue("token ids are not negative")
-        _check_logprobs(action_mask, behavior_logprobs)
-        object.__setattr__(self, "token_ids", token_ids)
-        object.__setattr__(self, "action_mask", action_mask)
-        object.__setattr__(self, "behavior_logprobs", behavior_logprobs)
-        object.__setattr__(self, "cache_mode", CacheMode(self.cache_mode))
+        num_actions, logprob_sum = _checked_sums(action_mask, behavior_logprobs)
+        # One update instead of five assignments: segments are built by the ten thousand.
+        vars(self).update(
+            token_ids=token_ids,
+            action_mask=action_mask,
+            behavior_logprobs=behavior_logprobs,
+            num_actions=num_actions,
+            logprob_sum=logprob_sum,
+        )
 
     def _check_scalars(self) -> None:
-        for name in ("attempt", "branch", "index", "turn", "version"):
-            if getattr(self, name) < 0:
-                raise InvalidValue(f"{name} counts from 0, not {getattr(self, name)}")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise InvalidValue(f"the sampling temperature is positive, not {self.temperature}")
-        if self.turn_reward is not None and not math.isfinite(self.turn_reward):
-            raise InvalidValue(f"turn_reward is not a finite number: {self.turn_reward}")
+        for count in (self.attempt, self.branch, self.index, self.turn, self.version):
+            if type(count) is not int or not 0 <= count <= MAX_COUNT:
+                for name in ("attempt", "branch", "index", "turn", "version"):
+                    _check_count(name, getattr(self, name))
+        if type(self.engine_id) is not str:
+            raise InvalidValue(f"engine_id is a string, not {self.engine_id!r}")
+        if type(self.temperature) is not float or not 0 < self.temperature < math.inf:
+            object.__setattr__(self, "temperature", _finite("temperature", self.temperature))
+            if self.temperature <= 0:
+                raise InvalidValue(f"the sampling temperature is positive, not {self.temperature}")
+        if type(self.cache_mode) is not CacheMode:
+            object.__setattr__(self, "cache_mode", _member(CacheMode, self.cache_mode))
+        if self.turn_reward is not None:
+            object.__setattr__(self, "turn_reward", _finite("turn_reward", self.turn_reward))
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @cached_property
-    def num_actions(self) -> int:
-        return int(self.action_mask.sum())
-
-    @cached_property
-    def logprob_sum(self) -> float:
-        """Sum of the behaviour log-probs in float64; with ``num_actions`` it checks a segment end to end."""
-        return float(self.behavior_logprobs.sum(dtype="float64"))
 
     @property
     def is_final(self) -> bool:
@@ -367,8 +383,8 @@ class WeightsManifest:
     def __post_init__(self) -> None:
         if not self.files:
             raise InvalidValue("a version has at least one file")
-        if min(self.version, self.epoch, self.step) < 0:
-            raise InvalidValue("version, epoch and step count from 0")
+        for name in ("version", "epoch", "step"):
+            _check_count(name, getattr(self, name))
 
     @property
     def label(self) -> str:
@@ -388,42 +404,92 @@ class StepReport:
     """Named as the metrics of the REST API, e.g. ``reward/mean``, ``gspo/clip_frac``, ``staleness/max``."""
 
     def __post_init__(self) -> None:
-        for name, value in self.metrics.items():
-            if not math.isfinite(value):
-                raise InvalidValue(f"metric {name} is not a finite number: {value}")
-        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
+        object.__setattr__(self, "metrics", _finite_mapping("metrics", self.metrics))
+
+
+def _check_count(name: str, value: int, maximum: int = MAX_COUNT) -> None:
+    # Exactly int: numpy integers and booleans would not survive JSON and msgpack as they are.
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise InvalidValue(f"{name} is an int from 0 to {maximum}, not {value!r}")
+
+
+def _finite(name: str, value: float) -> float:
+    """``value`` as a plain float, so that numpy scalars and integers mean the same everywhere."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidValue(f"{name} is not a number: {value!r}") from error
+    if not math.isfinite(number):
+        raise NonFiniteValue(f"{name} is not a finite number: {value}")
+    return number
+
+
+def _finite_mapping(name: str, values: Mapping[str, float]) -> Mapping[str, float]:
+    for key in values:
+        if type(key) is not str:
+            raise InvalidValue(f"{name} has the key {key!r}, which is not a string")
+    return MappingProxyType({key: _finite(f"{name}[{key}]", value) for key, value in values.items()})
+
+
+def _member(kind: type[_EnumT], value: str) -> _EnumT:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise InvalidValue(f"{value!r} is no {kind.__name__}; known: {', '.join(kind)}") from error
 
 
 def _frozen_array(values: Sequence[Any] | NDArray[Any], dtype: str, name: str) -> NDArray[Any]:
-    """A read-only one-dimensional array of ``dtype``; refuses values that the type cannot hold exactly."""
+    """A read-only contiguous one-dimensional array of ``dtype``; copies unless ``values`` is one already."""
     import numpy as np
 
     given = np.asarray(values)
     if given.ndim != 1:
         raise InvalidValue(f"{name} has one dimension, not {given.ndim}")
-    if given.dtype == dtype and not given.flags.writeable:
+    flags = given.flags
+    if given.dtype == _dtype(dtype) and flags.c_contiguous and not flags.writeable:
         return given
-    if dtype == "int32" and given.size and given.dtype != dtype:
-        _check_integers(given, name)
-    if dtype == "bool" and given.size and given.dtype != dtype and not np.isin(given, (0, 1)).all():
-        raise InvalidValue(f"{name} holds something else than 0 and 1")
-    array = given.astype(dtype)
+    if given.size and given.dtype != dtype:
+        _check_convertible(given, dtype, name)
+    # Values beyond float32 become infinite here and are refused as such, without a warning.
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = given.astype(dtype, order="C")
     array.flags.writeable = False
     return array
 
 
-def _check_integers(given: NDArray[Any], name: str) -> None:
-    if given.dtype.kind not in "iu":
-        raise InvalidValue(f"{name} holds whole numbers, not {given.dtype}")
-    if given.max() > 2**31 - 1 or given.min() < -(2**31):
+@cache
+def _dtype(name: str) -> np.dtype[Any]:
+    import numpy as np
+
+    return np.dtype(name)
+
+
+def _check_convertible(given: NDArray[Any], dtype: str, name: str) -> None:
+    import numpy as np
+
+    if given.dtype.kind not in {"int32": "iu", "bool": "iuf", "float32": "fiu"}[dtype]:
+        raise InvalidValue(f"{name} cannot be made {dtype} from {given.dtype}")
+    if dtype == "int32" and (given.max() > 2**31 - 1 or given.min() < -(2**31)):
         raise InvalidValue(f"{name} does not fit into 32 bits")
+    if dtype == "bool" and not np.isin(given, (0, 1)).all():
+        raise InvalidValue(f"{name} holds something else than 0 and 1")
 
 
-def _check_logprobs(action_mask: NDArray[np.bool_], behavior_logprobs: NDArray[np.float32]) -> None:
+def _checked_sums(action_mask: NDArray[np.bool_], behavior_logprobs: NDArray[np.float32]) -> tuple[int, float]:
+    """The number of actions and the sum of their log-probs, after checking both arrays against each other."""
+    import numpy as np
+
     if not behavior_logprobs.size:
-        return
-    # One comparison each finds NaN (false in every comparison), -inf and +inf.
-    if not (behavior_logprobs.max() <= MAX_LOGPROB and behavior_logprobs.min() > -math.inf):
-        raise InvalidValue("behaviour log-probs are finite and not positive")
-    if (behavior_logprobs != 0)[~action_mask].any():
+        return 0, 0.0
+    # The maximum is NaN if there is one, and then no comparison holds; what is left for the sum to find is -inf.
+    # In this order no bit pattern makes numpy warn.
+    largest = float(behavior_logprobs.max())
+    if not largest <= MAX_LOGPROB:
+        kind = InvalidValue if math.isfinite(largest) else NonFiniteValue
+        raise kind(f"behaviour log-probs are finite and not positive; the largest is {largest}")
+    logprob_sum = float(behavior_logprobs.sum(dtype=np.float64))
+    if not math.isfinite(logprob_sum):
+        raise NonFiniteValue("a behaviour log-prob is infinite")
+    if np.count_nonzero((behavior_logprobs != 0) > action_mask):
         raise InvalidValue("behaviour log-probs are 0 where the action mask is False")
+    return int(np.count_nonzero(action_mask)), logprob_sum

@@ -1,0 +1,241 @@
+"""Segments as bytes: what travels through the queue and lies in the batch log.
+
+The rule kept here: ``decode`` returns exactly the segment that ``encode`` was given, or raises one ``SegmentRejected``
+that says why. Nothing in the bytes is believed before it is checked, no length in them allocates memory, and no
+object is ever unpickled. It does not compress (a kilobyte of random-looking log-probs does not shrink) and does not
+know where the bytes come from.
+
+Layout, little-endian::
+
+    offset  size
+         0     4  magic
+         4     4  schema number
+         8     4  crc32 of everything that follows
+        12     4  length of the meta block in bytes
+        16     4  number of tokens n
+        20     4  number of actions
+        24     8  float64 sum of the behaviour log-probs
+        32        meta block: a msgpack array (``_Meta``), then zeros up to a multiple of 8
+                  n x int32 token ids, n x float32 behaviour log-probs, n x uint8 action mask
+
+The decoded arrays are read-only views of the given bytes; the order keeps them aligned.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from zlib_ng.zlib_ng import crc32
+
+from gspo_core.types import CacheMode, EpisodeKey, InvalidValue, NonFiniteValue, Outcome, Segment, StopReason
+
+SCHEMA: Final = 1
+# 4 MiB are 466,000 tokens: more than the longest context that the models have, so nothing honest is refused, and
+# one hostile or broken entry costs the queue and the trainer no more than this.
+MAX_SEGMENT_BYTES: Final = 4 * 2**20
+
+_MAGIC = b"GSEG"
+_PREFIX = struct.Struct("<4sII")
+_COUNTS = struct.Struct("<IIId")
+_HEADER_BYTES = _PREFIX.size + _COUNTS.size
+_CHECKED_FROM = _PREFIX.size
+_BYTES_PER_TOKEN = 4 + 4 + 1
+_ALIGNMENT = 8
+_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
+# Two machines may add the same float64 numbers in another order; 2**17 roundings are far below this.
+_SUM_TOLERANCE = 1e-10
+
+
+class SegmentRejected(ValueError):
+    """These bytes, or this segment, are not taken. The subclass says why."""
+
+
+class BadMagic(SegmentRejected):
+    """The bytes are no segment at all."""
+
+
+class UnknownSchema(SegmentRejected):
+    """Written by another release; this one reads schema ``SCHEMA``."""
+
+
+class TruncatedSegment(SegmentRejected):
+    """Shorter than its own header says."""
+
+
+class OversizedSegment(SegmentRejected):
+    """Longer than ``MAX_SEGMENT_BYTES``."""
+
+
+class MismatchedLengths(SegmentRejected):
+    """Longer than its own header says, or counts that contradict each other."""
+
+
+class CorruptSegment(SegmentRejected):
+    """The crc does not match: bytes were damaged on the way."""
+
+
+class MalformedMeta(SegmentRejected):
+    """The meta block is not what a segment needs."""
+
+
+class NonFiniteSegment(SegmentRejected):
+    """A number that must be finite is NaN or infinite."""
+
+
+class InvalidSegment(SegmentRejected):
+    """The arrays break an invariant of ``Segment``: a negative token id, a log-prob without an action."""
+
+
+class IntegrityMismatch(SegmentRejected):
+    """The recorded sum of log-probs or number of actions is not that of the arrays."""
+
+
+class _OutcomeMeta(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    stop_reason: StopReason
+    reward: float | None
+    reward_parts: dict[str, float]
+    metrics: dict[str, float]
+
+
+class _Meta(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    job: str
+    group: int
+    member: int
+    attempt: int
+    branch: int
+    index: int
+    turn: int
+    version: int
+    temperature: float
+    engine_id: str
+    cache_mode: CacheMode
+    turn_reward: float | None
+    outcome: _OutcomeMeta | None
+
+
+_encode_meta = msgspec.msgpack.Encoder().encode
+_decode_meta = msgspec.msgpack.Decoder(_Meta).decode
+
+
+def encode(segment: Segment) -> bytes:
+    """The bytes of ``segment``."""
+    meta = _meta_bytes(segment)
+    counts = _COUNTS.pack(len(meta), segment.num_tokens, segment.num_actions, segment.logprob_sum)
+    front = counts + meta + bytes(-len(meta) % _ALIGNMENT)
+    token_ids = segment.token_ids.astype(_I4, copy=False).data
+    logprobs = segment.behavior_logprobs.astype(_F4, copy=False).data
+    mask = segment.action_mask.data
+    size = _CHECKED_FROM + len(front) + _BYTES_PER_TOKEN * segment.num_tokens
+    if size > MAX_SEGMENT_BYTES:
+        raise OversizedSegment(f"{segment.key} index {segment.index}: {size} bytes, at most {MAX_SEGMENT_BYTES}")
+    crc = crc32(mask, crc32(logprobs, crc32(token_ids, crc32(front))))
+    return b"".join((_PREFIX.pack(_MAGIC, SCHEMA, crc), front, token_ids, logprobs, mask))
+
+
+def decode(data: bytes) -> Segment:
+    """The segment in ``data``; raises a ``SegmentRejected`` for anything but the unchanged output of ``encode``."""
+    meta_length, num_tokens, num_actions, logprob_sum = _checked_header(data)
+    meta_end = _HEADER_BYTES + meta_length
+    meta = _checked_meta(data, meta_end)
+    start = meta_end + -meta_end % _ALIGNMENT
+    mask_bytes = np.frombuffer(data, np.uint8, num_tokens, start + 8 * num_tokens)
+    if num_tokens and mask_bytes.max() > 1:
+        raise InvalidSegment("the action mask holds something else than 0 and 1")
+    segment = _build(
+        meta,
+        token_ids=np.frombuffer(data, _I4, num_tokens, start),
+        behavior_logprobs=np.frombuffer(data, _F4, num_tokens, start + 4 * num_tokens),
+        action_mask=mask_bytes.view(np.bool_),
+    )
+    if segment.num_actions != num_actions:
+        raise IntegrityMismatch(f"{segment.key}: {segment.num_actions} actions, the header says {num_actions}")
+    # Written so that a NaN in the header fails too.
+    if not abs(segment.logprob_sum - logprob_sum) <= _SUM_TOLERANCE * max(1.0, abs(segment.logprob_sum)):
+        raise IntegrityMismatch(f"{segment.key}: log-probs sum to {segment.logprob_sum}, the header says {logprob_sum}")
+    return segment
+
+
+def _meta_bytes(segment: Segment) -> bytes:
+    key, outcome = segment.key, segment.outcome
+    meta = _Meta(
+        *(key.job, key.group, key.member, segment.attempt, segment.branch, segment.index, segment.turn),
+        *(segment.version, segment.temperature, segment.engine_id, segment.cache_mode, segment.turn_reward),
+        None
+        if outcome is None
+        else _OutcomeMeta(outcome.stop_reason, outcome.reward, dict(outcome.reward_parts), dict(outcome.metrics)),
+    )
+    try:
+        return _encode_meta(meta)
+    except UnicodeEncodeError as error:
+        raise MalformedMeta(f"{key} index {segment.index}: {error}") from error
+
+
+def _checked_header(data: bytes) -> tuple[int, int, int, float]:
+    """Length of meta, number of tokens, number of actions and sum, after everything that needs no parsing."""
+    size = len(data)
+    if size > MAX_SEGMENT_BYTES:
+        raise OversizedSegment(f"{size} bytes, at most {MAX_SEGMENT_BYTES}")
+    if data[:4] != _MAGIC[:size]:
+        raise BadMagic(f"a segment starts with {_MAGIC!r}, not {bytes(data[:4])!r}")
+    if size < _PREFIX.size:
+        raise TruncatedSegment(f"{size} bytes, a header has {_HEADER_BYTES}")
+    _, schema, crc = _PREFIX.unpack_from(data)
+    if schema != SCHEMA:
+        raise UnknownSchema(f"schema {schema}; this release reads schema {SCHEMA}")
+    if size < _HEADER_BYTES:
+        raise TruncatedSegment(f"{size} bytes, a header has {_HEADER_BYTES}")
+    meta_length, num_tokens, num_actions, logprob_sum = _COUNTS.unpack_from(data, _PREFIX.size)
+    meta_end = _HEADER_BYTES + meta_length
+    promised = meta_end + -meta_end % _ALIGNMENT + _BYTES_PER_TOKEN * num_tokens
+    if size < promised:
+        raise TruncatedSegment(f"{size} bytes, its header promises {promised}")
+    if size > promised:
+        raise MismatchedLengths(f"{size} bytes, its header promises {promised}")
+    if crc32(memoryview(data)[_CHECKED_FROM:]) != crc:
+        raise CorruptSegment("the crc does not match: the bytes were damaged after they were written")
+    if num_actions > num_tokens:
+        raise MismatchedLengths(f"{num_actions} actions among {num_tokens} tokens")
+    return meta_length, num_tokens, num_actions, logprob_sum
+
+
+def _checked_meta(data: bytes, end: int) -> _Meta:
+    if any(data[end : end + -end % _ALIGNMENT]):
+        raise MalformedMeta("the bytes between the meta block and the arrays are not zero")
+    try:
+        return _decode_meta(data[_HEADER_BYTES:end])
+    # UnicodeDecodeError is a ValueError; nesting beyond the interpreter's limit is a RecursionError.
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise MalformedMeta(f"the meta block cannot be read: {error}") from error
+
+
+def _build(meta: _Meta, **arrays: NDArray[Any]) -> Segment:
+    try:
+        key = EpisodeKey(meta.job, meta.group, meta.member)
+        outcome = None if meta.outcome is None else Outcome(*msgspec.structs.astuple(meta.outcome))
+    except NonFiniteValue as error:
+        raise NonFiniteSegment(str(error)) from error
+    except InvalidValue as error:
+        raise MalformedMeta(str(error)) from error
+    try:
+        return Segment(
+            key=key,
+            attempt=meta.attempt,
+            branch=meta.branch,
+            index=meta.index,
+            turn=meta.turn,
+            version=meta.version,
+            temperature=meta.temperature,
+            engine_id=meta.engine_id,
+            cache_mode=meta.cache_mode,
+            turn_reward=meta.turn_reward,
+            outcome=outcome,
+            **arrays,
+        )
+    except NonFiniteValue as error:
+        raise NonFiniteSegment(f"{key}: {error}") from error
+    except InvalidValue as error:
+        raise InvalidSegment(f"{key}: {error}") from error
