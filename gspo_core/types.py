@@ -15,6 +15,7 @@ This module does no I/O, knows no clock, and stays importable without numpy: arr
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -32,6 +33,7 @@ _EnumT = TypeVar("_EnumT", bound=StrEnum)
 MAX_LOGPROB = 1e-4
 # Attempts, branches, indexes, turns and versions become int32 arrays when segments are stitched.
 MAX_COUNT = 2**31 - 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class InvalidValue(ValueError):
@@ -366,8 +368,17 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class WeightFile:
     path: str
+    """Relative to the directory of the version, with ``/``."""
     size_bytes: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        parts = self.path.split("/") if type(self.path) is str else [""]
+        if not {"", ".", ".."}.isdisjoint(parts):
+            raise InvalidValue(f"the path of a weight file stays inside its version, {self.path!r} does not")
+        _check_count("size_bytes", self.size_bytes, 2**63 - 1)
+        if type(self.sha256) is not str or not _SHA256.fullmatch(self.sha256):
+            raise InvalidValue(f"a sha256 is 64 lower-case hexadecimal digits, not {self.sha256!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,153 @@
+"""Puts the segments of episodes together as they arrive.
+
+The rule kept here: the result depends on *which* segments arrived, never on their order or on how often each came. A
+higher attempt supersedes a lower one; two different segments that claim the same place are an error, because then one
+of them is wrong and nobody can say which. Segments of groups that were forgotten are ignored, so that a late
+redelivery cannot bring them back.
+
+It does not decide whether a group is ready, and it holds whatever it is given: memory is bounded by admission.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from gspo_core.codec import SegmentRejected
+from gspo_core.types import EpisodeKey, Group, Segment, Split, Trajectory
+
+
+class ConflictingSegment(SegmentRejected):
+    """Another segment of the same attempt already stands where this one wants to stand."""
+
+
+class ForeignSegment(SegmentRejected):
+    """A segment of another job than the one that is being assembled."""
+
+
+class Assembler:
+    """Collects the segments of the episodes of one job, which is that of the first segment."""
+
+    def __init__(self) -> None:
+        self._job: str | None = None
+        self._groups: dict[int, dict[int, _Episode]] = {}
+        self._forgotten = _Numbers()
+
+    def add(self, segment: Segment) -> None:
+        """Take ``segment`` in. What is known already, superseded or forgotten changes nothing."""
+        key = segment.key
+        if self._job not in (None, key.job):
+            raise ForeignSegment(f"{key} does not belong to job {self._job}")
+        if key.group in self._forgotten:
+            return
+        self._job = key.job
+        members = self._groups.setdefault(key.group, {})
+        episode = members.get(key.member)
+        if episode is None or segment.attempt > episode.attempt:
+            episode = members[key.member] = _Episode(segment.attempt)
+        if segment.attempt == episode.attempt:
+            episode.add(segment)
+
+    def trajectory(self, key: EpisodeKey) -> Trajectory | None:
+        """The episode, once every segment of its newest attempt up to the outcome is here."""
+        episode = self._episode(key)
+        return None if episode is None else episode.trajectory()
+
+    def group(self, job: str, group: int, split: Split, task_index: int, size: int) -> Group | None:
+        """The group, once each of its ``size`` members is complete."""
+        found = (self.trajectory(EpisodeKey(job, group, member)) for member in range(size))
+        trajectories = tuple(trajectory for trajectory in found if trajectory is not None)
+        if len(trajectories) < size:
+            return None
+        return Group(job=job, group=group, split=split, task_index=task_index, size=size, trajectories=trajectories)
+
+    def prefix(self, key: EpisodeKey) -> tuple[Segment, ...]:
+        """The segments of the newest attempt from its start up to the first gap: how far the episode has come."""
+        episode = self._episode(key)
+        return () if episode is None else episode.prefix()
+
+    def keys(self) -> tuple[EpisodeKey, ...]:
+        """Episodes of which at least one segment is here, in order."""
+        return tuple(
+            EpisodeKey(self._job or "", group, member)
+            for group in sorted(self._groups)
+            for member in sorted(self._groups[group])
+        )
+
+    def forget(self, group: int) -> None:
+        """Free the segments of ``group`` and ignore what still arrives of it: it was committed or dropped."""
+        self._groups.pop(group, None)
+        self._forgotten.add(group)
+
+    def _episode(self, key: EpisodeKey) -> _Episode | None:
+        return self._groups.get(key.group, {}).get(key.member) if key.job == self._job else None
+
+
+@dataclass(slots=True)
+class _Episode:
+    """The segments of one attempt, by index."""
+
+    attempt: int
+    segments: dict[int, Segment] = field(default_factory=dict)
+    last: int | None = None
+    """Index of the segment that carries the outcome, once it is here."""
+    highest: int = -1
+
+    def add(self, segment: Segment) -> None:
+        known = self.segments.get(segment.index)
+        if known is not None:
+            if known != segment:
+                raise ConflictingSegment(
+                    f"{segment.key} attempt {segment.attempt}: two different segments have index {segment.index}"
+                )
+            return
+        end = segment.index if segment.is_final else self.last
+        if end is not None and (end < max(self.highest, segment.index) or self.last not in (None, end)):
+            raise ConflictingSegment(
+                f"{segment.key} attempt {segment.attempt}: it ends with index {end}, "
+                f"but there is a segment {max(self.highest, segment.index)}"
+            )
+        self.segments[segment.index] = segment
+        self.last = end
+        self.highest = max(self.highest, segment.index)
+
+    def trajectory(self) -> Trajectory | None:
+        # Indexes are distinct and none is beyond the last, so the count says that there is no gap.
+        if self.last is None or len(self.segments) <= self.last:
+            return None
+        return Trajectory(self.prefix())
+
+    def prefix(self) -> tuple[Segment, ...]:
+        length = 0
+        while length in self.segments:
+            length += 1
+        return tuple(self.segments[index] for index in range(length))
+
+
+class _Numbers:
+    """A set of numbers that are added nearly in order, kept as intervals: its size does not grow with a long run."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def __contains__(self, number: int) -> bool:
+        position = bisect_right(self._starts, number) - 1
+        return position >= 0 and number < self._ends[position]
+
+    def add(self, number: int) -> None:
+        if number in self:
+            return
+        position = bisect_right(self._starts, number)
+        joins_left = position > 0 and self._ends[position - 1] == number
+        joins_right = position < len(self._starts) and self._starts[position] == number + 1
+        if joins_left and joins_right:
+            self._ends[position - 1] = self._ends.pop(position)
+            del self._starts[position]
+        elif joins_left:
+            self._ends[position - 1] = number + 1
+        elif joins_right:
+            self._starts[position] = number
+        else:
+            self._starts.insert(position, number)
+            self._ends.insert(position, number + 1)
