@@ -1,0 +1,281 @@
+"""The batch log: what each step trained on, payload included, as one file ``batches/ep<E>-step<S>`` per step.
+
+The rule kept here: a file that has its name is complete, flushed to disk, checked by a sha256 and never written
+again. Together with the checkpoints it is the truth of a run: a step can be trained again from its file alone. This
+module does not know which epochs are void, nor what the ``extra`` mapping means that travels with a batch (drops,
+live settings).
+
+Layout: 8 bytes magic, uint32 schema number, uint64 length of the index (little-endian), the index as JSON, the
+encoded segments one after another in the order of the index, and the sha256 of all that.
+
+``python -m services.batch_log DIR`` lists the files of a job, ``python -m services.batch_log FILE`` shows one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gspo_core import codec
+from gspo_core.types import Group, InvalidValue, Split, Trajectory
+from services.durable import make_directory, write_once
+
+SCHEMA = 1
+_MAGIC = b"GSPOBLOG"
+_HEADER = struct.Struct("<8sIQ")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_FILE_NAME = re.compile(r"ep([0-9]{6,})-step([0-9]{6,})")
+
+
+class BatchLogExists(Exception):
+    """The batch of this epoch and step was written before. A second writer must stop: its epoch is void."""
+
+
+class BatchLogNotFound(Exception):
+    """There is no batch of this epoch and step."""
+
+
+class DamagedBatchLog(Exception):
+    """A batch log is not what was written; the message says where the damage shows."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+
+
+@dataclass(frozen=True, eq=False)
+class LoggedBatch:
+    """The content of one file."""
+
+    epoch: int
+    step: int
+    groups: tuple[Group, ...]
+    extra: Mapping[str, Any]
+
+
+class BatchLog:
+    """The batch logs of the job whose directory is ``job_dir``."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self._root = job_dir / "batches"
+
+    def path(self, epoch: int, step: int) -> Path:
+        return self._root / f"ep{epoch:06d}-step{step:06d}"
+
+    def write(self, epoch: int, step: int, groups: Sequence[Group], extra: Mapping[str, Any]) -> Path:
+        """Write the batch of ``step``; when this returns, it survives a crash of the machine."""
+        path = self.path(epoch, step)
+        make_directory(self._root)
+        try:
+            write_once(path, _pieces(epoch, step, groups, extra))
+        except FileExistsError as error:
+            raise BatchLogExists(f"{path} exists; batch logs are written once") from error
+        return path
+
+    def read(self, epoch: int, step: int) -> LoggedBatch:
+        """The batch of ``step``, checked."""
+        path = self.path(epoch, step)
+        if not path.is_file():
+            raise BatchLogNotFound(f"there is no {path}")
+        return read_batch(path)
+
+    def steps(self) -> list[tuple[int, int]]:
+        """The (epoch, step) of every file, in order."""
+        if not self._root.is_dir():
+            return []
+        names = (_FILE_NAME.fullmatch(path.name) for path in self._root.iterdir())
+        return sorted((int(match[1]), int(match[2])) for match in names if match)
+
+    def collect(self, keep: set[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Remove the files whose (epoch, step) is not in ``keep``; returns the removed ones."""
+        removed = [position for position in self.steps() if position not in keep]
+        for epoch, step in removed:
+            self.path(epoch, step).unlink()
+        return removed
+
+
+class _IndexedGroup(msgspec.Struct, forbid_unknown_fields=True):
+    job: str
+    group: int
+    split: Split
+    task_index: int
+    size: int
+    trajectories: list[list[int]]
+    """Per trajectory the lengths of its segments in bytes."""
+
+
+class _Index(msgspec.Struct, forbid_unknown_fields=True):
+    epoch: int
+    step: int
+    groups: list[_IndexedGroup]
+    extra: dict[str, Any]
+
+
+def read_batch(path: Path) -> LoggedBatch:
+    """The content of the file at ``path``; raises ``DamagedBatchLog`` unless it is exactly what was written."""
+    data = path.read_bytes()
+    index, start = _checked_index(path, data)
+    name = _FILE_NAME.fullmatch(path.name)
+    if name and (int(name[1]), int(name[2])) != (index.epoch, index.step):
+        raise DamagedBatchLog(path, f"holds epoch {index.epoch} step {index.step}: it was renamed")
+    end = len(data) - _DIGEST_BYTES
+    lengths = [length for group in index.groups for lengths in group.trajectories for length in lengths]
+    if any(length < 0 for length in lengths) or start + sum(lengths) != end:
+        raise DamagedBatchLog(path, f"the index describes {sum(lengths)} bytes of segments, there are {end - start}")
+    payloads = _cut(data, start, lengths)
+    try:
+        groups = tuple(_group(indexed, payloads) for indexed in index.groups)
+    except (codec.SegmentRejected, InvalidValue) as error:
+        raise DamagedBatchLog(path, f"{type(error).__name__}: {error}") from error
+    return LoggedBatch(epoch=index.epoch, step=index.step, groups=groups, extra=index.extra)
+
+
+def _pieces(epoch: int, step: int, groups: Sequence[Group], extra: Mapping[str, Any]) -> Iterator[bytes]:
+    digest = hashlib.sha256()
+    payload: list[bytes] = []
+    indexed = [_indexed(group, payload) for group in groups]
+    index = _index_bytes(_Index(epoch=epoch, step=step, groups=indexed, extra=dict(extra)))
+    for piece in (_HEADER.pack(_MAGIC, SCHEMA, len(index)), index, *payload):
+        digest.update(piece)
+        yield piece
+    yield digest.digest()
+
+
+def _indexed(group: Group, payload: list[bytes]) -> _IndexedGroup:
+    """The index entry of ``group``; its encoded segments go to the end of ``payload``."""
+    trajectories = []
+    for trajectory in group.trajectories:
+        encoded = [codec.encode(segment) for segment in trajectory.segments]
+        payload.extend(encoded)
+        trajectories.append([len(data) for data in encoded])
+    return _IndexedGroup(group.job, group.group, group.split, group.task_index, group.size, trajectories)
+
+
+def _index_bytes(index: _Index) -> bytes:
+    record = msgspec.to_builtins(index)
+    try:
+        text = json.dumps(record, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise InvalidValue(f"the extra mapping of a batch log is no JSON: {error}") from error
+    if json.loads(text) != record:
+        raise InvalidValue("the extra mapping of a batch log would be read back differently: use string keys and lists")
+    return text.encode()
+
+
+def _checked_index(path: Path, data: bytes) -> tuple[_Index, int]:
+    """The index and where the segments start, after the whole file was checked against its sha256."""
+    if data[: len(_MAGIC)] != _MAGIC[: len(data)]:
+        raise DamagedBatchLog(path, "is no batch log")
+    if len(data) < _HEADER.size + _DIGEST_BYTES:
+        raise DamagedBatchLog(path, f"is cut off after {len(data)} bytes")
+    _, schema, index_length = _HEADER.unpack_from(data)
+    if schema != SCHEMA:
+        raise DamagedBatchLog(path, f"has schema {schema}; this release reads schema {SCHEMA}")
+    body = memoryview(data)[:-_DIGEST_BYTES]
+    if hashlib.sha256(body).digest() != data[-_DIGEST_BYTES:]:
+        raise DamagedBatchLog(path, "the sha256 does not match: the file is cut off or its bytes were changed")
+    start = _HEADER.size + index_length
+    if start > len(body):
+        raise DamagedBatchLog(path, f"promises an index of {index_length} bytes and is shorter than that")
+    try:
+        return msgspec.convert(json.loads(data[_HEADER.size : start]), _Index), start
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise DamagedBatchLog(path, f"the index cannot be read: {error}") from error
+
+
+def _cut(data: bytes, start: int, lengths: Sequence[int]) -> Iterator[bytes]:
+    # Copies, so that one segment that somebody keeps does not hold the whole file in memory.
+    for length in lengths:
+        yield data[start : start + length]
+        start += length
+
+
+def _group(indexed: _IndexedGroup, payloads: Iterator[bytes]) -> Group:
+    return Group(
+        job=indexed.job,
+        group=indexed.group,
+        split=indexed.split,
+        task_index=indexed.task_index,
+        size=indexed.size,
+        trajectories=tuple(
+            Trajectory(tuple(codec.decode(next(payloads)) for _ in lengths)) for lengths in indexed.trajectories
+        ),
+    )
+
+
+def _summary(batch: LoggedBatch) -> str:
+    trajectories = [trajectory for group in batch.groups for trajectory in group]
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    versions = sorted(frozenset[int]().union(*(trajectory.versions for trajectory in trajectories)))
+    reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else "none"
+    return (
+        f"groups {len(batch.groups)}  episodes {len(trajectories)}  "
+        f"actions {sum(trajectory.num_actions for trajectory in trajectories)}  "
+        f"versions {', '.join(map(str, versions)) or 'none'}  mean reward {reward}"
+    )
+
+
+def _print_list(directory: Path) -> int:
+    root = directory / "batches" if (directory / "batches").is_dir() else directory
+    num_damaged = 0
+    for path in sorted(root.iterdir()):
+        if not _FILE_NAME.fullmatch(path.name):
+            continue
+        try:
+            line = _summary(read_batch(path))
+        except DamagedBatchLog as error:
+            line = f"DAMAGED {error}"
+            num_damaged += 1
+        print(f"{path.name}  {path.stat().st_size:>12,} bytes  {line}")
+    return 1 if num_damaged else 0
+
+
+def _print_batch(path: Path) -> None:
+    batch = read_batch(path)
+    print(f"epoch {batch.epoch}  step {batch.step}  {_summary(batch)}")
+    print(f"extra {json.dumps(batch.extra, indent=2)}")
+    for group in batch.groups:
+        print(f"\ngroup {group.group}  {group.split}  task {group.task_index}  size {group.size}")
+        for trajectory in group:
+            outcome = trajectory.outcome
+            print(
+                f"  {trajectory.key}  attempt {trajectory.attempt}  {outcome.stop_reason}  reward {outcome.reward}  "
+                f"{dict(outcome.reward_parts)}"
+            )
+            for segment in trajectory.segments:
+                mean = f"{segment.logprob_sum / segment.num_actions:.4f}" if segment.num_actions else "none"
+                print(
+                    f"    segment {segment.index}  branch {segment.branch}  turn {segment.turn}  "
+                    f"version {segment.version}  {segment.cache_mode}  tokens {segment.num_tokens}  "
+                    f"actions {segment.num_actions}  mean log-prob {mean}"
+                )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.batch_log", description="Look at the batch logs of a job."
+    )
+    parser.add_argument("path", type=Path, help="a directory to list, or one batch log to show")
+    path: Path = parser.parse_args(arguments).path
+    if path.is_dir():
+        return _print_list(path)
+    try:
+        _print_batch(path)
+    except (OSError, DamagedBatchLog) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
