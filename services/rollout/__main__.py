@@ -1,0 +1,65 @@
+"""``python -m services.rollout``: the one place that builds the real parts of a rollout worker."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import socket
+import sys
+import time
+
+from services.bus import Bus
+from services.engine_client import EngineClient, open_http
+from services.process import run_until_signalled
+from services.redis_server import connect
+from services.rollout.loading import load_job
+from services.rollout.worker import Worker, WorkerConfig
+from services.settings import Settings, load_settings
+from services.store import Store
+from services.telemetry import configure_logging
+
+# Beyond the drain: closing sessions and handing back.
+LEAVING_S = 4.0
+
+
+async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) -> None:
+    if settings.redis_url is None:
+        raise SystemExit("GSPO_REDIS_URL is not set: a rollout worker needs the Redis of its installation")
+    # One connection per episode, and a few for watching.
+    async with connect(settings.redis_url) as redis, open_http(max_connections=config.max_episodes + 8) as http:
+        bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
+        await bus.load_functions()
+        worker = Worker(
+            config,
+            bus,
+            store,
+            lambda url: EngineClient(url, http),
+            load_job,
+            clock=time.monotonic,
+            rng=random.Random(),
+        )
+        await worker.run(stop)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.rollout", description="Plays episodes of running jobs.")
+    parser.add_argument("--max-episodes", type=int, default=64, help="episodes held at once (default: %(default)s)")
+    parser.add_argument("--drain-s", type=float, default=8.0, help="time to reach a boundary when asked to leave")
+    arguments = parser.parse_args()
+    settings = load_settings()
+    name = f"rollout-{socket.gethostname()}-{os.getpid()}"
+    configure_logging("rollout", level=settings.log_level, worker=name)
+    config = WorkerConfig(
+        name=name,
+        max_episodes=arguments.max_episodes,
+        lease_s=settings.lease_s,
+        drain_s=arguments.drain_s,
+        engine_urls=settings.engine_urls,
+    )
+    return run_until_signalled(lambda stop: work(settings, config, stop), grace_s=arguments.drain_s + LEAVING_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""One attempt of an episode, from the first prompt to its outcome: sample, make durable, act, observe, again.
+
+Rule: what was sampled is durable before the environment acts on it, so nothing that had an effect is ever lost.
+An attempt that was begun elsewhere is replayed by the same loop: recorded segments stand in for the engine until they
+are used up, and what the environment says must lead to the recorded tokens. This module never decides to try again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Session, ToolSchema
+from gspo_core.messages import CallStatus
+from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
+from services.rollout.ledger import Ledger, LedgerConflict
+from services.rollout.policy import Drained
+from services.rollout.setting import Order, Setting
+
+T = TypeVar("T")
+
+TRUNCATED = frozenset(
+    {
+        StopReason.MAX_TURNS,
+        StopReason.MAX_TOKENS,
+        StopReason.MAX_TOOL_CALLS,
+        StopReason.CONTEXT_OVERFLOW,
+        StopReason.EPISODE_TIMEOUT,
+    }
+)
+PROVOKED = frozenset({StopReason.TOOL_TIMEOUT, StopReason.ENV_CRASH})
+"""The policy's own action broke its session: an outcome that it can learn from, even if nobody can score it."""
+
+
+class Attempt:
+    """Plays ``ledger`` to its outcome; ``record`` holds the durable segments of this attempt, if there are any."""
+
+    def __init__(
+        self, setting: Setting, order: Order, session: Session, ledger: Ledger, record: Sequence[Segment] = ()
+    ) -> None:
+        self._setting = setting
+        self._order = order
+        self._session = session
+        self._ledger = ledger
+        self._record = deque(record)
+        self._messages: list[Message] = []
+        self._tools: Sequence[ToolSchema] = ()
+        self._num_calls = 0
+        self._num_parse_errors = 0
+        self._consecutive_parse_errors = 0
+        self._turn_rewards = 0.0
+        self._model_s = 0.0
+        self._env_s = 0.0
+
+    async def play(self) -> Outcome:
+        """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and what storing segments raises."""
+        stop = await self._begin()
+        while stop is None:
+            stop = await self._sample_turn() or await self._act()
+        if self._record:
+            raise LedgerConflict(f"{self._order.key}: ended by {stop} before its recorded segments did")
+        return await self._conclude(stop)
+
+    async def _begin(self) -> StopReason | None:
+        lease = self._order.lease
+        task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index))
+        start = await self._in_environment(self._session.start(task, self._order.seed))
+        self._messages, self._tools = list(start.messages), start.tools
+        prompt = self._setting.codec.render(start.messages, start.tools)
+        if len(prompt) >= self._order.max_context_tokens:
+            return StopReason.CONTEXT_OVERFLOW
+        self._ledger.observe(prompt)
+        return None
+
+    async def _sample_turn(self) -> StopReason | None:
+        """Samples until the policy ends its turn, in chunks; the reason to stop if it cannot."""
+        turn = self._ledger.turns[-1]
+        while not (turn.sampled and turn.sampled[-1] in self._setting.codec.stop_ids):
+            if self._record:
+                self._ledger.restore(self._record.popleft())
+            elif (stop := self._exhausted()) is not None:
+                return stop
+            else:
+                await self._sample_chunk()
+        return None
+
+    def _exhausted(self) -> StopReason | None:
+        """Why nothing more may be sampled; this is also where an episode leaves a worker that leaves."""
+        if self._setting.leaving.is_set():
+            raise Drained(str(self._order.key))
+        if self._model_s + self._env_s > self._order.limits.episode_timeout_s:
+            return StopReason.EPISODE_TIMEOUT
+        if self._ledger.num_tokens >= self._order.max_context_tokens:
+            return StopReason.CONTEXT_OVERFLOW
+        return StopReason.MAX_TOKENS if self._remaining_tokens() <= 0 else None
+
+    def _remaining_tokens(self) -> int:
+        """What the turn may still sample."""
+        return min(
+            self._order.max_turn_tokens - len(self._ledger.turns[-1].sampled),
+            self._order.limits.max_episode_tokens - self._ledger.num_sampled,
+            self._order.max_context_tokens - self._ledger.num_tokens,
+        )
+
+    async def _sample_chunk(self) -> None:
+        started = self._setting.clock()
+        sampled = await self._setting.policy.sample(
+            self._ledger.prompt(),
+            max_new_tokens=min(self._remaining_tokens(), self._order.chunk_tokens),
+            temperature=self._order.temperature,
+            stop_token_ids=self._setting.codec.stop_ids,
+            prefer_engine=self._ledger.last_engine,
+        )
+        self._model_s += self._setting.clock() - started - sampled.held_s
+        self._setting.counters.add("tokens/sampled", len(sampled.output_ids))
+        await self._setting.outbox.append(self._ledger.record(sampled))
+
+    async def _act(self) -> StopReason | None:
+        """Gives the finished turn to the environment and reads what it answers."""
+        parsed = self._setting.codec.parse(self._ledger.turns[-1].sampled)
+        stop = self._judge(parsed)
+        if stop is not None:
+            return stop
+        observation = await self._in_environment(self._session.act(parsed))
+        self._turn_rewards += observation.reward or 0.0
+        if observation.done:
+            return observation.stop_reason
+        if len(self._ledger.turns) >= self._order.limits.max_turns:
+            return StopReason.MAX_TURNS
+        return self._read(parsed, observation.messages)
+
+    def _judge(self, parsed: ParsedTurn) -> StopReason | None:
+        """Limits that this turn breaks by itself, before anything acts on it."""
+        self._num_calls += len(parsed.calls)
+        self._num_parse_errors += parsed.has_parse_error
+        self._consecutive_parse_errors = self._consecutive_parse_errors + 1 if parsed.has_parse_error else 0
+        if self._consecutive_parse_errors > self._order.limits.on_parse_error.feedback:
+            return StopReason.PARSE_ERROR
+        return StopReason.MAX_TOOL_CALLS if self._num_calls > self._order.limits.max_tool_calls else None
+
+    def _read(self, parsed: ParsedTurn, messages: Sequence[Message]) -> StopReason | None:
+        """Opens the next turn with ``messages``, on a new branch where they cannot be added to what was sampled."""
+        codec, ledger = self._setting.codec, self._ledger
+        self._messages += [_assistant_message(parsed), *messages]
+        token_ids = codec.bridge(ledger.context, ledger.turns[-1].sampled, messages)
+        if token_ids is not None:
+            num_tokens, read = ledger.num_tokens + len(token_ids), ledger.observe
+        else:
+            self._setting.counters.add("drift/forks")
+            token_ids = codec.render(self._messages, self._tools)
+            num_tokens, read = len(token_ids), ledger.fork
+        if num_tokens >= self._order.max_context_tokens:
+            return StopReason.CONTEXT_OVERFLOW
+        read(token_ids)
+        return None
+
+    async def _conclude(self, stop: StopReason) -> Outcome:
+        reward, parts = await self._score(stop)
+        try:
+            return Outcome(stop, reward, parts, self._metrics())
+        except InvalidValue as error:
+            raise EnvironmentFailed("score", str(error)) from error
+
+    async def _score(self, stop: StopReason) -> tuple[float, dict[str, float]]:
+        if stop in TRUNCATED and self._order.limits.on_truncation == "zero":
+            return 0.0, {}
+        try:
+            reward, parts = await self._in_environment(self._session.score())
+        except EnvironmentFailed:
+            if stop not in PROVOKED:
+                raise
+            self._setting.counters.add("env/unscored_after_provoked")
+            return (self._order.environment.reward_range or (0.0, 0.0))[0], {}
+        return reward + self._turn_rewards, parts
+
+    def _metrics(self) -> dict[str, float]:
+        ledger = self._ledger
+        author = {name: value for name, value in self._session.metrics.items() if math.isfinite(value)}
+        return author | {
+            "turns": len(ledger.turns),
+            "tool_calls": self._num_calls,
+            "parse_errors": self._num_parse_errors,
+            "tokens_sampled": ledger.num_sampled,
+            "versions": len(ledger.versions),
+            "model_s": self._model_s,
+            "env_s": self._env_s,
+        }
+
+    async def _in_environment(self, phase: Awaitable[T]) -> T:
+        started = self._setting.clock()
+        try:
+            return await phase
+        finally:
+            self._env_s += self._setting.clock() - started
+
+
+def _assistant_message(parsed: ParsedTurn) -> Message:
+    """The turn as a message, for the case that the history has to be rendered anew."""
+    calls = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in parsed.calls
+        if call.status in (CallStatus.OK, CallStatus.UNKNOWN_TOOL)
+    ]
+    message = {"role": "assistant", "content": parsed.text}
+    return message | {"tool_calls": calls} if calls else message

@@ -1,0 +1,235 @@
+"""Which engines sample for a job right now, and asking one of them.
+
+Rule: the label on an engine's answer decides, not what this worker believed when it asked: every span must name
+this job, and its version goes into the record. An answer that names anything else is thrown away and counted.
+Engines are bound and given new weights elsewhere; here they are only watched and asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gspo_core.types import WeightsManifest
+from services.engine_client import EngineClient, EngineError, EngineRejected, Generation
+from services.rollout.counters import Counters
+from services.rollout.patience import UNREACHABLE, Patience
+from services.rollout.policy import Drained, InvalidAnswer, Sampled, VersionSpan
+from services.telemetry import get_logger
+
+# How often the table of engines is read again. New weights come seconds apart, and spans tell the truth meanwhile.
+REFRESH_S = 0.25
+# An engine that does not say for so long what it holds gets no new requests; those in flight go on.
+LABEL_TIMEOUT_S = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class Engine:
+    """One engine as this worker sees it."""
+
+    url: str
+    client: EngineClient
+    label: str = ""
+    """``job/epoch/version`` of the weights that it holds; empty while it does not answer."""
+    num_requests: int = 0
+    """Of this worker, in flight."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it left the table: who waits for its answer asks elsewhere."""
+
+    @property
+    def job(self) -> str:
+        return self.label.partition("/")[0]
+
+    @property
+    def version(self) -> int:
+        return parse_label(self.label)[1]
+
+
+def parse_label(label: str) -> tuple[str, int]:
+    """Job and version of an engine label; raises ``InvalidAnswer`` for anything that is none."""
+    job, _, rest = label.partition("/")
+    epoch, _, version = rest.partition("/")
+    if not (job and epoch.isdecimal() and version.isdecimal()):
+        raise InvalidAnswer(f"an engine that serves a job is labelled JOB/EPOCH/VERSION, not {label!r}")
+    return job, int(version)
+
+
+class Versions(Protocol):
+    """What is read of the store."""
+
+    async def engines(self) -> list[dict[str, Any]]: ...
+
+    async def current_version(self, job: str) -> WeightsManifest | None: ...
+
+    async def versions(self, job: str) -> list[WeightsManifest]: ...
+
+
+class EngineTable:
+    """All engines that this worker may reach, kept up to date by one task for all of its jobs."""
+
+    def __init__(self, store: Versions, urls: Collection[str], connect: Callable[[str], EngineClient]) -> None:
+        self._store = store
+        self._static_urls = tuple(urls)
+        self._connect = connect
+        self._engines: dict[str, Engine] = {}
+        self.changed = asyncio.Condition()
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(REFRESH_S)
+
+    async def refresh(self) -> None:
+        with contextlib.suppress(*UNREACHABLE):  # what was known before holds on
+            self._update(await self._store.engines())
+        await asyncio.gather(*(_read_label(engine) for engine in self._engines.values()))
+        async with self.changed:
+            self.changed.notify_all()
+
+    def _update(self, records: Sequence[Mapping[str, Any]]) -> None:
+        urls = {*self._static_urls, *(str(record["url"]) for record in records if record.get("url"))}
+        for url in self._engines.keys() - urls:
+            self._engines.pop(url).gone.set()
+        for url in sorted(urls - self._engines.keys()):
+            self._engines[url] = Engine(url, self._connect(url))
+
+    def serving(self, job: str) -> list[Engine]:
+        return [engine for engine in self._engines.values() if engine.job == job]
+
+
+async def _read_label(engine: Engine) -> None:
+    try:
+        async with asyncio.timeout(LABEL_TIMEOUT_S):
+            label = str((await engine.client.model_info()).get("weight_version") or "")
+        parse_label(label)
+    except (EngineError, InvalidAnswer, TimeoutError):
+        label = ""
+    if label != engine.label:
+        get_logger().info("engine", url=engine.url, label=label, before=engine.label)
+    engine.label = label
+
+
+class JobEngines:
+    """The ``Policy`` of one job: the engines that hold one of its versions, none of them too old."""
+
+    def __init__(
+        self,
+        table: EngineTable,
+        store: Versions,
+        job: str,
+        *,
+        max_staleness: int,
+        patience: Patience,
+        counters: Counters,
+        clock: Callable[[], float],
+        leaving: asyncio.Event,
+    ) -> None:
+        self._table = table
+        self._store = store
+        self._job = job
+        self._max_staleness = max_staleness
+        self._patience = patience
+        self._counters = counters
+        self._clock = clock
+        self._leaving = leaving
+        self._steps: Mapping[int, int] = {}
+        """Version -> step, for the versions that the store knows."""
+        self._published_step = 0
+        self._avoided: set[Engine] = set()
+
+    async def watch(self) -> None:
+        """Follows the published versions until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(REFRESH_S)
+
+    async def refresh(self) -> None:
+        with contextlib.suppress(*UNREACHABLE):
+            current = await self._store.current_version(self._job)
+            if current is not None and current.version not in self._steps:
+                manifests = await self._store.versions(self._job)
+                self._steps = {manifest.version: manifest.step for manifest in manifests}
+                self._published_step = current.step
+        self._avoided.clear()
+        async with self._table.changed:
+            self._table.changed.notify_all()
+
+    def usable(self) -> list[Engine]:
+        """Engines within ``max_staleness`` steps of the published version, the least busy first."""
+        engines = [engine for engine in self._table.serving(self._job) if self._is_fresh(engine)]
+        return sorted(engines, key=lambda engine: (engine in self._avoided, engine.num_requests))
+
+    def _is_fresh(self, engine: Engine) -> bool:
+        step = self._steps.get(engine.version)
+        return step is not None and self._published_step - step <= self._max_staleness
+
+    async def sample(
+        self,
+        input_ids: list[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Collection[int],
+        prefer_engine: str = "",
+    ) -> Sampled:
+        started, num_failures = self._clock(), 0
+        while True:
+            engine = await self._choose(prefer_engine)
+            asked = self._clock()
+            request = engine.client.generate(
+                input_ids,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                stop_token_ids=sorted(stop_token_ids),
+            )
+            try:
+                generation = await _answer_of(engine, request)
+                if generation is not None and generation.output_ids:
+                    return self._checked(generation, engine, held_s=asked - started)
+                self._counters.add("engine/empty_answers")
+            except EngineRejected:
+                raise  # it would be refused again: the episode's business
+            except (EngineError, InvalidAnswer) as error:
+                self._counters.add(f"engine/{type(error).__name__}")
+                get_logger().warning("engine failed", job=self._job, url=engine.url, error=str(error))
+            self._avoided.add(engine)
+            await self._patience.pause(num_failures)
+            num_failures += 1
+
+    async def _choose(self, prefer_engine: str) -> Engine:
+        """The preferred engine, else the least busy one. Waits for one to be there."""
+        async with self._table.changed:
+            await self._table.changed.wait_for(lambda: self._leaving.is_set() or bool(self.usable()))
+        engines = self.usable()
+        if not engines:
+            raise Drained(f"{self._job}: no engine came before the worker left")
+        preferred = (engine for engine in engines if engine.url == prefer_engine and engine not in self._avoided)
+        return next(preferred, engines[0])
+
+    def _checked(self, generation: Generation, engine: Engine, held_s: float) -> Sampled:
+        spans = []
+        for span in generation.spans:
+            job, version = parse_label(span.label)
+            if job != self._job:
+                raise InvalidAnswer(f"{engine.url} sampled with weights of {span.label} for job {self._job}")
+            spans.append(VersionSpan(version, span.start, span.end))
+        return Sampled(generation.output_ids, generation.logprobs, spans, engine.url, held_s=held_s)
+
+
+async def _answer_of(engine: Engine, request: Coroutine[Any, Any, Generation]) -> Generation | None:
+    """What ``request`` returns, or None when the engine left the table first."""
+    answer = asyncio.create_task(request)
+    gone = asyncio.create_task(engine.gone.wait())
+    engine.num_requests += 1
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else None
+    finally:
+        engine.num_requests -= 1
+        for task in (answer, gone):
+            task.cancel()
+        await asyncio.gather(answer, gone, return_exceptions=True)

@@ -1,0 +1,102 @@
+"""How segments become durable: the appends of many episodes leave together in few atomic calls.
+
+Rule: ``append`` returns only when the segments are stored, and a failure of one episode is that episode's alone.
+Whoever finds the line free sends everything that waits, the others' too, so there is no task of its own to lose.
+Sending the same append again is harmless, hence a broken connection is answered by sending again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gspo_core.codec import encode
+from gspo_core.types import Segment
+from services.bus import Append
+from services.refusals import Refused
+from services.rollout.patience import Patience
+
+# One call blocks the server while it runs; several short ones let others in between.
+MAX_CALL_BYTES = 4 * 1024 * 1024
+
+
+class Appends(Protocol):
+    """The one method of the bus that is used here."""
+
+    async def append(self, job: str, token: str, appends: Sequence[Append]) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Parcel:
+    """The segments of one call of ``append``; they are stored together or not at all."""
+
+    appends: list[Append]
+    settled: bool = False
+    failure: Refused | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(append.payload) for append in self.appends)
+
+
+class Outbox:
+    """For the episodes of one job under one worker token."""
+
+    def __init__(self, bus: Appends, job: str, token: str, patience: Patience) -> None:
+        self._bus = bus
+        self._job = job
+        self._token = token
+        self._patience = patience
+        self._waiting: list[_Parcel] = []
+        self._line = asyncio.Lock()
+
+    async def append(self, segments: Sequence[Segment]) -> None:
+        """Returns when ``segments`` of one episode are durable; raises ``Refused`` if they cannot be."""
+        if not segments:
+            return
+        parcel = _Parcel([_to_append(segment) for segment in segments])
+        self._waiting.append(parcel)
+        async with self._line:
+            while not parcel.settled:
+                await self._send_some()
+        if parcel.failure is not None:
+            raise parcel.failure
+
+    async def _send_some(self) -> None:
+        parcels = self._next_parcels()
+        failure = await self._send(parcels)
+        if failure is not None and len(parcels) > 1:
+            # One refused episode refuses the whole call: send each alone to find out whose it was.
+            for parcel in parcels:
+                self._settle([parcel], await self._send([parcel]))
+        else:
+            self._settle(parcels, failure)
+
+    def _next_parcels(self) -> list[_Parcel]:
+        parcels: list[_Parcel] = []
+        size_bytes = 0
+        for parcel in self._waiting:
+            size_bytes += parcel.size_bytes
+            if parcels and size_bytes > MAX_CALL_BYTES:
+                break
+            parcels.append(parcel)
+        return parcels
+
+    async def _send(self, parcels: Sequence[_Parcel]) -> Refused | None:
+        appends = [append for parcel in parcels for append in parcel.appends]
+        try:
+            await self._patience.keep_trying(self._bus.append, self._job, self._token, appends)
+        except Refused as refusal:
+            return refusal
+        return None
+
+    def _settle(self, parcels: Sequence[_Parcel], failure: Refused | None) -> None:
+        for parcel in parcels:
+            parcel.settled, parcel.failure = True, failure
+            self._waiting.remove(parcel)
+
+
+def _to_append(segment: Segment) -> Append:
+    return Append(segment.key, segment.attempt, segment.index, encode(segment), segment.is_final)

@@ -1,0 +1,57 @@
+"""How a worker waits for what is away for a while: Redis restarting, an engine loading, a network that blinks.
+
+Rule: only what says "not reachable" is tried again; an answer, also a refusal, is never asked for twice.
+The wait doubles up to a bound and carries jitter, so that a thousand episodes do not come back in one instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from services.rollout.counters import Counters
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+UNREACHABLE = (RedisConnectionError, RedisTimeoutError, ConnectionError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Seconds between attempts: ``first_s`` doubled every time, at most ``max_s``, with up to half of it off."""
+
+    first_s: float = 0.05
+    max_s: float = 2.0
+
+    def wait_s(self, attempt: int, random_share: float) -> float:
+        return float(min(self.max_s, self.first_s * 2 ** min(attempt, 16))) * (1 - random_share / 2)
+
+
+class Patience:
+    """Tries again for as long as it takes; who waits is cancelled from outside."""
+
+    def __init__(self, counters: Counters, rng: random.Random, backoff: Backoff | None = None) -> None:
+        self._counters = counters
+        self._rng = rng
+        self._backoff = backoff or Backoff()
+
+    async def keep_trying(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The answer of ``call``, which must be harmless to repeat, once there is one."""
+        attempt = 0
+        while True:
+            try:
+                return await call(*args, **kwargs)
+            except UNREACHABLE:
+                self._counters.add("redis/retries")
+            await self.pause(attempt)
+            attempt += 1
+
+    async def pause(self, attempt: int) -> None:
+        await asyncio.sleep(self._backoff.wait_s(attempt, self._rng.random()))

@@ -1,0 +1,106 @@
+"""What the episodes of one job share, and what is fixed about one of them before it starts.
+
+Rule: all of it is given from outside (clock and queue included), so that an episode can be played anywhere.
+Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gspo_core.env import Environment, Message, ParsedTurn, ToolSchema
+from gspo_core.spec import EpisodeLimits, JobSpec
+from gspo_core.types import EpisodeKey, Split
+from services.bus import EpisodeLease
+from services.rollout.counters import Counters
+from services.rollout.outbox import Outbox
+from services.rollout.patience import Patience
+from services.rollout.policy import Policy
+
+
+class ChatCodec(Protocol):
+    """Between messages and ids; `gspo_core.chat` has the real ones."""
+
+    @property
+    def stop_ids(self) -> Collection[int]: ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]: ...
+
+    def bridge(
+        self, prefix_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Sequence[Message]
+    ) -> list[int] | None: ...
+
+    def parse(self, sampled_ids: Sequence[int]) -> ParsedTurn: ...
+
+
+class EpisodeRecords(Protocol):
+    """What an episode needs of the bus besides appending."""
+
+    async def read_episode(self, key: EpisodeKey) -> list[bytes]: ...
+
+    async def restart(self, key: EpisodeKey, token: str, attempt: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Shared by the episodes of one job under one worker token."""
+
+    codec: ChatCodec
+    policy: Policy
+    outbox: Outbox
+    records: EpisodeRecords
+    token: str
+    patience: Patience
+    counters: Counters
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    leaving: asyncio.Event
+    """Set when the worker leaves or the job is no longer served: episodes stop at their next boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One episode to play."""
+
+    lease: EpisodeLease
+    environment: Environment
+    limits: EpisodeLimits
+    seed: int
+    """Of the environment; the same for all members of a group, which differ by what the policy samples."""
+    temperature: float
+    max_turn_tokens: int
+    """Sampled tokens of one turn."""
+    max_context_tokens: int
+    """Read and sampled tokens together."""
+    chunk_tokens: int
+
+    @property
+    def key(self) -> EpisodeKey:
+        return self.lease.key
+
+    @classmethod
+    def from_spec(
+        cls, spec: JobSpec, environment: Environment, lease: EpisodeLease, model_context_tokens: int
+    ) -> Order:
+        limits = spec.episode_limits(lease.environment, environment.limits)
+        is_training = lease.split is Split.TRAIN
+        return cls(
+            lease=lease,
+            environment=environment,
+            limits=limits,
+            seed=episode_seed(spec.seed, lease.key.group),
+            temperature=spec.sampling.temperature if is_training else spec.evaluation_temperature,
+            max_turn_tokens=spec.sampling.max_new_tokens,
+            max_context_tokens=min(limits.max_context_tokens, model_context_tokens),
+            chunk_tokens=spec.rollout.chunk_tokens,
+        )
+
+
+def episode_seed(job_seed: int, group: int) -> int:
+    """31 bits, the same on every worker and in every attempt."""
+    digest = hashlib.blake2b(f"{job_seed}/{group}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,242 @@
+"""A rollout worker: one lease, one beat, and the episodes of every job that runs.
+
+Rule: a job that cannot be served is reported and tried again later; it costs the other jobs nothing. Losing the lease
+ends all episodes at once, because another worker has them now; then the worker joins anew.
+It builds nothing itself: what talks to Redis, engines and files is given (`__main__` builds the real ones).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.bus import Bus, Fenced
+from services.engine_client import EngineClient
+from services.jobs import JobNotFound
+from services.refusals import Refused
+from services.rollout.counters import Counters
+from services.rollout.engines import EngineTable, JobEngines
+from services.rollout.job import JobRollout
+from services.rollout.loading import JobNotServable, LoadedJob
+from services.rollout.outbox import Outbox
+from services.rollout.patience import Patience
+from services.rollout.setting import Setting
+from services.store import Store
+from services.telemetry import get_logger
+
+JOBS_POLL_S = 0.5
+# A beat is a fifth of the lease, so that four may be lost.
+BEATS_PER_LEASE = 5
+REPORT_S = 2.0
+LOG_S = 30.0
+# How long a job that cannot be loaded is left alone: somebody has to change something first.
+RELOAD_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    name: str
+    max_episodes: int = 64
+    """Held at once, over all jobs."""
+    lease_s: float = 30.0
+    drain_s: float = 8.0
+    """After the signal to leave: how long episodes may take to reach their next boundary."""
+    engine_urls: Collection[str] = ()
+
+
+class Worker:
+    """``run`` until told to stop."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        bus: Bus,
+        store: Store,
+        connect: Callable[[str], EngineClient],
+        load: Callable[[str], Awaitable[LoadedJob]],
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._config = config
+        self._bus = bus
+        self._store = store
+        self._load = load
+        self._clock = clock
+        self.counters = Counters()
+        self._patience = Patience(self.counters, rng)
+        self._table = EngineTable(store, config.engine_urls, connect)
+        self._jobs: dict[str, JobRollout] = {}
+        self._leaving: dict[str, asyncio.Event] = {}
+        """Every job that is being served, also while it is loading."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Returns when ``stop`` is set and every episode is finished or handed back."""
+        while not stop.is_set():
+            token = await self._patience.keep_trying(self._bus.join, self._config.name)
+            get_logger().info("joined", worker=self._config.name)
+            try:
+                await self._work(token, stop)
+            except* Fenced:
+                self.counters.add("worker/fenced")
+                get_logger().warning("lease lost: joining again", worker=self._config.name)
+            else:
+                with contextlib.suppress(Fenced):
+                    await self._patience.keep_trying(self._bus.leave, self._config.name, token)
+        get_logger().info("left", worker=self._config.name, **self.counters.snapshot())
+
+    async def _work(self, token: str, stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as background:
+            tasks = [
+                background.create_task(self._beat(token), name="beat"),
+                background.create_task(self._table.watch(), name="engines"),
+                background.create_task(self._reap(), name="reap"),
+                background.create_task(self._report(), name="report"),
+            ]
+            try:
+                await self._serve_jobs(token, stop)
+                await self._report_once()
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _beat(self, token: str) -> None:
+        while True:
+            await self._patience.keep_trying(self._bus.beat, self._config.name, token)
+            await asyncio.sleep(self._config.lease_s / BEATS_PER_LEASE)
+
+    async def _reap(self) -> None:
+        """Finds workers that died: any worker of a job does it for all."""
+        while True:
+            for job in list(self._jobs):
+                num_requeued = await self._patience.keep_trying(self._bus.reap, job)
+                if num_requeued:
+                    self.counters.add("episodes/requeued_from_the_dead", num_requeued)
+                    get_logger().warning("requeued from the dead", job=job, num_episodes=num_requeued)
+            await asyncio.sleep(self._config.lease_s / BEATS_PER_LEASE)
+
+    async def _serve_jobs(self, token: str, stop: asyncio.Event) -> None:
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            async with asyncio.TaskGroup() as serving:
+                while not stop.is_set():
+                    running = set(await self._patience.keep_trying(self._store.running_jobs))
+                    for job in running - self._leaving.keys():
+                        self._leaving[job] = asyncio.Event()
+                        serving.create_task(self._serve(job, token, self._leaving[job]), name=job)
+                    for job in self._leaving.keys() - running:
+                        self._leaving[job].set()
+                    await asyncio.wait({stopping}, timeout=JOBS_POLL_S)
+                for leaving in self._leaving.values():
+                    leaving.set()
+        finally:
+            stopping.cancel()
+
+    async def _serve(self, job: str, token: str, leaving: asyncio.Event) -> None:
+        log = get_logger().bind(job=job)
+        try:
+            while not leaving.is_set():
+                try:
+                    await self._serve_once(job, token, leaving)
+                except JobNotServable as error:
+                    log.error("cannot be served", error=str(error))
+                    await self._report_unservable(job, str(error), leaving)
+                except Exception as error:
+                    # The wall between jobs: a defect that one of them meets must not end the others.
+                    log.exception("serving failed")
+                    await self._report_unservable(job, f"{type(error).__name__}: {error}", leaving)
+        finally:
+            self._jobs.pop(job, None)
+            self._leaving.pop(job, None)
+            log.info("no longer serving")
+
+    async def _serve_once(self, job: str, token: str, leaving: asyncio.Event) -> None:
+        record = await self._patience.keep_trying(self._store.get_job, job)
+        loaded = await self._load(record.spec)
+        await self._describe(job, loaded)
+        self._jobs[job] = self._rollout(job, loaded, token, leaving)
+        get_logger().info("serving", job=job, environments=[environment.name for environment in loaded.environments])
+        await self._jobs[job].run()
+
+    async def _report_unservable(self, job: str, error: str, leaving: asyncio.Event) -> None:
+        """Tells the job's owner, and leaves the job alone for a while."""
+        self.counters.add("jobs/not_servable")
+        health = {"worker": self._config.name, "healthy": False, "error": error}
+        with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone
+            await self._patience.keep_trying(self._store.add_event, job, "env.health", health)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RELOAD_S):
+                await leaving.wait()
+
+    async def _describe(self, job: str, loaded: LoadedJob) -> None:
+        for index, environment in enumerate(loaded.environments):
+            mine = environment.describe()
+            held = await self._patience.keep_trying(self._store.describe_environment, job, index, mine)
+            if held != mine:
+                get_logger().warning("another worker sees another environment", job=job, index=index, held=held)
+
+    def _rollout(self, job: str, loaded: LoadedJob, token: str, leaving: asyncio.Event) -> JobRollout:
+        engines = JobEngines(
+            self._table,
+            self._store,
+            job,
+            max_staleness=loaded.spec.rollout.max_staleness,
+            patience=self._patience,
+            counters=self.counters,
+            clock=self._clock,
+            leaving=leaving,
+        )
+        setting = Setting(
+            codec=loaded.codec,
+            policy=engines,
+            outbox=Outbox(self._bus, job, token, self._patience),
+            records=self._bus,
+            token=token,
+            patience=self._patience,
+            counters=self.counters,
+            clock=self._clock,
+            leaving=leaving,
+        )
+        return JobRollout(
+            job,
+            loaded,
+            setting,
+            engines,
+            self._bus,
+            worker=self._config.name,
+            limit=lambda: max(1, self._config.max_episodes // max(1, len(self._jobs))),
+            drain_s=self._config.drain_s,
+        )
+
+    async def _report(self) -> None:
+        logged = self._clock()
+        while True:
+            await self._report_once()
+            if self._clock() - logged >= LOG_S:
+                logged = self._clock()
+                get_logger().info("progress", num_episodes=self._num_episodes(), **self.counters.snapshot())
+            await asyncio.sleep(REPORT_S)
+
+    async def _report_once(self) -> None:
+        await self._patience.keep_trying(self._store.register_worker, self._record())
+
+    def _record(self) -> Mapping[str, Any]:
+        return {
+            "id": self._config.name,
+            "kind": "rollout",
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "jobs": sorted(self._jobs),
+            "num_episodes": self._num_episodes(),
+            "max_episodes": self._config.max_episodes,
+            "counters": self.counters.snapshot(),
+        }
+
+    def _num_episodes(self) -> int:
+        return sum(rollout.num_episodes for rollout in self._jobs.values())
