@@ -213,6 +213,11 @@ class ObjectiveConfig(_Config):
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
 
+    @property
+    def compensates(self) -> bool:
+        """Whether clip decisions have the expected drift removed."""
+        return self.compensate and self.anchor == "behavior" and self.loss == "clip" and self.ratio != "token"
+
     @model_validator(mode="before")
     @classmethod
     def _resolve_names(cls, data: Any) -> Any:

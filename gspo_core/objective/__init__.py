@@ -1,0 +1,37 @@
+"""The objective: log-probs, mask and advantages in, a loss with its gradient and its statistics out.
+
+One rule: gates, masks and corrections lower the signal and never the denominators. Formulas and defaults are explained
+in `docs/objective.md`. In order of reading: `loss` (the whole in one function), `inputs`, `pooling`, `weights`,
+`losses`, `stats`, `metrics`, `alarms`. It holds no model and takes no step (`gspo_core.learner` does).
+"""
+
+from gspo_core.objective.alarms import Alarm, AlarmKind, AlarmPatience, loss_alarms
+from gspo_core.objective.inputs import NonFiniteInput, ObjectiveError
+from gspo_core.objective.loss import loss_denominators, policy_loss
+from gspo_core.objective.metrics import loss_metrics
+from gspo_core.objective.stats import LossStats
+from gspo_core.objective_config import (
+    AdvantageConfig,
+    Band,
+    ObjectiveConfig,
+    config_refusals,
+    config_warnings,
+)
+
+__all__ = [
+    "AdvantageConfig",
+    "Alarm",
+    "AlarmKind",
+    "AlarmPatience",
+    "Band",
+    "LossStats",
+    "NonFiniteInput",
+    "ObjectiveConfig",
+    "ObjectiveError",
+    "config_refusals",
+    "config_warnings",
+    "loss_alarms",
+    "loss_denominators",
+    "loss_metrics",
+    "policy_loss",
+]

@@ -1,0 +1,151 @@
+"""Alarms about a step, as values.
+
+One rule: an alarm names the number, its bound and what it most probably means. Bounds are reasoned, not tuned
+(`docs/objective.md`). It neither logs nor stops anything; what persists over steps is counted by `AlarmPatience`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gspo_core.objective.metrics import loss_metrics
+from gspo_core.objective.stats import LossStats
+from gspo_core.objective_config import ObjectiveConfig
+
+INERT_LOG_RATIO = 1e-7
+MAX_CLIP_FRAC = 0.25
+MAX_CLIP_DIFFERENCE = 0.2
+# Fewer sequences of a sign say nothing about its clip fraction.
+MIN_SEQUENCES_OF_A_SIGN = 16
+MIN_ESS = 0.3
+MAX_TRUNCATED_FRAC = 0.2
+MAX_STANDARD_ERRORS = 5.0
+# Fewer tokens have no dependable standard error.
+MIN_TOKENS = 1000
+# Below it a drift of the mean weight is rounding of float32 log-probs, whatever its standard error.
+MIN_WEIGHT_DRIFT = 1e-4
+MAX_DROPPED_FRAC = 0.2
+# Share of the clip width, or of the k3 gate, that engine mismatch may fill.
+MISMATCH_SHARE_OF_CLIP = 1 / 3
+MISMATCH_SHARE_OF_GATE = 1 / 5
+DEFAULT_K3_GATE = 0.05
+
+
+class AlarmKind(StrEnum):
+    """What is wrong."""
+
+    INERT_CLIP = "inert_clip"
+    OVER_CLIP = "over_clip"
+    ONE_SIDED_CLIP = "one_sided_clip"
+    MISMATCH_FLOOR = "mismatch_floor"
+    CORRECTION_COLLAPSE = "correction_collapse"
+    WEIGHT_DRIFT = "weight_drift"
+    GATE_PRESSURE = "gate_pressure"
+
+
+# Steps in a row before it is worth an event; all others are at once.
+PATIENCE: Mapping[AlarmKind, int] = {AlarmKind.OVER_CLIP: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A metric beyond its bound."""
+
+    kind: AlarmKind
+    metric: str
+    value: float
+    bound: float
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.metric} is {self.value:.3g}, bound {self.bound:.3g}: {self.meaning}"
+
+
+@dataclass
+class AlarmPatience:
+    """Lets an alarm through once it has been raised in enough steps in a row."""
+
+    steps: dict[AlarmKind, int] = field(default_factory=dict)
+
+    def ripe(self, alarms: Sequence[Alarm]) -> list[Alarm]:
+        """Give it the alarms of every step, also when there are none."""
+        raised = {alarm.kind for alarm in alarms}
+        self.steps = {kind: self.steps.get(kind, 0) + 1 for kind in raised}
+        return [alarm for alarm in alarms if self.steps[alarm.kind] >= PATIENCE.get(alarm.kind, 1)]
+
+
+def loss_alarms(stats: LossStats, config: ObjectiveConfig, num_updates: int = 1) -> list[Alarm]:
+    """The alarms of one step. With one update a clip that never acts is expected and raises none."""
+    metrics = loss_metrics(stats, config, num_updates)
+    found = [*_clip_alarms(metrics, config, num_updates), *_one_sided(stats, metrics), *_mismatch(metrics, config)]
+    return [*found, *_weight_alarms(metrics), *_gate_alarms(metrics)]
+
+
+def _clip_alarms(metrics: Mapping[str, float], config: ObjectiveConfig, num_updates: int) -> list[Alarm]:
+    clip_frac = metrics.get("gspo/clip_frac")
+    if clip_frac is None or config.loss != "clip":
+        return []
+    largest = metrics["gspo/log_ratio_abs_max"]
+    if num_updates > 1 and clip_frac == 0 and largest < INERT_LOG_RATIO:
+        meaning = "the policy is compared with itself, so the clip can never act"
+        return [Alarm(AlarmKind.INERT_CLIP, "gspo/log_ratio_abs_max", largest, INERT_LOG_RATIO, meaning)]
+    if clip_frac > MAX_CLIP_FRAC:
+        meaning = "the clip is too narrow for how far an update moves, or it is anchored on the sampler"
+        return [Alarm(AlarmKind.OVER_CLIP, "gspo/clip_frac", clip_frac, MAX_CLIP_FRAC, meaning)]
+    return []
+
+
+def _one_sided(stats: LossStats, metrics: Mapping[str, float]) -> list[Alarm]:
+    if min(stats.total("sequences_positive"), stats.total("sequences_negative")) < MIN_SEQUENCES_OF_A_SIGN:
+        return []
+    difference = metrics["gspo/clip_frac_negative"] - metrics["gspo/clip_frac_positive"]
+    if abs(difference) <= MAX_CLIP_DIFFERENCE:
+        return []
+    meaning = "the clip reacts to drift instead of updates and removes one sign of the advantage"
+    return [Alarm(AlarmKind.ONE_SIDED_CLIP, "gspo/clip_frac_negative", difference, MAX_CLIP_DIFFERENCE, meaning)]
+
+
+def _mismatch(metrics: Mapping[str, float], config: ObjectiveConfig) -> list[Alarm]:
+    mismatch = metrics.get("gspo/k3_mismatch")
+    if mismatch is None:
+        return []
+    bound = MISMATCH_SHARE_OF_GATE * (config.k3_gate or DEFAULT_K3_GATE)
+    if config.anchor == "behavior" and config.loss == "clip" and config.band is None:
+        bound = min(bound, MISMATCH_SHARE_OF_CLIP * config.clip_low)
+    if mismatch <= bound:
+        return []
+    meaning = "engine and trainer disagree on fresh tokens: numerics, temperature, template or a stale cache"
+    return [Alarm(AlarmKind.MISMATCH_FLOOR, "gspo/k3_mismatch", mismatch, bound, meaning)]
+
+
+def _weight_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
+    found = []
+    meaning = "the data is too stale, or its log-probs belong to another version"
+    for name in ("gspo/ess_token", "gspo/ess_sequence"):
+        if metrics.get(name, 1.0) < MIN_ESS:
+            found.append(Alarm(AlarmKind.CORRECTION_COLLAPSE, name, metrics[name], MIN_ESS, meaning))
+    truncated = metrics.get("gspo/weight_truncated_frac", 0.0)
+    if truncated > MAX_TRUNCATED_FRAC:
+        name = "gspo/weight_truncated_frac"
+        found.append(Alarm(AlarmKind.CORRECTION_COLLAPSE, name, truncated, MAX_TRUNCATED_FRAC, meaning))
+    if metrics["gspo/num_tokens"] >= MIN_TOKENS:
+        drift = metrics["gspo/weight_raw_mean"] - 1
+        bound = max(MAX_STANDARD_ERRORS * metrics["gspo/weight_raw_stderr"], MIN_WEIGHT_DRIFT)
+        if abs(drift) > bound:
+            meaning = "the recorded log-probs are not those of the distribution that the tokens were sampled from"
+            found.append(Alarm(AlarmKind.WEIGHT_DRIFT, "gspo/weight_raw_mean", drift, bound, meaning))
+    return found
+
+
+def _gate_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
+    gates = ("k3", "outlier", "geometric", "off_policy", "staleness", "correction")
+    names = [f"gspo/kept_frac_{gate}" for gate in gates]
+    return [
+        Alarm(
+            AlarmKind.GATE_PRESSURE, name, 1 - metrics[name], MAX_DROPPED_FRAC, "this gate withholds much of the data"
+        )
+        for name in names
+        if 1 - metrics.get(name, 1.0) > MAX_DROPPED_FRAC
+    ]

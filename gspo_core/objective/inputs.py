@@ -1,0 +1,184 @@
+"""What enters the loss, made safe before any arithmetic.
+
+One rule: whatever stands at a masked position - garbage, NaN, infinity - is replaced here and seen by nobody after; a
+value that is not finite at a trained position is corrupt data and refused. No formula lives here.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo_core.objective_config import ObjectiveConfig
+
+
+class ObjectiveError(ValueError):
+    """The inputs of the loss do not fit its configuration or each other."""
+
+
+class NonFiniteInput(ObjectiveError):
+    """A trained position holds NaN or infinity; such a sequence must be refused before it is trained."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Masked inputs: every entry at a masked position is 0. Only `policy_BT` carries a gradient."""
+
+    policy_BT: Tensor
+    proximal_BT: Tensor
+    behavior_BT: Tensor
+    reference_BT: Tensor | None
+    mask_BT: Tensor
+    advantages_BT: Tensor
+    turn_ids_BT: Tensor | None
+    staleness_BT: Tensor | None
+    sequence_weights_B: Tensor
+    num_actions_B: Tensor
+    """Trained tokens of each sequence, as integers."""
+
+    @property
+    def lengths_BT(self) -> Tensor:
+        """Trained tokens of each sequence, at least 1: a divisor of shape (B, 1)."""
+        return self.num_actions_B.clamp(min=1).to(self.policy_BT.dtype).unsqueeze(-1)
+
+    def sequence_mean_BT(self, values_BT: Tensor) -> Tensor:
+        """Mean over the trained tokens of each sequence, of shape (B, 1); 0 for sequences without any."""
+        return values_BT.sum(-1, keepdim=True) / self.lengths_BT
+
+
+def prepare(
+    config: ObjectiveConfig,
+    policy_logprobs_BT: Tensor,
+    action_mask_BT: Tensor,
+    advantages: Tensor,
+    proximal_logprobs_BT: Tensor | None,
+    behavior_logprobs_BT: Tensor | None,
+    reference_logprobs_BT: Tensor | None,
+    turn_ids_BT: Tensor | None,
+    staleness_BT: Tensor | None,
+    sequence_weights_B: Tensor | None,
+) -> Inputs:
+    """Check shapes, types and presence; put zeros at masked positions."""
+    _check_presence(config, behavior_logprobs_BT, reference_logprobs_BT, staleness_BT)
+    shape = _check_matrix(policy_logprobs_BT)
+    mask_BT = _same_shape("action_mask_BT", action_mask_BT, shape) != 0
+
+    def logprobs(name: str, given_BT: Tensor | None) -> Tensor | None:
+        if given_BT is None:
+            return None
+        _check_dtype(name, given_BT)
+        given_BT = _same_shape(name, given_BT, shape).to(policy_logprobs_BT.dtype)
+        return torch.where(mask_BT, given_BT if name == "policy_logprobs_BT" else given_BT.detach(), 0.0)
+
+    policy_BT = logprobs("policy_logprobs_BT", policy_logprobs_BT)
+    assert policy_BT is not None
+    proximal_BT = logprobs("proximal_logprobs_BT", proximal_logprobs_BT)
+    if proximal_BT is None:
+        proximal_BT = policy_BT.detach()
+    behavior_BT = logprobs("behavior_logprobs_BT", behavior_logprobs_BT)
+    if behavior_BT is None:
+        behavior_BT = proximal_BT
+    reference_BT = logprobs("reference_logprobs_BT", reference_logprobs_BT)
+    num_actions_B = mask_BT.sum(-1)
+    advantages_BT = _advantages(config, advantages, mask_BT, policy_BT.dtype)
+    _check_finite(mask_BT, policy_BT, proximal_BT, behavior_BT, reference_BT, advantages_BT)
+    return Inputs(
+        policy_BT=policy_BT,
+        proximal_BT=proximal_BT,
+        behavior_BT=behavior_BT,
+        reference_BT=reference_BT,
+        mask_BT=mask_BT,
+        advantages_BT=advantages_BT,
+        turn_ids_BT=_integers("turn_ids_BT", turn_ids_BT, mask_BT),
+        staleness_BT=_integers("staleness_BT", staleness_BT, mask_BT),
+        sequence_weights_B=_weights(sequence_weights_B, policy_BT),
+        num_actions_B=num_actions_B,
+    )
+
+
+def _check_presence(
+    config: ObjectiveConfig, behavior_BT: Tensor | None, reference_BT: Tensor | None, staleness_BT: Tensor | None
+) -> None:
+    if config.anchor == "behavior" and behavior_BT is None:
+        raise ObjectiveError("anchor: behavior compares with the sampler; give behavior_logprobs_BT")
+    if config.kl_coef > 0 and reference_BT is None:
+        raise ObjectiveError("kl_coef is set; give reference_logprobs_BT")
+    if config.staleness_cap is not None and staleness_BT is None:
+        raise ObjectiveError("staleness_cap is set; give staleness_BT")
+
+
+def _check_matrix(policy_BT: Tensor) -> torch.Size:
+    if policy_BT.ndim != 2:
+        raise ObjectiveError(f"policy_logprobs_BT has two dimensions, sequences and tokens, not {policy_BT.ndim}")
+    return policy_BT.shape
+
+
+def _check_dtype(name: str, given: Tensor) -> None:
+    # Next to 1, bfloat16 is spaced by 1/128 and float16 by 1/1024: neither can tell a ratio of 1.0004 from 1.
+    if given.dtype not in (torch.float32, torch.float64):
+        raise ObjectiveError(
+            f"{name} is {str(given.dtype).removeprefix('torch.')}; log-probs are float32 or float64, from a "
+            "log-softmax that was taken in that precision"
+        )
+
+
+def _same_shape(name: str, given: Tensor, shape: torch.Size) -> Tensor:
+    if given.shape != shape:
+        raise ObjectiveError(f"{name} has shape {tuple(given.shape)}, policy_logprobs_BT has {tuple(shape)}")
+    return given
+
+
+def _advantages(config: ObjectiveConfig, given: Tensor, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    if given.shape == mask_BT.shape[:1]:
+        given = given.unsqueeze(-1).expand(mask_BT.shape)
+    elif given.shape != mask_BT.shape:
+        raise ObjectiveError(f"advantages have shape {tuple(given.shape)}, not (B,) or (B, T) = {tuple(mask_BT.shape)}")
+    elif config.loss == "gmpo" and config.advantage_reduction != "mean":
+        raise ObjectiveError("the loss gmpo needs one advantage per sequence: give (B,) or advantage_reduction: mean")
+    given_BT = torch.where(mask_BT, given.detach().to(dtype), 0.0)
+    if config.advantage_reduction == "mean":
+        mean_BT = given_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        given_BT = torch.where(mask_BT, mean_BT, 0.0)
+    return given_BT
+
+
+def _integers(name: str, given_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
+    if given_BT is None:
+        return None
+    given_BT = _same_shape(name, given_BT, mask_BT.shape)
+    if given_BT.is_floating_point():
+        raise ObjectiveError(f"{name} holds whole numbers, not {str(given_BT.dtype).removeprefix('torch.')}")
+    given_BT = torch.where(mask_BT, given_BT.to(torch.int64), 0)
+    if name == "staleness_BT" and bool((given_BT < 0).any()):
+        raise ObjectiveError("staleness_BT holds a negative staleness at a trained position")
+    return given_BT
+
+
+def _weights(given_B: Tensor | None, policy_BT: Tensor) -> Tensor:
+    if given_B is None:
+        return policy_BT.new_ones(policy_BT.shape[0])
+    if given_B.shape != policy_BT.shape[:1]:
+        raise ObjectiveError(f"sequence_weights_B has shape {tuple(given_B.shape)}, not ({policy_BT.shape[0]},)")
+    given_B = given_B.detach().to(policy_BT.dtype)
+    if not bool((torch.isfinite(given_B) & (given_B >= 0)).all()):
+        raise ObjectiveError("sequence_weights_B holds a weight that is negative or not finite")
+    return given_B
+
+
+def _check_finite(mask_BT: Tensor, *values: Tensor | None) -> None:
+    """One wait for the device at most; only a failure looks closer."""
+    given = [value_BT for value_BT in values if value_BT is not None]
+    finite_BT = torch.isfinite(given[0])
+    for value_BT in given[1:]:
+        finite_BT = finite_BT & torch.isfinite(value_BT)
+    if bool(finite_BT.all()):
+        return
+    rows = sorted(set((~finite_BT).nonzero()[:, 0].tolist()))
+    raise NonFiniteInput(
+        f"a log-prob or advantage is not finite at a trained position of {len(rows)} sequences (rows {rows[:8]}); "
+        "refuse them before training"
+    )

@@ -1,0 +1,119 @@
+"""The objective as one function.
+
+One rule: the two denominators are those of the whole update - all micro-batches, all ranks, before any gate - and are
+passed in; micro-batches are summed, never averaged. It runs no model and takes no step.
+
+Shapes: B sequences (an episode, or one branch of it), T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gspo_core.objective.inputs import Inputs, ObjectiveError, prepare
+from gspo_core.objective.losses import LOSSES, LossContext
+from gspo_core.objective.pooling import make_pool
+from gspo_core.objective.stats import LossStats, collect
+from gspo_core.objective.weights import k3, make_weights
+from gspo_core.objective_config import ObjectiveConfig
+
+
+def policy_loss(
+    config: ObjectiveConfig,
+    policy_logprobs_BT: Tensor,
+    action_mask_BT: Tensor,
+    advantages: Tensor,
+    proximal_logprobs_BT: Tensor | None = None,
+    behavior_logprobs_BT: Tensor | None = None,
+    reference_logprobs_BT: Tensor | None = None,
+    turn_ids_BT: Tensor | None = None,
+    staleness_BT: Tensor | None = None,
+    sequence_weights_B: Tensor | None = None,
+    num_sequences: float | Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+) -> tuple[Tensor, LossStats]:
+    """The loss of some sequences of an update, to be minimised, and its statistics.
+
+    Log-probs are those of the tokens themselves at the temperature that they were sampled with, float32 or float64.
+    `advantages` is (B,) or (B, T). Left out, the proximal policy is the policy itself without gradient (the first
+    update of a batch), the sampler is the proximal policy, and a turn is a contiguous run of trained tokens.
+    `sequence_weights_B` makes the branches of one episode count as one; 0 is a row that is padding.
+    `num_sequences` is the sum of these weights and `num_tokens` the weighted count of trained tokens over the whole
+    update (`loss_denominators`); left out, those of the rows given here.
+    """
+    inputs = prepare(
+        config,
+        policy_logprobs_BT,
+        action_mask_BT,
+        advantages,
+        proximal_logprobs_BT,
+        behavior_logprobs_BT,
+        reference_logprobs_BT,
+        turn_ids_BT,
+        staleness_BT,
+        sequence_weights_B,
+    )
+    # Ratios next to 1 do not survive half precision, whatever the caller's autocast says.
+    with torch.autocast(policy_logprobs_BT.device.type, enabled=False):
+        pool = make_pool(config, inputs)
+        weights = make_weights(config, inputs)
+        live_BT = weights.kept_BT & (inputs.advantages_BT != 0)
+        context = LossContext(config, inputs, pool, live_BT)
+        terms = LOSSES[config.loss](context)
+        scale_BT = _scale(config, inputs, num_sequences, num_tokens)
+        signal_BT = torch.where(live_BT, scale_BT * weights.weights_BT * terms.loss_BT, 0.0)
+        policy_part = signal_BT.sum()
+        kl_part = (scale_BT * _kl_to_reference(context)).sum() if config.kl_coef else policy_part.new_zeros(())
+        stats = collect(context, weights, terms, (policy_part.detach(), kl_part.detach()))
+    return policy_part + kl_part, stats
+
+
+def _scale(
+    config: ObjectiveConfig, inputs: Inputs, num_sequences: float | Tensor | None, num_tokens: float | Tensor | None
+) -> Tensor:
+    """The weight of each token in the mean that `aggregate` names; 0 at masked positions."""
+    weights_B = inputs.sequence_weights_B
+    if config.aggregate == "token":
+        local = (weights_B * inputs.num_actions_B).sum()
+        divisor = _denominator("num_tokens", num_tokens, local)
+    else:
+        divisor = _denominator("num_sequences", num_sequences, weights_B.sum())
+    scale_BT = (weights_B / divisor).unsqueeze(-1)
+    if config.aggregate == "sequence":
+        scale_BT = scale_BT / inputs.lengths_BT
+    return torch.where(inputs.mask_BT, scale_BT, 0.0)
+
+
+def _denominator(name: str, given: float | Tensor | None, local: Tensor) -> Tensor:
+    if given is None:
+        return torch.where(local > 0, local, 1.0)
+    divisor = torch.as_tensor(given, dtype=local.dtype, device=local.device)
+    if not bool(torch.isfinite(divisor) & (divisor > 0)):
+        raise ObjectiveError(f"{name} counts the whole update and is positive, not {given}")
+    return divisor
+
+
+def _kl_to_reference(context: LossContext) -> Tensor:
+    """kl_coef times k3 of reference against policy; not subject to gates, which judge the sampler's data only."""
+    config, inputs = context.config, context.inputs
+    assert inputs.reference_BT is not None
+    kl_BT = k3(inputs.reference_BT - inputs.policy_BT)
+    if config.kl_unbiased:
+        kl_BT = kl_BT * context.ratio_BT(context.delta_BT, inputs.mask_BT)
+    return config.kl_coef * kl_BT
+
+
+def loss_denominators(
+    action_masks: Sequence[Tensor | NDArray[Any]], sequence_weights: Sequence[float] | None = None
+) -> tuple[float, float]:
+    """`num_sequences` and `num_tokens` of an update, from the action masks of all of its sequences."""
+    if sequence_weights is None:
+        sequence_weights = [1.0] * len(action_masks)
+    pairs = list(zip(action_masks, sequence_weights, strict=True))
+    num_tokens = sum(int((mask != 0).sum()) * weight for mask, weight in pairs)
+    return float(sum(weight for _, weight in pairs)), float(num_tokens)

@@ -1,0 +1,109 @@
+"""Correction weights and gates: how much of a token's signal counts.
+
+One rule: a gate or a mask sets a weight to 0 and touches nothing else - no length, no ratio, no denominator. All of it
+is without gradient.
+
+Shapes: B sequences, T tokens. `drift` is the log-prob under the anchor's side minus the one recorded when sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gspo_core.objective.inputs import Inputs, ObjectiveError
+from gspo_core.objective_config import ObjectiveConfig
+
+
+@dataclass(frozen=True)
+class Weights:
+    """`weights_BT` is the correction, 0 at masked positions; what acts on the loss is it where `kept_BT`."""
+
+    weights_BT: Tensor
+    bounded_BT: Tensor
+    """Where a bound of the correction acted."""
+    kept_BT: Tensor
+    """Trained tokens that no gate withheld and no correction mask dropped."""
+    gates: dict[str, Tensor] = field(default_factory=dict)
+    """Per gate, whether it keeps: (B,) for gates on sequences, (B, T) for gates on tokens."""
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(x) - 1 - x, for x = log(policy / sampler): under the sampler its mean is the KL divergence."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+@torch.no_grad()
+def make_weights(config: ObjectiveConfig, inputs: Inputs) -> Weights:
+    """Correction and gates of every trained token."""
+    policy_BT = inputs.policy_BT.detach()
+    mismatch_BT = inputs.proximal_BT - inputs.behavior_BT
+    weights_BT, bounded_BT, survives_BT = _correction(config, inputs, mismatch_BT)
+    drift_BT = policy_BT - inputs.behavior_BT if config.anchor == "behavior" else mismatch_BT
+    gates = _sequence_gates(config, inputs, drift_BT)
+    kept_BT = inputs.mask_BT
+    for kept_B in gates.values():
+        kept_BT = kept_BT & kept_B.unsqueeze(-1)
+    gates |= _token_gates(config, inputs, policy_BT)
+    if config.correction.endswith("_mask"):
+        gates["correction"] = survives_BT
+    for gate_BT in gates.values():
+        if gate_BT.ndim == 2:
+            kept_BT = kept_BT & gate_BT
+    return Weights(weights_BT, bounded_BT, kept_BT, gates)
+
+
+def _sequence_gates(config: ObjectiveConfig, inputs: Inputs, drift_BT: Tensor) -> dict[str, Tensor]:
+    gates = {}
+    if config.k3_gate is not None:
+        gates["k3"] = inputs.sequence_mean_BT(k3(drift_BT)).squeeze(-1) <= config.k3_gate
+    if config.outlier_gate is not None:
+        gates["outlier"] = (drift_BT.abs() <= config.outlier_gate).all(-1)
+    if config.geometric_gate is not None:
+        gates["geometric"] = inputs.sequence_mean_BT(drift_BT).squeeze(-1).abs() <= math.log(config.geometric_gate)
+    return gates
+
+
+def _token_gates(config: ObjectiveConfig, inputs: Inputs, policy_BT: Tensor) -> dict[str, Tensor]:
+    gates = {}
+    if config.off_policy_gate is not None:
+        fell_BT = inputs.sequence_mean_BT(inputs.behavior_BT - policy_BT)
+        gates["off_policy"] = (inputs.advantages_BT >= 0) | (fell_BT <= config.off_policy_gate)
+    if config.staleness_cap is not None:
+        assert inputs.staleness_BT is not None
+        gates["staleness"] = inputs.staleness_BT <= config.staleness_cap
+    return gates
+
+
+def _correction(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight, where it was bounded, and where it survives its mask."""
+    mask_BT = inputs.mask_BT
+    if config.correction == "none":
+        return mask_BT.to(mismatch_BT.dtype), torch.zeros_like(mask_BT), mask_BT
+    level, action = config.correction.split("_")
+    log_weight_BT = _log_weight(config, inputs, mismatch_BT, level)
+    highest = math.log(config.correction_max)
+    lowest = -math.inf if config.correction_min is None else math.log(config.correction_min)
+    outside_BT = mask_BT & ((log_weight_BT > highest) | (log_weight_BT < lowest))
+    # Bounded before the exponential, so that nothing overflows.
+    weights_BT = torch.where(mask_BT, log_weight_BT.clamp(lowest, highest).exp(), 0.0)
+    if action == "truncate":
+        return weights_BT, outside_BT, mask_BT
+    return torch.where(outside_BT, 0.0, weights_BT), outside_BT, mask_BT & ~outside_BT
+
+
+def _log_weight(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor, level: str) -> Tensor:
+    if level == "token":
+        return mismatch_BT
+    if level == "geometric":
+        return inputs.sequence_mean_BT(mismatch_BT).expand(mismatch_BT.shape)
+    longest = int(inputs.num_actions_B.max()) if inputs.num_actions_B.numel() else 0
+    if longest > config.product_max_tokens:
+        raise ObjectiveError(
+            f"correction: {config.correction} on a sequence of {longest} trained tokens: beyond product_max_tokens "
+            f"({config.product_max_tokens}) almost all product weights vanish; use token or geometric"
+        )
+    return mismatch_BT.sum(-1, keepdim=True).expand(mismatch_BT.shape)
