@@ -1,4 +1,8 @@
-"""What a job is to the control plane: its record, its states, and the ONE table of transitions between them."""
+"""What a job is to the control plane: its record, its states, and the ONE table of transitions between them.
+
+The rule: a transition that is not in TRANSITIONS does not exist; the server compares with what this table allows.
+It stores nothing.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +64,28 @@ _SERVED = frozenset({JobStatus.STARTING, JobStatus.RUNNING, JobStatus.PAUSING, J
 def sources_of(target: JobStatus) -> list[JobStatus]:
     """The states from which ``target`` may be entered."""
     return [source for source, targets in TRANSITIONS.items() if target in targets]
+
+
+# What a person is told on entering a state, unless the caller knows better.
+_DEFAULT_REASONS = {
+    JobStatus.QUEUED: ("waiting_for_workers", "no trainer has taken the job yet"),
+    JobStatus.STARTING: ("loading_model", "a trainer has taken the job and loads the model"),
+    JobStatus.RUNNING: ("waiting_for_trajectories", "episodes are running"),
+    JobStatus.PAUSING: ("user_paused", "the job drains and writes a checkpoint"),
+    JobStatus.PAUSED: ("user_paused", "paused on request"),
+    JobStatus.RESUMING: ("loading_model", "the job was resumed and gets ready"),
+    JobStatus.CANCELLING: ("user_cancelled", "cancelled on request, not all is stopped yet"),
+    JobStatus.FAILED: ("unknown", "the trainer gave no cause"),
+}
+
+
+def default_reason(status: JobStatus) -> StatusReason:
+    """An empty code where a state needs no reason."""
+    return StatusReason(*_DEFAULT_REASONS.get(status, ("", "")))
+
+
+class InvalidCursor(ValueError):
+    """A position that is no id of the list or stream it is used on."""
 
 
 class JobNotFound(LookupError):

@@ -14,8 +14,9 @@ PREFIX = "gspo"
 
 # Order matters: position n here is KEYS[n] of every function of that family.
 BUS_KEYS = (
-    "trainer",  # hash: token, epoch, beat, name of the trainer that owns the job
-    "counters",  # hash: dispatched, trained, evaluated, dropped_<why>, committed_step, sequence numbers
+    "trainer",  # hash: token, beat and name of the trainer that owns the job
+    "meta",  # hash: sequence (of dispatches), completions, committed_step
+    "counters",  # hash: dispatched, trained, evaluated, dropped_<why>
     "queue",  # sorted set: episodes that wait for a worker; requeued ones have negative scores
     "episodes",  # hash: "group:member" -> packed state
     "groups",  # hash: "group" -> packed state
@@ -44,6 +45,7 @@ SERVICE_KEYS = (
     "engine_beats",  # hash: engine id -> how often it registered
     "engine_bindings",  # hash: engine id -> "job/epoch/token"
     "workers",  # hash: worker -> record as JSON
+    "worker_beats",  # hash: worker -> how often it registered
     "lease_tokens",  # hash: worker -> token of its one lease
     "lease_beats",  # hash: worker -> beat counter of its one lease
 )

@@ -62,8 +62,8 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe messages that are logged."""
 
-    log_format: Literal["console", "json"] = "console"
-    """How log lines look: for people, or one JSON object a line."""
+    log_format: Literal["console", "json"] | None = None
+    """How log lines look: for people, or one JSON object a line. Unset: for people on a terminal, else JSON."""
 
     @field_validator("redis_url")
     @classmethod

@@ -1,28 +1,45 @@
-"""The control plane's state: jobs, trainer leases, events, versions, engines, workers, metrics."""
+"""The control plane's state, one door to it: jobs, trainer leases, events, versions, engines, workers, metrics.
+
+Duty: the interface that processes use; the work is done by one small module per subject. The rule: whatever a client
+sends again changes nothing, and what an owner writes is fenced by its token. It keeps no state of its own and knows
+nothing of what a specification says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
+from redis.asyncio import Redis
 
 from gspo_core.types import WeightsManifest
-from services.bus import Fenced
+from services.event_log import Event, EventLog
+from services.fleet import Fleet
+from services.functions import Functions
+from services.job_table import JobTable
 from services.jobs import (
     Claim,
     DesiredState,
     IllegalTransition,
+    InvalidCursor,
     Job,
     JobConflict,
     JobNotFound,
     JobStatus,
     StatusReason,
 )
+from services.keys import job_key, job_keys
+from services.leases import BeatWatch
+from services.metric_series import MetricSeries
+from services.refusals import Conflict, Fenced
+from services.versions import VersionTable
 
 __all__ = [
     "Claim",
+    "Conflict",
     "DesiredState",
     "Event",
     "Fenced",
@@ -37,116 +54,178 @@ __all__ = [
 ]
 
 
-class InvalidCursor(ValueError):
-    """A position that is no id of the list or stream it is used on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    id: str
-    """The stream id; resume after it. An event of type ``gap`` says that events before it were trimmed."""
-    type: str
-    created_at: str
-    data: dict[str, Any]
-
-
 class Store:
-    def __init__(self, redis: Any, *, lease_s: float = 30.0) -> None:
-        raise NotImplementedError
+    """``lease_s``: a trainer whose beat stands still for so long loses its job. ``now`` is shown to people only."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        lease_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._functions = Functions(redis)
+        self._jobs = JobTable(self._functions, BeatWatch(lease_s, clock), now)
+        self._events = EventLog(self._functions)
+        self._versions = VersionTable(self._functions)
+        self._fleet = Fleet(self._functions)
+        self._metrics = MetricSeries(self._functions)
 
     async def load_functions(self) -> None:
-        raise NotImplementedError
+        """Make sure that the server has our functions; raises LibraryTooOld, LibraryTooNew."""
+        await self._functions.load()
+
+    # Jobs
 
     async def create_job(
         self, spec: BaseModel | str, *, idempotency_key: str | None = None, job_id: str | None = None
     ) -> Job:
-        raise NotImplementedError
+        """Accept a job. The same key (or the same ``job_id``) with the same body is the same job; JobConflict else.
+
+        Put what tells credentials apart into the key.
+        """
+        return await self._jobs.create(spec, idempotency_key, job_id)
 
     async def get_job(self, job: str) -> Job:
         """Raises JobNotFound."""
-        raise NotImplementedError
+        return await self._jobs.get(job)
 
     async def list_jobs(
         self, limit: int = 20, after: str | None = None, *, before: str | None = None, order: str = "asc"
     ) -> list[Job]:
-        raise NotImplementedError
+        """Jobs by id, which is by time of creation; ``after`` and ``before`` are exclusive. Raises InvalidCursor."""
+        return await self._jobs.page(limit, after, before, order)
 
     async def running_jobs(self) -> list[str]:
-        raise NotImplementedError
+        """Jobs that rollout workers serve, the oldest first."""
+        return await self._jobs.served()
 
     async def set_status(
         self, job: str, status: JobStatus | str, *, token: str | None = None, reason: StatusReason | None = None
     ) -> Job:
-        """Raises IllegalTransition, Fenced. The event ``job.status`` is written in the same atomic call."""
-        raise NotImplementedError
+        """Move a job; in the state that it is in already, only the reason may change.
+
+        With a ``token`` only the owner may. Without a reason the state's usual one is given. The event ``job.status``
+        is written by the same atomic call. Raises JobNotFound, IllegalTransition, Fenced.
+        """
+        return await self._jobs.set_status(job, JobStatus(status), token, reason)
 
     async def set_desired_state(self, job: str, desired: DesiredState | str) -> Job:
-        raise NotImplementedError
+        """Say what the user wants; the owner brings it about. A queued job is cancelled at once.
+
+        What holds already is no error; a cancelled wish cannot be taken back and a job that is over has no other wish
+        (IllegalTransition). Raises JobNotFound.
+        """
+        return await self._jobs.set_desired_state(job, DesiredState(desired))
 
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
-        raise NotImplementedError
+        """Raises Fenced."""
+        await self._jobs.update_progress(job, token, step, version)
+
+    # The trainer's lease on a job
 
     async def claim_job(self, trainer: str) -> Claim | None:
-        raise NotImplementedError
+        """A job that waits, or whose trainer's beat stood still for a whole lease; None when there is none.
+
+        Idle trainers call this at least twice per lease: a beat must be watched before it counts as standing still.
+        A taken-over job has one attempt and one epoch more, and starts again, unless it is paused or cancelling.
+        """
+        return await self._jobs.claim(trainer)
 
     async def beat_trainer(self, job: str, token: str) -> None:
-        raise NotImplementedError
+        """Renew the lease, at least every fifth of its length. Raises Fenced."""
+        await self._jobs.beat(job, token)
 
     async def release_job(self, job: str, token: str) -> None:
-        raise NotImplementedError
+        """Give the job up in an orderly way: another trainer may claim it at once. Raises Fenced."""
+        await self._jobs.release(job, token)
 
-    async def raise_epoch(self, job: str, token: str, epoch: int) -> None:
-        raise NotImplementedError
+    async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
+        """Never lower than ``epoch`` (the highest on disk plus one) from now on; returns the epoch that holds."""
+        return await self._jobs.raise_epoch(job, token, epoch)
+
+    # Events
 
     async def add_event(self, job: str, type: str, data: Mapping[str, Any]) -> str:
-        raise NotImplementedError
+        """Returns the event's id. Events of type ``job.status`` are written by the store itself."""
+        return await self._events.add(job, type, data)
 
     async def read_events(self, job: str, after: str = "0", *, count: int = 100, block_ms: int = 0) -> list[Event]:
-        """block_ms 0: do not wait."""
-        raise NotImplementedError
+        """Up to ``count`` events after the id ``after``, waiting at most ``block_ms`` for the first (0: not at all).
+
+        If some of them were trimmed, the first is of type ``gap``. Raises InvalidCursor.
+        """
+        return await self._events.read(job, after, count, block_ms)
+
+    async def trim_events(self, job: str, keep: int) -> None:
+        """Remove all but the newest ``keep`` events now; the store does so by itself beyond ten thousand."""
+        await self._events.trim(job, keep)
+
+    # Environments: described by workers, since no environment code runs in the trainer
 
     async def describe_environment(self, job: str, index: int, description: Mapping[str, Any]) -> dict[str, Any]:
-        """The first description holds; returns the one that holds."""
-        raise NotImplementedError
+        """Returns the description that holds: the first one, since tasks are drawn from its numbers."""
+        text = json.dumps(dict(description), sort_keys=True, allow_nan=False)
+        held: dict[str, Any] = json.loads(
+            await self._functions.call("describe_environment", job_keys(job), index, text)
+        )
+        return held
 
     async def environment_description(self, job: str, index: int) -> dict[str, Any] | None:
-        raise NotImplementedError
+        held = await self._functions.redis.hget(job_key(job, "environments"), str(index))
+        return None if held is None else json.loads(held)
+
+    # Versions
 
     async def next_version(self, job: str, token: str, *, at_least: int = 0) -> int:
-        raise NotImplementedError
+        """A publish number that was never handed out, from 0, not below ``at_least``. Raises Fenced."""
+        return await self._versions.next(job, token, at_least)
 
     async def publish_version(self, job: str, token: str, manifest: WeightsManifest) -> None:
-        raise NotImplementedError
+        """Make ``manifest`` the current version. Raises Fenced; Conflict for a number below the current one, or one
+        that names other weights."""
+        await self._versions.publish(job, token, manifest)
 
     async def current_version(self, job: str) -> WeightsManifest | None:
-        raise NotImplementedError
+        return await self._versions.current(job)
 
     async def versions(self, job: str) -> list[WeightsManifest]:
-        raise NotImplementedError
+        """All that were published, in order."""
+        return await self._versions.all(job)
+
+    # Engines and workers
 
     async def register_engine(self, record: Mapping[str, Any]) -> None:
-        """``record["id"]`` names the engine."""
-        raise NotImplementedError
+        """``record["id"]`` names the engine. Repeat it: every call raises the engine's ``beats``."""
+        await self._fleet.enlist("engine", record)
 
     async def engines(self) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        """The records, each with ``beats`` and ``job``, the one it is bound to or None."""
+        return await self._fleet.engines()
 
     async def bind_engine(self, job: str, token: str, engine_id: str) -> bool:
-        raise NotImplementedError
+        """Bind an engine to the job. False: it serves another job. Raises Fenced, Missing (no such engine)."""
+        return await self._fleet.bind(job, token, engine_id)
 
     async def unbind_engine(self, job: str, token: str, engine_id: str) -> None:
-        raise NotImplementedError
+        """Give an engine back; one that this owner does not hold is left alone."""
+        await self._fleet.unbind(job, token, engine_id)
 
     async def register_worker(self, record: Mapping[str, Any]) -> None:
-        """``record["id"]`` names the worker."""
-        raise NotImplementedError
+        """``record["id"]`` names the worker. Repeat it: every call raises the worker's ``beats``."""
+        await self._fleet.enlist("worker", record)
 
     async def workers(self) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        """The records, each with ``beats``."""
+        return await self._fleet.workers()
+
+    # Metrics
 
     async def add_metrics(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
-        raise NotImplementedError
+        """Add values to a step; a name that it has already gets the new value. All numbers are finite."""
+        await self._metrics.add(job, step, metrics)
 
     async def read_metrics(self, job: str, from_step: int = 0) -> list[dict[str, Any]]:
-        """One dict per step: ``{"step": n, name: value, ...}``."""
-        raise NotImplementedError
+        """One dict per step in order: ``{"step": n, name: value, ...}``."""
+        return await self._metrics.read(job, from_step)

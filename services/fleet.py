@@ -1,0 +1,74 @@
+"""Which engines and workers there are, and which engine serves which job.
+
+The rule: an engine serves one job at a time; the binding names job, epoch and token, and is replaced only by the same
+job's newer owner, or when its job is over. Presence is a counter that rises with every registration: who wants to know
+whether one is alive watches it. It routes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from services.functions import Functions
+from services.keys import job_key, service_key, service_keys
+from services.refusals import Fenced
+
+
+class Fleet:
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+        self._redis = functions.redis
+
+    async def enlist(self, kind: Literal["engine", "worker"], record: Mapping[str, Any]) -> None:
+        name = record.get("id")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"the record of an {kind} has a text under 'id', not {name!r}")
+        text = json.dumps(dict(record), separators=(",", ":"), allow_nan=False)
+        await self._functions.call("enlist", service_keys(), kind, name, text)
+
+    async def engines(self) -> list[dict[str, Any]]:
+        records = await self._records("engine")
+        bindings = await self._redis.hgetall(service_key("engine_bindings"))
+        bound = {name.decode(): binding.decode().split("/")[0] for name, binding in bindings.items()}
+        return [record | {"job": bound.get(record["id"])} for record in records]
+
+    async def workers(self) -> list[dict[str, Any]]:
+        return await self._records("worker")
+
+    async def bind(self, job: str, token: str, engine_id: str) -> bool:
+        binding = await self._binding(job, token)
+        held = await self._redis.hget(service_key("engine_bindings"), engine_id)
+        replaceable = held if held is not None and await self._is_void(held.decode(), job) else ""
+        return bool(await self._functions.call("bind_engine", service_keys(), engine_id, binding, replaceable))
+
+    async def unbind(self, job: str, token: str, engine_id: str) -> None:
+        held = await self._redis.hget(service_key("engine_bindings"), engine_id)
+        if held is not None and held.decode().split("/")[::2] == [job, token]:
+            await self._functions.call("unbind_engine", service_keys(), engine_id, held)
+
+    async def _binding(self, job: str, token: str) -> str:
+        """Of the job's owner; Fenced for everyone else."""
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.hget(job_key(job, "trainer"), "token")
+            pipeline.hget(job_key(job, "job"), "epoch")
+            owner, epoch = await pipeline.execute()
+        if owner is None or owner.decode() != token:
+            raise Fenced(f"engine for job {job}")
+        return f"{job}/{int(epoch)}/{token}"
+
+    async def _is_void(self, binding: str, job: str) -> bool:
+        """Whether the binding is of an earlier owner of the same job, or its job is over or gone."""
+        bound_job = binding.split("/")[0]
+        if bound_job == job:
+            return True
+        status, finished_at = await self._redis.hmget(job_key(bound_job, "job"), ["status", "finished_at"])
+        return status is None or finished_at is not None
+
+    async def _records(self, kind: Literal["engine", "worker"]) -> list[dict[str, Any]]:
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.hgetall(service_key(f"{kind}s"))
+            pipeline.hgetall(service_key(f"{kind}_beats"))
+            records, beats = await pipeline.execute()
+        return [json.loads(records[name]) | {"beats": int(beats[name])} for name in sorted(records)]

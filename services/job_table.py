@@ -1,0 +1,236 @@
+"""Jobs and the trainers' leases on them: created once, moved along the ONE table of transitions, owned by one trainer.
+
+The rule: a state changes by compare-and-set in one function that also writes the event ``job.status``, so what a client
+sees in the event stream is exactly what happened. It does not know what a specification says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+from pydantic import BaseModel
+
+from services.functions import Functions
+from services.jobs import (
+    Claim,
+    DesiredState,
+    IllegalTransition,
+    InvalidCursor,
+    Job,
+    JobConflict,
+    JobNotFound,
+    JobStatus,
+    StatusReason,
+    default_reason,
+    new_job_id,
+    sources_of,
+)
+from services.keys import InvalidJobId, job_key, job_keys, service_key, service_keys
+from services.leases import BeatWatch
+from services.refusals import Conflict, Forbidden, Missing
+
+_TERMINAL = [status for status in JobStatus if status.is_terminal]
+
+
+class JobTable:
+    """``now`` is the time of day in seconds, shown to people; no lease depends on it."""
+
+    def __init__(self, functions: Functions, watch: BeatWatch, now: Callable[[], float]) -> None:
+        self._functions = functions
+        self._redis = functions.redis
+        self._watch = watch
+        self._now = now
+        # A claim whose answer never came is made again with the same token, so it is not lost for a whole lease.
+        self._unanswered: dict[str, str] = {}
+
+    async def create(self, spec: BaseModel | str, idempotency_key: str | None, job_id: str | None) -> Job:
+        text, digest = _canonical(spec)
+        job = job_id or new_job_id(self._now())
+        keys = job_keys(job)
+        if idempotency_key is not None:
+            key_digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
+            held = await self._functions.call("reserve", service_keys(), key_digest, f"{job}/{digest}")
+            job, _, held_digest = held.decode().partition("/")
+            if held_digest != digest:
+                raise JobConflict(job)
+            keys = job_keys(job)
+        reason = default_reason(JobStatus.QUEUED)
+        try:
+            await self._functions.call("create", keys, text, digest, self._time(), reason.code, reason.message)
+        except Conflict:
+            raise JobConflict(job) from None
+        # Last, so that who finds it in the list finds it whole. Until here nothing was acknowledged.
+        await self._functions.call("announce", service_keys(), job)
+        return await self.get(job)
+
+    async def get(self, job: str) -> Job:
+        try:
+            fields = await self._redis.hgetall(job_key(job, "job"))
+        except InvalidJobId:
+            raise JobNotFound(job) from None
+        if not fields:
+            raise JobNotFound(job)
+        return _job(job, fields)
+
+    async def page(self, limit: int, after: str | None, before: str | None, order: str) -> list[Job]:
+        if order not in ("asc", "desc"):
+            raise ValueError(f"order is asc or desc, not {order!r}")
+        jobs = service_key("jobs")
+        for cursor in (after, before):
+            if cursor is not None and await self._redis.zscore(jobs, cursor) is None:
+                raise InvalidCursor(f"there is no job {cursor!r} to continue from")
+        lowest, highest = (after, before) if order == "asc" else (before, after)
+        start, end = f"({lowest}" if lowest else "-", f"({highest}" if highest else "+"
+        ids = await self._redis.zrange(
+            jobs,
+            start if order == "asc" else end,
+            end if order == "asc" else start,
+            desc=order == "desc",
+            bylex=True,
+            offset=0,
+            num=limit,
+        )
+        return await self._get_many([job.decode() for job in ids])
+
+    async def served(self) -> list[str]:
+        jobs = await self._get_many(await self._open())
+        return [job.id for job in jobs if job.status.is_served]
+
+    async def set_status(self, job: str, status: JobStatus, token: str | None, reason: StatusReason | None) -> Job:
+        entering = default_reason(status)
+        try:
+            await self._functions.call(
+                "set_status",
+                self._keys(job),
+                *(str(status), token or "", self._time()),
+                *((reason.code, reason.message) if reason else ("", "")),
+                *(entering.code, entering.message),
+                int(status.is_terminal),
+                *sources_of(status),
+            )
+        except Missing:
+            raise JobNotFound(job) from None
+        except Forbidden as refusal:
+            raise IllegalTransition(job, refusal.detail, status) from None
+        return await self.get(job)
+
+    async def set_desired_state(self, job: str, desired: DesiredState) -> Job:
+        at_once = default_reason(JobStatus.CANCELLED)
+        try:
+            await self._functions.call(
+                "set_desired_state",
+                self._keys(job),
+                *(desired, self._time(), at_once.code, at_once.message),
+                *_TERMINAL,
+            )
+        except Missing:
+            raise JobNotFound(job) from None
+        except Forbidden as refusal:
+            raise IllegalTransition(job, refusal.detail, desired) from None
+        return await self.get(job)
+
+    async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
+        await self._functions.call("update_progress", job_keys(job), token, step, version)
+
+    async def claim(self, trainer: str) -> Claim | None:
+        for job in await self._open():
+            seen = await self._seen(job)
+            if seen is None:
+                continue
+            token = self._unanswered.setdefault(job, uuid4().hex)
+            reason = default_reason(JobStatus.STARTING)
+            reply = await self._functions.call(
+                "claim",
+                job_keys(job),
+                *(token, trainer, *seen, self._time(), reason.code, reason.message),
+                *sources_of(JobStatus.STARTING),
+            )
+            del self._unanswered[job]
+            if reply is not None:
+                self._watch.forget(job)
+                return Claim(job, token, epoch=int(reply[0]), attempt=int(reply[1]))
+        return None
+
+    async def _seen(self, job: str) -> tuple[str | bytes, str | bytes] | None:
+        """The owner's token and beat if the job may be had: ("", "") when nobody owns it. None: leave it alone."""
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
+            pipeline.hmget(job_key(job, "trainer"), ["token", "beat"])
+            (status, finished_at), (token, beat) = await pipeline.execute()
+        if finished_at is not None:
+            # Jobs leave the set of open ones here, since it lies in another slot than the job.
+            await self._redis.srem(service_key("open_jobs"), job)
+            return None
+        if status is None:
+            return None
+        if not token or token.decode() == self._unanswered.get(job):
+            return "", ""
+        return (token, beat) if self._watch.stands_still(job, (token, beat)) else None
+
+    async def beat(self, job: str, token: str) -> None:
+        await self._functions.call("beat_trainer", job_keys(job), token)
+
+    async def release(self, job: str, token: str) -> None:
+        reason = default_reason(JobStatus.QUEUED)
+        await self._functions.call(
+            "release",
+            job_keys(job),
+            *(token, self._time(), reason.code, reason.message),
+            *sources_of(JobStatus.QUEUED),
+        )
+
+    async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
+        return int(await self._functions.call("raise_epoch", job_keys(job), token, epoch))
+
+    async def _open(self) -> list[str]:
+        members = await self._redis.smembers(service_key("open_jobs"))
+        return sorted(member.decode() for member in members)
+
+    async def _get_many(self, jobs: list[str]) -> list[Job]:
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for job in jobs:
+                pipeline.hgetall(job_key(job, "job"))
+            replies = await pipeline.execute()
+        return [_job(job, fields) for job, fields in zip(jobs, replies, strict=True) if fields]
+
+    def _keys(self, job: str) -> list[str]:
+        try:
+            return job_keys(job)
+        except InvalidJobId:
+            raise JobNotFound(job) from None
+
+    def _time(self) -> str:
+        return datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _canonical(spec: BaseModel | str) -> tuple[str, str]:
+    """The specification as JSON text, and a digest that no blank and no order of keys changes."""
+    data: Any = json.loads(spec) if isinstance(spec, str) else spec.model_dump(mode="json")
+    if not isinstance(data, dict):
+        raise TypeError("a job's specification is a JSON object")
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text, hashlib.sha256(text.encode()).hexdigest()
+
+
+def _job(job: str, fields: dict[bytes, bytes]) -> Job:
+    record = {name.decode(): value.decode() for name, value in fields.items()}
+    code, version = record.get("reason_code"), record.get("policy_version")
+    return Job(
+        id=job,
+        spec=record["spec"],
+        status=JobStatus(record["status"]),
+        desired_state=DesiredState(record["desired_state"]),
+        status_reason=StatusReason(code, record["reason_message"], record["reason_since"]) if code else None,
+        attempt=int(record["attempt"]),
+        epoch=int(record["epoch"]),
+        step=int(record["step"]),
+        policy_version=None if version is None else int(version),
+        created_at=record["created_at"],
+        started_at=record.get("started_at"),
+        finished_at=record.get("finished_at"),
+    )

@@ -1,0 +1,35 @@
+"""The metrics of a job by step, bounded in number of steps.
+
+The rule: a step has one value per name, the one written last (a step that is run again after a crash replaces what it
+reported before). It computes and names no metric.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from services.functions import Functions
+from services.keys import job_keys
+
+
+class MetricSeries:
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+
+    async def add(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metric {name} of step {step} is not a finite number: {value}")
+        flat = [text for name, value in metrics.items() for text in (name, repr(float(value)))]
+        await self._functions.call("add_metrics", job_keys(job), step, *flat)
+
+    async def read(self, job: str, from_step: int) -> list[dict[str, Any]]:
+        rows = await self._functions.call("read_metrics", job_keys(job), from_step)
+        return [_row(row) for row in rows]
+
+
+def _row(row: list[bytes]) -> dict[str, Any]:
+    values = {name.decode(): float(value) for name, value in zip(row[1::2], row[2::2], strict=True)}
+    return {"step": int(row[0]), **dict(sorted(values.items()))}
