@@ -1,0 +1,5 @@
+"""The embedded engine: a torch server that speaks the subset of SGLang's protocol which the rollout service uses.
+
+Reading order: ``scheduler`` (what runs when), ``model`` (one forward over ragged requests), ``kv_cache`` and
+``prefix_cache`` (what is remembered between steps and between turns), ``protocol`` and ``app`` (HTTP).
+"""

@@ -1,0 +1,105 @@
+"""The engine as its callers see it: asynchronous generate, pause, weight loading, around the synchronous scheduler.
+
+Rule: one event loop runs both the steps and the callers, and lets the callers run between two steps. With the one
+thread that a small engine has, this is faster than a worker thread that fights for the interpreter, and needs no lock.
+New weights are read and checked in a thread, beside the steps; only the switch happens between two of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from services.engine.checkpoint import CheckpointRejected, read_checkpoint
+from services.engine.model import Decoder
+from services.engine.scheduler import PauseMode, Request, Scheduler
+
+# One turn of the loop reads a request, the next one starts its handler: between two steps both can happen.
+_LOOP_TURNS = 2
+_POLL_S = 0.005
+
+
+class CacheNotFlushed(Exception):
+    """The new weights are in place, but requests that run on the old cache forbade to flush it."""
+
+
+class Engine:
+    def __init__(self, decoder: Decoder, scheduler: Scheduler, model_dir: Path) -> None:
+        self.decoder = decoder
+        self.scheduler = scheduler
+        self.model_dir = model_dir
+        """Where the weights come from that ``label`` names."""
+        self.label = scheduler.label
+        """What callers are told; differs from the scheduler's only after ``CacheNotFlushed``."""
+        self._wake = asyncio.Event()
+        self._update = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Steps while there is work. What it raises is a bug or a lack of memory: the process must end."""
+        while True:
+            if not self.scheduler.has_work:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            self.scheduler.step()
+            for _ in range(_LOOP_TURNS):
+                await asyncio.sleep(0)
+
+    async def generate(self, request: Request) -> None:
+        """Returns when the request has ended. Cancelling aborts it."""
+        self.scheduler.submit(request)
+        self._wake.set()
+        try:
+            await request.done
+        finally:
+            if request.finish is None:
+                self.scheduler.abort(request.rid)
+
+    def abort(self, rid: str) -> None:
+        self.scheduler.abort(rid)
+
+    def abort_all(self) -> None:
+        self.scheduler.abort_all()
+
+    def pause(self, mode: PauseMode) -> None:
+        self.scheduler.pause(mode)
+
+    def resume(self) -> None:
+        self.scheduler.resume()
+        self._wake.set()
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Forgets all prefixes as soon as nothing runs; False when that did not happen in time."""
+        await self._until(lambda: not self.scheduler.running, timeout_s)
+        return self.scheduler.flush()
+
+    async def update_weights(self, directory: Path, label: str | None, *, flush_cache: bool) -> None:
+        """Replaces the weights. ``CheckpointRejected``: nothing happened. Not paused: waits for all that runs."""
+        async with self._update:
+            shapes = {name: tensor.shape for name, tensor in self.decoder.parameters.items()}
+            tensors = await asyncio.to_thread(read_checkpoint, directory, shapes, self.decoder.tied)
+            try:
+                self.scheduler.admitting = False
+                await self._until(lambda: not self.scheduler.running or self.scheduler.paused is not None, None)
+                self.scheduler.load_weights(tensors, self.scheduler.label if label is None else label)
+            finally:
+                self.scheduler.admitting = True
+                self._wake.set()
+            if flush_cache and not self.scheduler.flush():
+                raise CacheNotFlushed
+            self.label, self.model_dir = self.scheduler.label, directory
+
+    def relabel(self, label: str) -> None:
+        self.scheduler.relabel(label)
+        self.label = label
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        # The steps in between are the event; they are not worth a signal each.
+        while not condition() and (deadline is None or time.monotonic() < deadline):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+
+
+__all__ = ["CacheNotFlushed", "CheckpointRejected", "Engine"]

@@ -1,0 +1,281 @@
+"""One forward over ragged requests: every running request adds one token, every new one the rest of its prompt.
+
+Rule: the numbers are those of transformers. Its implementation loads the checkpoint and is compared with this one
+before the engine serves; a model that this forward does not reproduce is refused, not served approximately.
+What is different is speed: projections are fused and stored transposed, the tokens of all requests are packed without
+padding, and a decode step reads the cache in place. Covers Qwen3, Qwen2 and Llama shapes; all else is SGLang's work.
+
+Shapes by suffix (leading dimension): N packed tokens, B requests, T tokens of one request. Behind it come heads, head
+dimension, hidden or vocabulary size, as the code shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from services.engine.kv_cache import KVCache
+
+# Queries of one prompt that attend at a time: bounds the score matrix of a long prompt.
+_QUERY_CHUNK = 512
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+_MAX_DEVIATION = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+
+
+class UnsupportedModel(Exception):
+    """The embedded engine cannot serve this model; use SGLang."""
+
+
+class Prefill(NamedTuple):
+    """Tokens ``start..end`` of the request in ``row`` are new; those before are in the cache."""
+
+    row: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one forward computes: one token for each of the rows 0..num_decode-1, then the prefills."""
+
+    ids_N: Tensor
+    positions_N: Tensor
+    num_decode: int
+    longest: int
+    """Tokens of the longest decoding request, the new one included."""
+    prefills: Sequence[Prefill]
+
+
+@dataclass(slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    qk_norm: Tensor | None = None
+    """``q_norm`` and ``k_norm`` spread over the heads; follows them."""
+
+
+class Decoder:
+    """The weights and the forward. ``parameters`` are views by Hugging Face name: writing to them changes the model."""
+
+    def __init__(
+        self, model_dir: Path, *, device: torch.device, dtype: torch.dtype, context_length: int | None
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+        reference = reference.eval().to(device)
+        self.config = config = reference.config
+        self.device, self.dtype = device, dtype
+        self.vocab_size: int = config.vocab_size
+        self.context_length: int = min(context_length or config.max_position_embeddings, config.max_position_embeddings)
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self._eps: float = config.rms_norm_eps
+        self._scale = self.head_dim**-0.5
+        self._check_config()
+        self.parameters: dict[str, Tensor] = {}
+        self._take_weights({name: tensor.detach() for name, tensor in reference.state_dict().items()})
+        with torch.inference_mode():
+            self._cos_T, self._sin_T = self._rope_tables(reference)
+            self._derive()
+            self._compare(reference)
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """Names that a checkpoint may leave out."""
+        return frozenset({"lm_head.weight"}) if self.config.tie_word_embeddings else frozenset()
+
+    def new_cache(self) -> KVCache:
+        return KVCache(len(self._layers), self.num_kv_heads, self.head_dim, self.dtype, self.device)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the weights in place. The tensors were checked by ``read_checkpoint``."""
+        for name, tensor in tensors.items():
+            self.parameters[name].copy_(tensor)
+        self._derive()
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Logits (B, V) after the last token of each row; extends the cache by the new tokens."""
+        x_N = F.embedding(batch.ids_N, self._embedding)
+        cos_N, sin_N = self._cos_T[batch.positions_N, None], self._sin_T[batch.positions_N, None]
+        attention = _Attention(self, batch, cache)
+        num_qk = self.num_heads + self.num_kv_heads
+        for index, layer in enumerate(self._layers):
+            h_N = self._norm(x_N, layer.input_norm)
+            qkv_N = h_N @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, h_N, layer.qkv)
+            heads_N = qkv_N.view(len(qkv_N), -1, self.head_dim)
+            qk_N, v_N = heads_N[:, :num_qk], heads_N[:, num_qk:]
+            if layer.qk_norm is not None:
+                qk_N = self._norm(qk_N, layer.qk_norm)
+            qk_N = torch.addcmul(qk_N * cos_N, qk_N.roll(self.head_dim // 2, -1), sin_N)
+            mixed_N = attention(index, qk_N[:, : self.num_heads], qk_N[:, self.num_heads :], v_N)
+            x_N = torch.addmm(x_N, mixed_N, layer.output)
+            gate_N, up_N = (self._norm(x_N, layer.mlp_norm) @ layer.gate_up).chunk(2, dim=-1)
+            x_N = torch.addmm(x_N, F.silu(gate_N) * up_N, layer.down)
+        return F.linear(self._norm(attention.last_of_each(x_N), self._final_norm), self._head)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt_(x32.square().mean(-1, keepdim=True).add_(self._eps))
+        return (x32 * scale).to(x.dtype) * weight
+
+    def _check_config(self) -> None:
+        config = self.config
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope not in _STATIC_ROPE or config.hidden_act != "silu" or getattr(config, "use_sliding_window", False):
+            raise UnsupportedModel(f"{config.model_type} with {rope=}, {config.hidden_act=} or a sliding window")
+
+    def _take_weights(self, state: dict[str, Tensor]) -> None:
+        """Copies the weights into fused, transposed tensors and registers a view for each original name."""
+
+        def take(*names: str) -> Tensor:
+            if missing := [name for name in names if name not in state]:
+                raise UnsupportedModel(f"{self.config.model_type} has no {missing}")
+            tensors = [state.pop(name) for name in names]
+            sizes = [len(tensor) for tensor in tensors]
+            if tensors[0].dim() == 1:
+                fused = torch.cat(tensors)
+                views = list(fused.split_with_sizes(sizes))
+            else:
+                fused = torch.cat(tensors).t().contiguous()
+                views = [view.t() for view in fused.split_with_sizes(sizes, dim=1)]
+            self.parameters.update(zip(names, views, strict=True))
+            return fused
+
+        def take_if_present(*names: str) -> Tensor | None:
+            return take(*names) if names[0] in state else None
+
+        self._embedding = state.pop("model.embed_tokens.weight").clone()
+        self.parameters["model.embed_tokens.weight"] = self._embedding
+        head = state.pop("lm_head.weight")
+        self._head = self._embedding if self.config.tie_word_embeddings else head.clone()
+        self.parameters["lm_head.weight"] = self._head
+        self._final_norm = take("model.norm.weight")
+        self._layers: list[_Layer] = []
+        for index in range(self.config.num_hidden_layers):
+            layer, attention = f"model.layers.{index}", f"model.layers.{index}.self_attn"
+            self._layers.append(
+                _Layer(
+                    input_norm=take(f"{layer}.input_layernorm.weight"),
+                    qkv=take(*(f"{attention}.{name}_proj.weight" for name in "qkv")),
+                    qkv_bias=take_if_present(*(f"{attention}.{name}_proj.bias" for name in "qkv")),
+                    q_norm=take_if_present(f"{attention}.q_norm.weight"),
+                    k_norm=take_if_present(f"{attention}.k_norm.weight"),
+                    output=take(f"{attention}.o_proj.weight"),
+                    mlp_norm=take(f"{layer}.post_attention_layernorm.weight"),
+                    gate_up=take(f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight"),
+                    down=take(f"{layer}.mlp.down_proj.weight"),
+                )
+            )
+        if state:
+            raise UnsupportedModel(f"{self.config.model_type} has weights that are not known here: {sorted(state)[:3]}")
+
+    def _derive(self) -> None:
+        for layer in self._layers:
+            if layer.q_norm is not None and layer.k_norm is not None:
+                spread = (layer.q_norm.expand(self.num_heads, -1), layer.k_norm.expand(self.num_kv_heads, -1))
+                layer.qk_norm = torch.cat(spread)
+
+    def _rope_tables(self, reference: Any) -> tuple[Tensor, Tensor]:
+        """cos and sin for every position; the sign of rotate_half is folded into sin, so that a roll replaces it."""
+        positions = torch.arange(self.context_length, device=self.device)[None]
+        cos, sin = reference.model.rotary_emb(self._embedding, positions)
+        half = self.head_dim // 2
+        return cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+
+    def _compare(self, reference: Any) -> None:
+        """Prefill and decode of this forward against transformers on arbitrary ids."""
+        length = min(24, self.context_length)
+        ids = (torch.arange(length, device=self.device) * 7919 + 5) % self.vocab_size
+        positions = torch.arange(length, device=self.device)
+        cache = self.new_cache()
+        cache.reserve(1, length)
+        self.forward(Batch(ids[:-1], positions[:-1], 0, 0, [Prefill(0, 0, length - 1)]), cache)
+        ours = self.forward(Batch(ids[-1:], positions[-1:], 1, length, []), cache)[0]
+        theirs = reference(ids[None]).logits[0, -1]
+        deviation = (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max().item()
+        if not deviation <= _MAX_DEVIATION.get(self.dtype, 0.3):
+            raise UnsupportedModel(f"{self.config.model_type}: log-probs are {deviation:.2g} off those of transformers")
+
+
+class _Attention:
+    """What all layers of one forward share: masks, and where each request's tokens lie."""
+
+    def __init__(self, decoder: Decoder, batch: Batch, cache: KVCache) -> None:
+        self._batch, self._cache = batch, cache
+        self._scale = decoder._scale
+        self._num_kv_heads = decoder.num_kv_heads
+        self._group = decoder.num_heads // decoder.num_kv_heads
+        device = decoder.device
+        positions_B = batch.positions_N[: batch.num_decode]
+        self._rows_B = torch.arange(batch.num_decode, device=device)
+        future = torch.arange(batch.longest, device=device) > positions_B[:, None]
+        bias = torch.zeros(future.shape, dtype=decoder.dtype, device=device).masked_fill_(future, -torch.inf)
+        self._bias = bias.repeat_interleave(self._num_kv_heads, dim=0)[:, None]
+        self._future = [
+            torch.arange(end, device=device) > torch.arange(start, end, device=device)[:, None]
+            for _, start, end in batch.prefills
+        ]
+
+    def __call__(self, layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        mixed = []
+        offset = self._batch.num_decode
+        if offset:
+            positions_B = self._batch.positions_N[:offset]
+            keys[self._rows_B, :, :, positions_B] = k_N[:offset]
+            values[self._rows_B, :, positions_B] = v_N[:offset]
+            mixed.append(self._decode(q_N[:offset], keys, values))
+        for (row, start, end), future in zip(self._batch.prefills, self._future, strict=True):
+            new = slice(offset, offset := offset + end - start)
+            keys[row, :, :, start:end] = k_N[new].permute(1, 2, 0)
+            values[row, :, start:end] = v_N[new].transpose(0, 1)
+            for first in range(start, end, _QUERY_CHUNK):
+                part = slice(first - start, min(first + _QUERY_CHUNK, end) - start)
+                mixed.append(self._prefill(q_N[new][part], keys[row, :, :, :end], values[row, :, :end], future[part]))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def last_of_each(self, x_N: Tensor) -> Tensor:
+        """The rows of ``x_N`` that belong to the last token of each request."""
+        if not self._batch.prefills:
+            return x_N
+        ends, offset = list(range(self._batch.num_decode)), self._batch.num_decode
+        for _, start, end in self._batch.prefills:
+            offset += end - start
+            ends.append(offset - 1)
+        return x_N[torch.tensor(ends, device=x_N.device)]
+
+    def _decode(self, q_B: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        num, heads, head_dim = q_B.shape
+        q = q_B.reshape(num * self._num_kv_heads, self._group, head_dim)
+        keys = keys[:num, :, :, : self._batch.longest].flatten(0, 1)
+        values = values[:num, :, : self._batch.longest].flatten(0, 1)
+        scores = torch.baddbmm(self._bias, q, keys, alpha=self._scale)
+        return torch.bmm(_softmax(scores), values).view(num, heads * head_dim)
+
+    def _prefill(self, q_T: Tensor, keys: Tensor, values: Tensor, future: Tensor) -> Tensor:
+        num, heads, head_dim = q_T.shape
+        by_group = (self._num_kv_heads, self._group, num)
+        q = q_T.reshape(num, self._num_kv_heads, self._group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+        scores = torch.bmm(q * self._scale, keys).view(*by_group, -1)
+        weights = _softmax(scores.masked_fill_(future, -torch.inf)).flatten(1, 2)
+        mixed = torch.bmm(weights, values).view(*by_group, head_dim)
+        return mixed.permute(2, 0, 1, 3).reshape(num, heads * head_dim)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
