@@ -99,6 +99,8 @@ class AdvantageConfig(_Config):
             raise ValueError(f"{', '.join(idle)}: acts on a standard deviation only, but scale is none; remove it")
         if self.scale != "none" and self.eps == 0 and self.min_std == 0:
             raise ValueError("eps: 0 together with min_std 0 can divide by almost nothing; set one of them")
+        if self.turn_reward_weight and self.scale.startswith("batch"):
+            raise ValueError(f"scale: {self.scale} is not defined for turn rewards; use group_std or none")
         if not self.turn_reward_weight and not _is_default(self, "turn_discount"):
             raise ValueError("turn_discount: acts on turn rewards only; set turn_reward_weight or remove it")
         return self

@@ -118,7 +118,8 @@ def sapo_loss(context: LossContext) -> Terms:
     config, inputs, pool = context.config, context.inputs, context.pool
     log_ratio_N = pool.mean_N(context.delta_BT)
     ratio_BT = context.ratio_BT(token_log_ratio(config, inputs, pool, log_ratio_N), context.live_BT)
-    tau_BT = torch.where(inputs.advantages_BT > 0, config.sapo_tau_positive, config.sapo_tau_negative)
+    positive_BT = (inputs.advantages_BT > 0).to(ratio_BT.dtype)
+    tau_BT = positive_BT * config.sapo_tau_positive + (1 - positive_BT) * config.sapo_tau_negative
     loss_BT = -(4 / tau_BT) * torch.sigmoid(tau_BT * (ratio_BT - 1)) * inputs.advantages_BT
     nowhere_BT = torch.zeros_like(inputs.mask_BT)
     return Terms(loss_BT, nowhere_BT, nowhere_BT, log_ratio_N.detach())
