@@ -55,7 +55,11 @@ def near(word: str, known: Iterable[str]) -> str:
 
 def problems(error: ValidationError, model: type[BaseModel], data: Any) -> list[Problem]:
     """What `error` says about `data` validated as `model`, unknown keys first: they explain most of the rest."""
-    reports = error.errors(include_url=False, include_context=False)
+    return problems_of(error.errors(include_url=False, include_context=False), model, data)
+
+
+def problems_of(reports: Sequence[Mapping[str, Any]], model: type[BaseModel], data: Any) -> list[Problem]:
+    """The same from the validator's reports, whoever collected them."""
     inner = {report["loc"] for report in reports}
     found = []
     for report in reports:

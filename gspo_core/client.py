@@ -1,0 +1,317 @@
+"""A Python client of the REST API.
+
+One rule: every call may be cut at any moment and is safe to go on with. A job is submitted under a key of its own, so a
+repeated request makes no second job; events resume after the last one seen. It shows the answers of the API as they
+are (a newer server may add keys) and keeps no state beside its connections.
+
+Importing it is cheap: the HTTP library is loaded by the first client.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, Self, TypedDict
+
+if TYPE_CHECKING:
+    import httpx
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 30.0
+# The service pings twice in this time; a connection that stays silent longer is dead without having said so.
+STREAM_SILENCE_S = 40.0
+RETRIES = 4
+# About half a minute: an API that restarts, or is replaced by another, is back by then.
+STREAM_RETRIES = 8
+FIRST_DELAY_S = 0.25
+LONGEST_DELAY_S = 8.0
+RETRIED = frozenset({429, 502, 503, 504})
+
+
+class Reason(TypedDict):
+    """Why a job is where it is."""
+
+    code: str
+    message: str
+    since: str | None
+
+
+class Job(TypedDict):
+    """A job as the API shows it; newer servers may add keys."""
+
+    object: str
+    id: str
+    name: str | None
+    model: str
+    status: str
+    desired_state: str
+    status_reason: Reason | None
+    attempt: int
+    step: int
+    steps: int
+    policy_version: int | None
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    metadata: dict[str, str]
+    links: dict[str, str]
+
+
+class Plan(TypedDict):
+    """What a job would be."""
+
+    object: str
+    valid: bool
+    config: dict[str, Any]
+    warnings: list[str]
+    estimate: dict[str, int]
+    capacity: NotRequired[dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a job. A `gap` says that events before it are no longer kept."""
+
+    id: str
+    """Resume after it."""
+    type: str
+    data: dict[str, Any]
+
+
+class ClientError(Exception):
+    """What a client of the API can raise."""
+
+
+class Unreachable(ClientError):
+    """Nothing answers at the address, or not to the end, after several tries."""
+
+
+class ApiError(ClientError):
+    """The API refused. `code` is for programs, `message` for people, `param` names what is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        request_id: str | None = None,
+        errors: tuple[Mapping[str, Any], ...] = (),
+    ) -> None:
+        super().__init__(f"{message} [{code}]")
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.request_id = request_id
+        self.errors = errors
+        """Everything that is wrong, where it is more than one thing."""
+
+
+class Spec(Protocol):
+    """A `JobSpec`, or anything else that dumps itself like one."""
+
+    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
+
+
+class Client:
+    """Talks to one API. Use it as a context manager, or close it."""
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        import httpx
+
+        self._httpx = httpx
+        self._sleep = sleep
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # What stands in the environment about proxies is for the world outside, and would carry the key there.
+        self._http = httpx.Client(
+            base_url=base_url.rstrip("/"), headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def create_job(self, spec: Spec | Mapping[str, Any], *, idempotency_key: str | None = None) -> Job:
+        """Submit a job. Calls with the same key make one job, whatever gets lost on the way."""
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        job: Job = self._ask("POST", "/v1/jobs", json=_plain(spec), headers=headers)
+        return job
+
+    def plan_job(self, spec: Spec | Mapping[str, Any]) -> Plan:
+        """What the job would be; creates nothing."""
+        plan: Plan = self._ask("POST", "/v1/jobs", params={"dry_run": "true"}, json=_plain(spec))
+        return plan
+
+    def job(self, job_id: str) -> Job:
+        job: Job = self._ask("GET", _job_path(job_id))
+        return job
+
+    def jobs(self, *, status: str | None = None, order: str = "desc") -> Iterator[Job]:
+        """All jobs, newest first, fetched page by page as they are asked for."""
+        params = {"limit": "100", "order": order} | ({"status": status} if status else {})
+        yield from self._pages("/v1/jobs", params)
+
+    def config(self, job_id: str) -> dict[str, Any]:
+        """The specification of a job with every default spelled out."""
+        config: dict[str, Any] = self._ask("GET", _job_path(job_id, "/config"))["config"]
+        return config
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask for the end of a job; asking twice is the same as once."""
+        job: Job = self._ask("POST", _job_path(job_id, "/cancel"))
+        return job
+
+    def metrics(self, job_id: str, from_step: int = 0, *, names: str | None = None) -> list[dict[str, Any]]:
+        """One row for each step from `from_step` on: `step` and the metrics by name."""
+        rows: list[dict[str, Any]] = []
+        more = True
+        while more:
+            params = {"from_step": str(from_step)} | ({"names": names} if names else {})
+            answer = self._ask("GET", _job_path(job_id, "/metrics"), params=params)
+            rows += answer["data"]
+            more = answer["has_more"]
+            from_step = rows[-1]["step"] + 1 if rows else from_step
+        return rows
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The processes that are registered."""
+        workers: list[dict[str, Any]] = self._ask("GET", "/v1/workers")["data"]
+        return workers
+
+    def events(self, job_id: str, after: str | None = "0") -> Iterator[Event]:
+        """Events after `after`, until the job is over: those that are kept, then live. None: from now on.
+
+        A connection that breaks is opened again after the last event that came through: none is missing, none comes
+        twice. Raises Unreachable when that fails many times in a row, or when there is no API to begin with.
+        """
+        failures, was_connected = 0, False
+        while True:
+            try:
+                for event in self._stream(job_id, after):
+                    failures, was_connected = 0, True
+                    if event is None:
+                        continue
+                    if event.type == "end":
+                        return
+                    after = event.id or after
+                    yield event
+            except (self._httpx.TransportError, _Later) as error:
+                is_nobody = isinstance(error, self._httpx.ConnectError) and not was_connected
+                if is_nobody or failures >= STREAM_RETRIES:
+                    raise _unreachable(self._http, error) from error
+            self._sleep(_delay(failures))
+            failures += 1
+
+    def _stream(self, job_id: str, after: str | None) -> Iterator[Event | None]:
+        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after is not None else {})
+        timeout = self._httpx.Timeout(self._http.timeout.connect, read=STREAM_SILENCE_S)
+        with self._http.stream("GET", _job_path(job_id, "/events"), headers=headers, timeout=timeout) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                if answer.status_code in RETRIED:
+                    raise _Later(f"status {answer.status_code}")
+                raise _api_error(answer)
+            yield from parse_events(answer.iter_lines())
+
+    def _pages(self, path: str, params: dict[str, str]) -> Iterator[Any]:
+        while True:
+            page = self._ask("GET", path, params=params)
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            params = {**params, "after": page["last_id"]}
+
+    def _ask(self, method: str, path: str, **request: Any) -> Any:
+        """One answer. Requests are repeated when they may not have arrived: all of ours are safe to repeat."""
+        for attempt in range(RETRIES + 1):
+            is_last = attempt == RETRIES
+            try:
+                answer = self._http.request(method, path, **request)
+            except self._httpx.TransportError as error:
+                # Nobody listens: that does not change within a second, and a person waits for the message.
+                if is_last or isinstance(error, self._httpx.ConnectError):
+                    raise _unreachable(self._http, error) from error
+            else:
+                if answer.is_success:
+                    return answer.json()
+                if is_last or answer.status_code not in RETRIED:
+                    raise _api_error(answer)
+            self._sleep(_delay(attempt))
+        raise AssertionError("the last attempt returns or raises")
+
+
+class _Later(Exception):
+    """The API is there, but cannot answer now."""
+
+
+def parse_events(lines: Iterable[str]) -> Iterator[Event | None]:
+    """Server-sent events from their lines, None for a ping. An event whose closing empty line is missing was cut."""
+    event_id, kind, data = "", "message", list[str]()
+    for line in lines:
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if line.startswith(":"):
+            yield None
+        elif not line:
+            if data:
+                yield Event(event_id, kind, json.loads("\n".join(data)))
+            event_id, kind, data = "", "message", []
+        elif name == "id":
+            event_id = value
+        elif name == "event":
+            kind = value
+        elif name == "data":
+            data.append(value)
+
+
+def _plain(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:
+    return dict(spec) if isinstance(spec, Mapping) else spec.model_dump(mode="json")
+
+
+def _job_path(job_id: str, rest: str = "") -> str:
+    from urllib.parse import quote
+
+    return f"/v1/jobs/{quote(job_id, safe='')}{rest}"
+
+
+def _delay(attempt: int) -> float:
+    return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0**attempt)
+
+
+def _unreachable(http: httpx.Client, error: Exception) -> Unreachable:
+    return Unreachable(f"no answer from {http.base_url}: {error or type(error).__name__}")
+
+
+def _api_error(answer: httpx.Response) -> ApiError:
+    try:
+        error = answer.json()["error"]
+        return ApiError(
+            answer.status_code,
+            error["code"],
+            error["message"],
+            param=error.get("param"),
+            request_id=error.get("request_id"),
+            errors=tuple(error.get("errors", ())),
+        )
+    except (ValueError, KeyError, TypeError):
+        message = f"status {answer.status_code} without an explanation; is {answer.url} the API?"
+        return ApiError(answer.status_code, "unknown", message)

@@ -1,0 +1,96 @@
+"""`python -m services.api`: the one place that builds the real parts of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from services.api.access import Access, AccessRefused, require_safe_bind
+from services.api.app import create_app
+from services.api.errors import REDIS_AWAY
+from services.process import run_until_signalled
+from services.redis_server import connect
+from services.settings import Settings, SettingsError, load_settings
+from services.store import Store
+from services.telemetry import configure_logging, get_logger
+
+# Requests are short and streams end by themselves; what is still open then is cut.
+GRACE_S = 3
+FIRST_CONTACT_S = 3.0
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the business of services.process."""
+        yield
+
+
+async def serve(settings: Settings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set."""
+    keys = [key.get_secret_value() for key in settings.api_keys]
+    require_safe_bind(settings.api_host, Access(keys))
+    redis_url = settings.redis_url
+    if redis_url is None:
+        raise SettingsError("GSPO_REDIS_URL is not set: name the Redis that all processes share (`gspo up` starts one)")
+
+    async with connect(redis_url) as redis:
+        store = Store(redis, lease_s=settings.lease_s)
+        # A server that cannot hold our functions ends this process with the reason; one that is away does not.
+        with contextlib.suppress(*REDIS_AWAY):
+            async with asyncio.timeout(FIRST_CONTACT_S):
+                await store.load_functions()
+        app = create_app(lambda: contextlib.nullcontext(store), keys=keys, stopping=stop, lease_s=settings.lease_s)
+        await _serve_app(app, settings, stop)
+
+
+async def _serve_app(app: FastAPI, settings: Settings, stop: asyncio.Event) -> None:
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config)
+    with _listen(settings.api_host, settings.api_port) as listening:
+        host, port = listening.getsockname()[:2]
+        get_logger().info("listening", url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(server.serve(sockets=[listening]), name="serving")
+            stopping = tasks.create_task(stop.wait(), name="stopping")
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stop.is_set():
+                raise RuntimeError("the HTTP server ended by itself; its log says why")
+            server.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family, backlog=512)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {host}:{port} (GSPO_API_HOST, GSPO_API_PORT): {error.strerror}"
+        ) from None
+
+
+def main() -> int:
+    try:
+        settings = load_settings()
+        configure_logging("api", level=settings.log_level, log_format=settings.log_format)
+        return run_until_signalled(lambda stop: serve(settings, stop), grace_s=2 * GRACE_S)
+    except (SettingsError, AccessRefused) as error:
+        print(f"services.api: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The application: routes, rules of access and errors put together.
+
+One rule: everything that a route works with is made in the lifespan and handed to it, so that any number of
+applications can live in one process. Which Redis it talks to is decided by its caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI, Security
+from fastapi.security import HTTPBearer
+
+from gspo_core import __version__
+from services.api import errors
+from services.api.access import Access, AccessMiddleware
+from services.api.context import Context, OpenStore
+from services.api.presence import Presence
+from services.api.requests import RequestMiddleware
+from services.api.routes import events, health, jobs, metrics, workers
+from services.api.sse import PING_S
+
+LEASE_S = 30.0
+
+
+def create_app(
+    open_store: OpenStore,
+    *,
+    keys: Sequence[str] = (),
+    stopping: asyncio.Event | None = None,
+    lease_s: float = LEASE_S,
+    ping_s: float = PING_S,
+) -> FastAPI:
+    """An application that keeps a store open while it runs. Without `keys` it serves this machine only.
+
+    Whoever runs it sets `stopping` when the end is near, since open streams would hold it up.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with open_store() as store:
+            presence = Presence(store, lease_s, time.monotonic)
+            app.state.context = Context(store, stopping or asyncio.Event(), presence, ping_s=ping_s)
+            watching = asyncio.create_task(presence.run(), name="presence")
+            try:
+                yield
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    app = FastAPI(
+        title="GSPO",
+        version=__version__,
+        description="Jobs that train language-model agents by asynchronous reinforcement learning.",
+        lifespan=lifespan,
+        # The interactive pages load scripts from elsewhere; the document is enough for every tool.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    # The last one added sees a request first.
+    app.add_middleware(AccessMiddleware, access=Access(keys))
+    app.add_middleware(RequestMiddleware)
+    errors.install(app)
+    app.include_router(health.router, responses=_errors(503))
+    v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False))])
+    for module in (jobs, events, metrics, workers):
+        v1.include_router(module.router, responses=_errors(401, 403, 404, 409, 422, 503))
+    app.include_router(v1)
+    return app
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, object]]:
+    return {status: {"model": errors.ErrorAnswer} for status in statuses}

@@ -1,0 +1,56 @@
+"""What happened to a job: as a page, or as a stream that goes on until the job is over."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response, StreamingResponse
+
+from services.api import sse
+from services.api.context import ContextOf
+from services.api.errors import ApiError
+from services.api.views import EventView, Page, event_view, page
+
+router = APIRouter(prefix="/jobs/{id}/events", tags=["events"])
+
+# Checked before a stream begins: afterwards there is no status left to answer with.
+_POSITION = re.compile(r"\d{1,16}(-\d{1,16})?")
+
+
+class EventQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    after: str | None = None
+    """Id of the event before the first one wanted; `0` for all that are kept."""
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+    """Length of a page; a stream has no end until the job has."""
+
+
+@router.get(
+    "",
+    response_model=Page[EventView],
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def read_events(
+    id: str,
+    query: Annotated[EventQuery, Query()],
+    context: ContextOf,
+    accept: Annotated[str, Header()] = "",
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Page[EventView] | Response:
+    """A page of events, or with `Accept: text/event-stream` all from a position on, live.
+
+    A stream is resumed after `Last-Event-ID` (which wins) or `after`. Without either it begins with the newest status.
+    """
+    job = await context.store.get_job(id)
+    position = last_event_id if last_event_id is not None else query.after
+    if position is not None and not _POSITION.fullmatch(position):
+        raise ApiError(400, "invalid_cursor", f"{position[:80]!r} is no event id", param="after")
+    if "text/event-stream" not in accept.lower():
+        events = await context.store.read_events(id, position or sse.BEGINNING, count=query.limit + 1)
+        return page([event_view(event) for event in events], query.limit)
+    stream = sse.EventStream(context.store, job.id, context.stopping, context.clock, ping_s=context.ping_s)
+    return StreamingResponse(stream.frames(position), media_type="text/event-stream", headers=sse.HEADERS)

@@ -1,0 +1,44 @@
+"""Whether this process lives, and whether it can serve. Open to everyone, so nothing about jobs is said."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from services.api.context import ContextOf
+from services.api.errors import ApiError, redis_unavailable
+from services.api.views import ReadyView
+
+router = APIRouter(tags=["operations"])
+
+# Probes are asked every few seconds by something that wants an answer now, whatever retries a client has left.
+PROBE_TIMEOUT_S = 2.0
+
+
+class AliveView(BaseModel):
+    status: Literal["alive"] = "alive"
+
+
+@router.get("/healthz")
+async def healthz() -> AliveView:
+    """The process answers. It says nothing about anything else, so it is what a restart is decided on."""
+    return AliveView()
+
+
+@router.get("/readyz")
+async def readyz(context: ContextOf) -> ReadyView:
+    """200 when this process can serve; what other processes lack is listed as degraded."""
+    if context.stopping.is_set():
+        raise ApiError(503, "shutting_down", "this process is about to end", headers={"Retry-After": "1"})
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            members = await context.presence.members()
+    except TimeoutError:
+        raise redis_unavailable() from None
+    degraded = [f"the {one['role']} process {one['id']} has stopped" for one in members if not one["alive"]]
+    if not any(one["alive"] for one in members if one["role"] == "rollout"):
+        degraded.insert(0, "no rollout worker is there: jobs wait")
+    return ReadyView(degraded=degraded)

@@ -1,0 +1,125 @@
+"""Jobs: submit, look at, list, cancel."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from gspo_core.spec import JobSpec, spec_warnings
+from services.api.context import ContextOf
+from services.api.errors import ApiError
+from services.api.requests import StrictRoute
+from services.api.views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
+from services.jobs import DesiredState, Job, JobStatus, new_job_id
+from services.store import Store
+
+router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
+
+IdempotencyKey = Annotated[str | None, Header(max_length=255, pattern=r"^[\x21-\x7e]+$")]
+
+
+class SubmittedSpec(JobSpec):
+    """What a job is, as its user writes it."""
+
+    # Built with the routes: the framework hushes warnings about its own use of fields at that moment only.
+    model_config = ConfigDict(defer_build=False, title="JobSpec")
+
+
+class SubmitQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    dry_run: bool = False
+    """Check and estimate; create nothing."""
+
+
+class ListQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    """Length of a page."""
+    after: str | None = None
+    """Id of the item before the page."""
+    before: str | None = None
+    """Id of the item behind the page."""
+    order: Literal["asc", "desc"] = "asc"
+    """By age: oldest or newest first."""
+    status: JobStatus | None = None
+    """Only jobs in this state."""
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=JobView,
+    responses={200: {"model": PlanView, "description": "What the job would be (`dry_run=true`)"}},
+)
+async def submit(
+    spec: SubmittedSpec,
+    query: Annotated[SubmitQuery, Query()],
+    request: Request,
+    response: Response,
+    context: ContextOf,
+    idempotency_key: IdempotencyKey = None,
+) -> JobView | Response:
+    """Submit a job. With an `Idempotency-Key` it may be repeated: the same key never makes a second job."""
+    if query.dry_run:
+        plan = await _plan(spec, context.store)
+        return Response(plan.model_dump_json(), media_type="application/json")
+    fresh_id = new_job_id(time.time())
+    # A key belongs to who sent it: others who choose the same text neither see nor block this job.
+    key = f"{request.scope['credential']}:{idempotency_key}" if idempotency_key else None
+    job = await context.store.create_job(spec, idempotency_key=key, job_id=fresh_id)
+    if job.id != fresh_id:
+        response.headers["Idempotent-Replayed"] = "true"
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return job_view(job)
+
+
+@router.get("")
+async def list_jobs(query: Annotated[ListQuery, Query()], context: ContextOf) -> Page[JobView]:
+    """Jobs by age."""
+    if query.after is not None and query.before is not None:
+        raise ApiError(400, "invalid_cursor", "after and before exclude each other", param="before")
+    jobs: list[Job] = []
+    after = query.after
+    while len(jobs) <= query.limit:
+        some = await context.store.list_jobs(101, after, before=query.before, order=query.order)
+        jobs += [job for job in some if query.status in (None, job.status)]
+        if len(some) < 101:
+            break
+        after = some[-1].id
+    return page([job_view(job) for job in jobs], query.limit)
+
+
+@router.get("/{id}")
+async def get_job(id: str, context: ContextOf) -> JobView:
+    """One job."""
+    return job_view(await context.store.get_job(id))
+
+
+@router.get("/{id}/config")
+async def get_config(id: str, context: ContextOf) -> ConfigView:
+    """Its specification with every default spelled out."""
+    job = await context.store.get_job(id)
+    return ConfigView(
+        job_id=job.id, config=job.spec_data, warnings=spec_warnings(JobSpec.model_validate(job.spec_data))
+    )
+
+
+@router.post("/{id}/cancel")
+async def cancel(id: str, context: ContextOf) -> JobView:
+    """Ask for the end of a job. Its trainer brings it about; a job that nobody has taken yet ends at once."""
+    await context.store.set_desired_state(id, DesiredState.CANCELLED)
+    return job_view(await context.store.get_job(id))
+
+
+async def _plan(spec: JobSpec, store: Store) -> PlanView:
+    return PlanView(
+        config=spec.model_dump(mode="json"),
+        warnings=spec_warnings(spec),
+        estimate=estimate(spec),
+        capacity={"num_engines": len(await store.engines()), "num_workers": len(await store.workers())},
+    )

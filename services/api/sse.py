@@ -1,0 +1,100 @@
+"""A job's events as server-sent events, resumed exactly where a client was cut.
+
+One rule: the position of a client is the id that it saw last and is kept nowhere else, so any API process can go on for
+any other: no gap, no duplicate. A slow client reads at its own position and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from services.api.errors import REDIS_AWAY
+from services.store import Event, JobStatus, Store
+
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+RETRY_MS = 2000
+PING_S = 15.0
+BATCH = 200
+# How long one read waits for news: the longest that a stopping process stays for a silent job.
+BLOCK_MS = 500
+BEGINNING = "0"
+
+
+class EventStream:
+    """Frames for one client."""
+
+    def __init__(
+        self, store: Store, job: str, stopping: asyncio.Event, clock: Callable[[], float], *, ping_s: float = PING_S
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._stopping = stopping
+        self._clock = clock
+        self._ping_s = ping_s
+
+    async def frames(self, after: str | None) -> AsyncIterator[bytes]:
+        """From the first event after `after`; without it, the newest status and then what happens from now on."""
+        yield b"retry: %d\n\n" % RETRY_MS
+        # The status of the answer is out by now. A client that is cut comes back by itself and hears what is wrong.
+        with contextlib.suppress(*REDIS_AWAY):
+            if after is None:
+                newest = await self._newest_status()
+                if newest is not None:
+                    yield frame(newest.type, newest.data, newest.id)
+                after = newest.id if newest else BEGINNING
+            async for piece in self._follow(after):
+                yield piece
+
+    async def _follow(self, after: str) -> AsyncIterator[bytes]:
+        quiet_since = self._clock()
+        over = await self._is_over()
+        while not self._stopping.is_set():
+            events = await self._store.read_events(self._job, after, count=BATCH, block_ms=0 if over else BLOCK_MS)
+            for event in events:
+                yield frame(event.type, event.data, event.id)
+                after = event.id
+            if over and not events:
+                yield frame("end", {})
+                return
+            if events:
+                quiet_since = self._clock()
+            elif self._clock() - quiet_since >= self._ping_s:
+                quiet_since = self._clock()
+                yield b": ping\n\n"
+            # The last status is written together with the state, so all that came before it is already there.
+            over = over or (_may_be_last(events) and await self._is_over())
+
+    async def _is_over(self) -> bool:
+        return (await self._store.get_job(self._job)).status.is_terminal
+
+    async def _newest_status(self) -> Event | None:
+        """The newest status under the id of the newest event: what a client has seen when it has seen this."""
+        status, last, after = None, None, BEGINNING
+        while events := await self._store.read_events(self._job, after, count=1000):
+            last = events[-1]
+            after = last.id
+            status = next((event for event in reversed(events) if event.type == "job.status"), status)
+        if status is None or last is None:
+            return None
+        return Event(last.id, status.type, status.created_at, status.data)
+
+
+def frame(kind: str, data: dict[str, Any], event_id: str | None = None) -> bytes:
+    """One event on the wire; JSON has no bare line ends, so the data is one line."""
+    head = f"id: {event_id}\n" if event_id else ""
+    return f"{head}event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def _may_be_last(events: list[Event]) -> bool:
+    """Only a terminal status, or silence, is worth a look at the job."""
+    if not events:
+        return True
+    statuses = [event.data.get("status") for event in events if event.type == "job.status"]
+    return any(status in _TERMINAL for status in statuses)
+
+
+_TERMINAL = frozenset(str(status) for status in JobStatus if status.is_terminal)
