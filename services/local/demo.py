@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_core.client import Client
 from services.local.demo_model import make_demo_model
 
 from gspo_core.cli.watch import JobView, follow, sparkline
+from gspo_core.client import Client
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
 from services.local.provenance import Provenance, check_provenance
@@ -58,7 +58,8 @@ def run_demo(spec: JobSpec, data_dir: Path, model_dir: Path, *, quiet: bool = Fa
         if not quiet:
             print(f"stack is up after {time.monotonic() - started:.0f} s: {stack.api_url} (logs in {stack.log_dir})")
         job = client.create_job(spec)
-        view, steps = JobView(job["id"], spec.steps), []
+        view = JobView(job["id"], spec.steps)
+        steps: list[Mapping[str, Any]] = []
         submitted = time.monotonic()
         events = ((event.type, event.data) for event in client.events(job["id"], after="0"))
         if quiet:

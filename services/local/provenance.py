@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from services.batch_log import BatchLog
-from services.weights import WeightStore
 from transformers import AutoModelForCausalLM
 
-from gspo_core.types import Branch
+from gspo_core.types import Branch, Segment
+from services.batch_log import BatchLog
+from services.weights import WeightStore
 
 # Engine and trainer differ by the order of float32 additions only.
 TOLERANCE = 1e-4
@@ -83,7 +83,7 @@ def _differences(model_dir: Path, tokens: list[tuple[Branch, int]]) -> Iterator[
         yield abs(float(recomputed) - float(branch.behavior_logprobs[position]))
 
 
-def _ends(branch: Branch) -> Iterator[tuple[object, int]]:
+def _ends(branch: Branch) -> Iterator[tuple[Segment, int]]:
     end = 0
     for segment in branch.segments:
         end += segment.num_tokens

@@ -18,26 +18,30 @@ from services.bus import Bus
 from services.engine_client import EngineClient, open_http
 from services.process import run_until_signalled
 from services.redis_server import connect
-from services.settings import Settings
+from services.settings import load_settings
 from services.store import Claim, Store
 from services.telemetry import configure_logging
+from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
 from services.trainer.intake import Intake
 from services.trainer.run import JobRun, Services
+from services.trainer.status import JobStatusBoard
 from services.trainer.worker import RunParts, TrainerWorker
 from services.weights import WeightStore
 
 
 async def main(stop: asyncio.Event) -> None:
-    settings = Settings()
+    settings = load_settings()
+    if settings.redis_url is None:
+        raise SystemExit("GSPO_REDIS_URL is not set: a trainer needs the Redis of its installation")
     # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
     torch.set_num_interop_threads(1)
     async with connect(settings.redis_url) as redis, open_http() as http:
-        bus, store = Bus(redis), Store(redis)
+        bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
         await bus.load_functions()
 
         def make_run(claim: Claim, spec: JobSpec) -> RunParts:
-            job_dir = Path(settings.data_dir) / "jobs" / claim.job_id
+            job_dir = settings.data_dir / "jobs" / claim.job_id
             job_dir.mkdir(parents=True, exist_ok=True)
             weights = WeightStore(job_dir)
             engines = Engines(
@@ -49,7 +53,17 @@ async def main(stop: asyncio.Event) -> None:
                 lambda url: EngineClient(url, http),
             )
             intake = Intake(bus, claim.job_id)
-            services = Services(bus, store, engines, intake, weights, BatchLog(job_dir), job_dir / "metrics.jsonl")
+            services = Services(
+                bus=bus,
+                store=store,
+                status=JobStatusBoard(store, claim),
+                engines=engines,
+                intake=intake,
+                weights=weights,
+                batch_log=BatchLog(job_dir),
+                checkpoints=CheckpointStore(job_dir),
+                metrics_path=job_dir / "metrics.jsonl",
+            )
             run = JobRun(claim, spec, services, lambda: make_learner(spec))
             return run, [engines.run(), intake.run()]
 

@@ -66,7 +66,7 @@ class Engines:
         versions = [int(engine.label.rpartition("/")[2]) for engine in self._engines if engine.label]
         return min(versions, default=-1)
 
-    def loaded_versions(self) -> set[int]:
+    def versions_in_use(self) -> set[int]:
         return {int(engine.label.rpartition("/")[2]) for engine in self._engines if engine.label}
 
     def last_switch_s(self) -> float:
@@ -92,9 +92,18 @@ class Engines:
             assert self._target is not None
             return self._target
 
+    async def release(self) -> None:
+        """Give the engines back, so that they can serve another job."""
+        for engine in self._engines:
+            await self._store.unbind_engine(self._job, self._token, engine.url)
+
     async def _switch(self, engine: _Engine, target: WeightsManifest) -> bool:
+        """False: not now; the engine does not answer, or it serves another job."""
         try:
-            await self._store.bind_engine(self._job, self._token, engine.url)
+            info = await engine.client.model_info()
+            await self._store.register_engine({**info, "id": engine.url, "url": engine.url})
+            if not await self._store.bind_engine(self._job, self._token, engine.url):
+                return False
             started = time.monotonic()
             await engine.client.pause()
             await engine.client.load_weights(self._weights.path(target.version), target.label)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection
 
 from gspo_core.assemble import Assembler
-
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.types import Group, Split
 from services.bus import Bus, ReadyGroup

@@ -5,6 +5,9 @@ what was taken from the queue can always be found again. Everything that this pr
 of its claim; who lost the claim is answered ``Fenced`` and stops.
 
     wait for groups -> batch log -> commit -> update -> publish weights -> admit new groups -> (evaluate) -> again
+
+A trainer that takes a job over goes on from the newest checkpoint; groups that were trained after it are dispatched
+again. (Replaying the batch logs instead, so that nothing is generated twice, is not done yet.)
 """
 
 from __future__ import annotations
@@ -21,19 +24,21 @@ from numpy.typing import NDArray
 
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
+from gspo_core.staleness import Position, groups_admissible, token_staleness
 from gspo_core.types import Group, Split, StepReport, WeightsManifest
 from services.batch_log import BatchLog
 from services.bus import Bus
 from services.store import Claim, Store
 from services.telemetry import get_logger
+from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
+from services.trainer.lineage import Lineage
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
+from services.trainer.status import JobStatusBoard
 from services.trainer.tasks import TaskSchedule
 from services.weights import WeightStore
-
-ENVIRONMENT_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,12 @@ class Services:
 
     bus: Bus
     store: Store
+    status: JobStatusBoard
     engines: Engines
     intake: Intake
     weights: WeightStore
     batch_log: BatchLog
+    checkpoints: CheckpointStore
     metrics_path: Path
     clock: Callable[[], float] = time.monotonic
 
@@ -58,10 +65,11 @@ class JobRun:
         self._spec = spec
         self._services = services
         self._make_learner = make_learner
-        self._staleness = StalenessTable()
-        self._num_dispatched = 0
-        self._num_dropped = 0
-        self._published: WeightsManifest | None = None
+        self._lineage = Lineage()
+        self._positions: dict[int, Position] = {}
+        """Of every version that may have sampled a token."""
+        self._forks: dict[int, Position] = {}
+        self._newest: WeightsManifest
 
     @property
     def _job(self) -> str:
@@ -69,48 +77,67 @@ class JobRun:
 
     async def run(self) -> None:
         """Returns when the last step is trained, published and evaluated."""
-        services, spec = self._services, self._spec
-        await self._reason("loading_model", f"loading {spec.model}")
+        services, spec, status = self._services, self._spec, self._services.status
+        await status.begin()
+        await status.explain("loading_model", f"loading {spec.model}")
         learner = await asyncio.to_thread(self._make_learner)
-        manifest = await self._publish(learner, step=0)
-        await self._reason("waiting_for_workers", "no rollout worker has described the environments yet")
-        num_tasks = await self._num_tasks()
+        await asyncio.to_thread(self._resume, learner)
+        await self._recall_versions()
+        await self._publish(learner)
+        await status.explain("waiting_for_workers", "no rollout worker has described the environments yet")
+        num_tasks = await status.environment_tasks(len(spec.environments))
         schedule = TaskSchedule(spec.seed, num_tasks[Split.TRAIN], [one.weight for one in spec.environments])
         evaluator = Evaluator(self._claim, spec, services.bus, services.store, services.intake, num_tasks[Split.EVAL])
-        await self._reason("no_engine", "no engine holds the weights of this job yet")
-        await services.engines.wait_for(manifest)
-        await services.store.set_status(self._job, "running", token=self._claim.token)
-        await evaluator.play(0, manifest.version)
-        await self._admit(schedule, published_step=0)
-        for step in range(1, spec.steps + 1):
-            await self._step(learner, schedule, step)
-            if spec.evaluation and step % spec.evaluation.every == 0 and step < spec.steps:
-                await evaluator.start(step, self._newest.version)
-        await self._finish(evaluator)
-
-    async def _finish(self, evaluator: Evaluator) -> None:
-        await self._services.engines.wait_for(self._newest)
-        await evaluator.play(self._spec.steps, self._newest.version)
+        await status.explain("no_engine_for_model", "no engine holds the weights of this job yet")
+        await services.engines.wait_for(self._newest)
+        await status.started()
+        await evaluator.play(self._lineage.step, self._newest.version)
+        await self._dispatch_again(schedule)
+        await self._admit(schedule)
+        while self._lineage.step < spec.steps:
+            await status.obey_pause()
+            await self._step(learner, schedule)
+            await self._after_step(learner, evaluator)
+        await services.engines.wait_for(self._newest)
         await evaluator.finish()
+        await evaluator.play(spec.steps, self._newest.version)
 
-    @property
-    def _newest(self) -> WeightsManifest:
-        assert self._published is not None
-        return self._published
+    def _resume(self, learner: Learner) -> None:
+        """Load the newest checkpoint that is intact, and record where this epoch forks off."""
+        parent = Position(self._claim.epoch - 1, 0)
+        for checkpoint in self._services.checkpoints.newest_first():
+            try:
+                learner.load_state(checkpoint.learner_dir)
+            except ValueError as error:
+                get_logger().warning("checkpoint skipped", path=str(checkpoint.learner_dir), error=str(error))
+                continue
+            self._lineage, parent = checkpoint.lineage, checkpoint.position
+            break
+        self._services.checkpoints.begin_epoch(self._claim.epoch, parent)
+        self._forks = self._services.checkpoints.forks()
 
-    async def _step(self, learner: Learner, schedule: TaskSchedule, step: int) -> None:
+    async def _recall_versions(self) -> None:
+        manifests = await self._services.store.versions(self._job)
+        self._positions = {one.version: Position(one.epoch, one.step) for one in manifests}
+
+    async def _dispatch_again(self, schedule: TaskSchedule) -> None:
+        """Groups that the lineage owes; those that are still in the queue stay as they are."""
+        for group in list(self._lineage.owed()):
+            await self._dispatch(schedule, group)
+
+    async def _step(self, learner: Learner, schedule: TaskSchedule) -> None:
         services, clock = self._services, self._services.clock
         started = clock()
-        groups = await self._take_groups(schedule, step)
+        groups = await self._take_groups(schedule)
         taken = clock()
-        sequences = train_sequences(
-            groups, lambda versions: self._staleness.of(versions, step - 1), self._spec.objective.advantage
-        )
+        sequences = train_sequences(groups, self._staleness_of, self._spec.objective.advantage)
         metrics = group_metrics(groups) | staleness_metrics(sequences)
         metrics |= await asyncio.to_thread(learner.step, sequences)
         trained = clock()
-        await self._publish(learner, step)
-        await self._admit(schedule, published_step=step)
+        self._lineage.step += 1
+        self._lineage.num_published += len(groups)
+        await self._publish(learner)
+        await self._admit(schedule)
         ended = clock()
         metrics |= {
             "time/wait_s": taken - started,
@@ -120,90 +147,104 @@ class JobRun:
             "time/engine_paused_s": services.engines.last_switch_s(),
             "throughput/tokens_per_s": metrics["tokens/trained"] / (ended - started),
         }
-        await self._report(StepReport(step, self._newest.version, self._claim.epoch, metrics))
+        await self._report(StepReport(self._lineage.step, self._newest.version, self._claim.epoch, metrics))
 
-    async def _take_groups(self, schedule: TaskSchedule, step: int) -> list[Group]:
+    async def _after_step(self, learner: Learner, evaluator: Evaluator) -> None:
+        step, spec, checkpoints = self._lineage.step, self._spec, self._services.checkpoints
+        if spec.evaluation and step % spec.evaluation.every == 0 and step < spec.steps:
+            await evaluator.start(step, self._newest.version)
+        if step % spec.checkpoint_every == 0 or step == spec.steps:
+            position = Position(self._claim.epoch, step)
+            await asyncio.to_thread(checkpoints.write, position, self._lineage, learner.save_state)
+            await asyncio.to_thread(checkpoints.collect, spec.checkpoints.keep)
+            await self._services.store.add_event(self._job, "checkpoint", {"step": step, "epoch": position.epoch})
+
+    async def _take_groups(self, schedule: TaskSchedule) -> list[Group]:
         """The oldest ready groups that may be trained, logged and committed."""
-        services, spec = self._services, self._spec
+        services, spec, lineage = self._services, self._spec, self._lineage
         chosen: list[Group] = []
         while len(chosen) < spec.groups_per_step:
             missing = spec.groups_per_step - len(chosen)
-            for group in await services.intake.wait_for(Split.TRAIN, missing):
-                if self._is_trainable(group, step):
+            owed = set(lineage.owed()) - {group.group for group in chosen}
+            for group in await services.intake.wait_for(Split.TRAIN, missing, among=owed):
+                reason = self._refusal(group)
+                if reason is None:
                     chosen.append(group)
                 else:
-                    await self._drop(group, step)
-            await self._admit(schedule, published_step=step - 1)
+                    await self._drop(group, reason)
+            await self._admit(schedule)
         numbers = [group.group for group in chosen]
-        extra = {"version": self._newest.version, "lr": spec.optimizer.lr}
+        step = lineage.step + 1
+        extra = {"version": self._newest.version, "num_dropped": lineage.num_dropped}
         await asyncio.to_thread(services.batch_log.write, self._claim.epoch, step, chosen, extra)
         await services.bus.commit(self._job, self._claim.token, step, numbers)
         services.intake.forget(numbers)
+        lineage.settle(numbers)
         return chosen
 
-    def _is_trainable(self, group: Group, step: int) -> bool:
+    def _refusal(self, group: Group) -> str | None:
+        """Why a finished group is not trained, if it is not."""
         rollout, rewards = self._spec.rollout, [reward for reward in group.rewards if reward is not None]
-        if len(rewards) < rollout.min_group_size and rollout.on_partial_group != "all":
-            return False
-        if rollout.on_stale != "drop":
-            return True
-        versions = [version for trajectory in group for version in trajectory.versions]
-        oldest = self._staleness.of(np.array(versions, dtype=np.int32), step - 1).max(initial=0)
-        return bool(oldest <= rollout.staleness_cap)
+        if not rewards or (rollout.on_partial_group != "all" and len(rewards) < rollout.min_group_size):
+            return "dropped_partial"
+        if rollout.on_stale == "drop":
+            versions = [version for trajectory in group for version in trajectory.versions]
+            if self._staleness_of(np.array(versions, dtype=np.int32)).max(initial=0) > rollout.staleness_cap:
+                return "dropped_stale"
+        return None
 
-    async def _drop(self, group: Group, step: int) -> None:
-        reason = "dropped_partial" if None in group.rewards else "dropped_stale"
-        await self._services.bus.commit(self._job, self._claim.token, step, [group.group], reason=reason)
-        self._services.intake.forget([group.group])
-        self._num_dropped += 1
+    async def _drop(self, group: Group, reason: str) -> None:
+        numbers = [group.group]
+        await self._services.bus.commit(self._job, self._claim.token, self._lineage.step + 1, numbers, reason=reason)
+        self._services.intake.forget(numbers)
+        self._lineage.settle(numbers)
+        self._lineage.num_dropped += 1
 
-    async def _admit(self, schedule: TaskSchedule, published_step: int) -> None:
-        """Start as many groups as pacing allows: a slot is free again when its group's step is published."""
-        spec = self._spec
-        settled = published_step * spec.groups_per_step + self._num_dropped
-        limit = min(
-            settled + (spec.rollout.max_staleness + 1) * spec.groups_per_step,
-            spec.steps * spec.groups_per_step + self._num_dropped,
+    def _staleness_of(self, versions: NDArray[np.int32]) -> NDArray[np.int32]:
+        current = Position(self._claim.epoch, self._lineage.step)
+        return token_staleness(versions, self._positions, current, self._forks)
+
+    async def _admit(self, schedule: TaskSchedule) -> None:
+        """Start as many groups as pacing allows, and no more than the job will train."""
+        spec, lineage = self._spec, self._lineage
+        allowed = groups_admissible(
+            max_staleness=spec.rollout.max_staleness,
+            groups_per_step=spec.groups_per_step,
+            num_dispatched=lineage.num_dispatched,
+            num_dropped=lineage.num_dropped,
+            num_published=lineage.num_published,
         )
-        if spec.rollout.max_staleness == 0:
+        still_needed = spec.steps * spec.groups_per_step + lineage.num_dropped - lineage.num_dispatched
+        if not spec.rollout.max_staleness:
             await self._services.engines.wait_for(self._newest)
-        for group in range(self._num_dispatched, limit):
-            task = schedule.task(group)
-            await self._services.bus.dispatch(
-                self._job,
-                self._claim.token,
-                group,
-                size=spec.rollout.group_size,
-                split=Split.TRAIN,
-                task_index=task.index,
-                environment=task.environment,
-            )
-        self._num_dispatched = max(self._num_dispatched, limit)
+        for _ in range(min(allowed, still_needed)):
+            await self._dispatch(schedule, lineage.num_dispatched)
+            lineage.num_dispatched += 1
 
-    async def _publish(self, learner: Learner, step: int) -> WeightsManifest:
-        services, claim = self._services, self._claim
+    async def _dispatch(self, schedule: TaskSchedule, group: int) -> None:
+        task = schedule.task(group)
+        await self._services.bus.dispatch(
+            self._job,
+            self._claim.token,
+            group,
+            size=self._spec.rollout.group_size,
+            split=Split.TRAIN,
+            task_index=task.index,
+            environment=task.environment,
+        )
+
+    async def _publish(self, learner: Learner) -> None:
+        services, claim, step = self._services, self._claim, self._lineage.step
         version = await services.store.next_version(self._job, claim.token)
         manifest = await asyncio.to_thread(services.weights.write, version, claim.epoch, step, learner.save_weights)
+        # Known here before anyone can sample from it.
+        self._positions[version] = Position(claim.epoch, step)
+        self._newest = manifest
         await services.store.publish_version(self._job, claim.token, manifest)
         await services.store.update_progress(self._job, claim.token, step, version)
-        self._staleness.add(version, step)
-        self._published = manifest
         await services.engines.publish(manifest)
-        keep = set(self._staleness.newest(self._spec.checkpoints.keep_versions)) | services.engines.loaded_versions()
-        await asyncio.to_thread(services.weights.collect, keep)
-        return manifest
-
-    async def _num_tasks(self) -> dict[Split, list[int]]:
-        """How many tasks each environment has, as rollout workers describe them: no environment code runs here."""
-        descriptions = []
-        for index in range(len(self._spec.environments)):
-            while (found := await self._services.store.environment_description(self._job, index)) is None:
-                await asyncio.sleep(ENVIRONMENT_POLL_S)
-            descriptions.append(found["num_tasks"])
-        return {split: [int(counts[split.value]) for counts in descriptions] for split in Split}
-
-    async def _reason(self, code: str, message: str) -> None:
-        await self._services.store.set_reason(self._job, code, message, token=self._claim.token)
+        newest = sorted(self._positions)[-self._spec.checkpoints.keep_versions :]
+        await asyncio.to_thread(services.weights.collect, {*newest, *services.engines.versions_in_use()})
 
     async def _report(self, report: StepReport) -> None:
         record = {"step": report.step, "version": report.version, "epoch": report.epoch, **report.metrics}
@@ -212,21 +253,3 @@ class JobRun:
         await self._services.store.add_metrics(self._job, report.step, report.metrics)
         await self._services.store.add_event(self._job, "step", record)
         get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))
-
-
-class StalenessTable:
-    """Which step each version of this run holds."""
-
-    def __init__(self) -> None:
-        self._steps: dict[int, int] = {}
-
-    def add(self, version: int, step: int) -> None:
-        self._steps[version] = step
-
-    def newest(self, count: int) -> list[int]:
-        return sorted(self._steps)[-count:]
-
-    def of(self, versions: NDArray[np.int32], trainer_step: int) -> NDArray[np.int32]:
-        known, positions = np.unique(versions, return_inverse=True)
-        ages = np.array([trainer_step - self._steps[int(version)] for version in known], dtype=np.int32)
-        return ages[positions] if ages.size else ages

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from gspo_core.advantage import group_advantages
 from numpy.typing import NDArray
 
+from gspo_core.advantage import group_advantages
 from gspo_core.batch import TrainSequence
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.types import Branch, Group, Trajectory

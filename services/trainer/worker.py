@@ -11,14 +11,14 @@ from typing import Any
 
 from gspo_core.spec import JobSpec
 from services.bus import Fenced
-from services.store import Claim, Store
+from services.store import Claim, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.run import JobRun
 
 IDLE_POLL_S = 0.3
 BEAT_S = 2.0
 
-# Everything of one job: the coroutines that run beside the step loop, and the loop itself.
+# One job: its step loop, and the coroutines that run beside it.
 RunParts = tuple[JobRun, list[Coroutine[Any, Any, None]]]
 MakeRun = Callable[[Claim, JobSpec], RunParts]
 
@@ -57,12 +57,13 @@ class TrainerWorker:
             await self._store.set_status(claim.job_id, "cancelled", token=claim.token)
             log.info("cancelled")
         except Stopped:
+            await self._store.release_job(claim.job_id, claim.token)
             log.info("left to another trainer")
         except Fenced:
             log.warning("the claim was lost; what this process did since then has no effect")
         except Exception as error:
             log.exception("failed")
-            reason = {"code": "internal", "message": f"{type(error).__name__}: {error}"}
+            reason = StatusReason("internal", f"{type(error).__name__}: {error}")
             await self._store.set_status(claim.job_id, "failed", token=claim.token, reason=reason)
 
     async def _run_job(self, claim: Claim, stop: asyncio.Event) -> None:

@@ -1,0 +1,62 @@
+"""What a trainer tells about its job, and what it is told: status, reasons, the user's wish to pause.
+
+A job that does not move always says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from gspo_core.types import Split
+from services.store import Claim, DesiredState, JobStatus, StatusReason, Store
+
+POLL_S = 0.2
+
+
+class JobStatusBoard:
+    def __init__(self, store: Store, claim: Claim) -> None:
+        self._store = store
+        self._claim = claim
+
+    async def explain(self, code: str, message: str) -> None:
+        """Say why the job does not move yet."""
+        await self._set(JobStatus.STARTING, StatusReason(code, message))
+
+    async def begin(self) -> None:
+        """A job that was paused when its trainer was lost stays paused."""
+        job = await self._store.get_job(self._claim.job_id)
+        if job.status is JobStatus.PAUSED:
+            await self._wait_for_resume()
+            await self._set(JobStatus.STARTING)
+
+    async def started(self) -> None:
+        await self._set(JobStatus.RUNNING)
+
+    async def obey_pause(self) -> None:
+        """Hold the step loop for as long as the user wants the job paused."""
+        if await self._desired() is not DesiredState.PAUSED:
+            return
+        await self._set(JobStatus.PAUSING)
+        await self._set(JobStatus.PAUSED, StatusReason("user_paused", "paused by the user"))
+        await self._wait_for_resume()
+        await self._set(JobStatus.RUNNING)
+
+    async def _wait_for_resume(self) -> None:
+        while await self._desired() is DesiredState.PAUSED:
+            await asyncio.sleep(POLL_S)
+        await self._set(JobStatus.RESUMING)
+
+    async def environment_tasks(self, num_environments: int) -> dict[Split, list[int]]:
+        """How many tasks each environment has, as rollout workers describe them: no environment code runs here."""
+        counts = []
+        for index in range(num_environments):
+            while (description := await self._store.environment_description(self._claim.job_id, index)) is None:
+                await asyncio.sleep(POLL_S)
+            counts.append(description["num_tasks"])
+        return {split: [int(count[split.value]) for count in counts] for split in Split}
+
+    async def _desired(self) -> DesiredState:
+        return (await self._store.get_job(self._claim.job_id)).desired_state
+
+    async def _set(self, status: JobStatus, reason: StatusReason | None = None) -> None:
+        await self._store.set_status(self._claim.job_id, status, token=self._claim.token, reason=reason)
