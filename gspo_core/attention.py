@@ -1,8 +1,8 @@
 """Causal attention over sequences that lie end to end, registered with transformers as `gspo_packed`.
 
 One rule: no token sees another sequence. On a GPU torch's variable-length kernel does the work where it applies;
-elsewhere each sequence goes through scaled-dot-product attention by itself. What a model asks for beyond causal and
-sliding-window attention is refused, never ignored. It makes no masks: packed sequences need none.
+elsewhere each piece of the packing goes through scaled-dot-product attention by itself. What a model asks for beyond
+causal and sliding-window attention is refused, never ignored. It makes no masks of the whole: packings need none.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from gspo_core.packing import Packing, Piece
+
 PACKED = "gspo_packed"
 # Arguments that models pass along and that do not change plain causal attention.
 _HARMLESS = frozenset({"position_ids", "output_attentions", "use_cache", "cache_position", "is_causal"})
+
+
+# Rows of queries that are masked at once where a mask is needed.
+MAX_MASK_ROWS = 1024
 
 
 class UnsupportedAttention(NotImplementedError):
@@ -30,13 +36,13 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_lengths: tuple[int, ...],
+    packing: Packing,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of (1, heads, N, width) queries, each with the keys before it in its own sequence."""
+    """Attention of (1, heads, tokens, width) queries, each with the keys up to it in its own sequence."""
     unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
     if unknown or dropout or attention_mask is not None:
         what = unknown or (["dropout"] if dropout else ["attention_mask"])
@@ -44,48 +50,72 @@ def packed_attention(
             f"{type(module).__name__} passes {', '.join(what)}, which packed attention cannot honour: "
             "set layout to padded"
         )
-    window = sliding_window if sliding_window and sliding_window < max(packed_lengths) else None
+    window = sliding_window if sliding_window and sliding_window < packing.longest else None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, packed_lengths, scaling, window), None
-    sizes = list(packed_lengths)
-    queries, keys, values = (torch.split(x, sizes, dim=2) for x in (query, key, value))
-    outputs = [
-        F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if window is None else _window_mask(q.shape[2], window, query.device),
-            is_causal=window is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        ).transpose(1, 2)
-        for q, k, v in zip(queries, keys, values, strict=True)
+        return _by_kernel(query, key, value, packing, scaling, window), None
+    blocks = [
+        _block(query, key, value, piece, start, scaling, window)
+        for piece in packing.pieces
+        for start in range(0, piece.length, _block_rows(piece, window))
     ]
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(blocks, dim=1), None
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float | None, window: int | None
+def _block_rows(piece: Piece, window: int | None) -> int:
+    """Plain causal attention needs no mask in memory; with one, rows are taken in blocks to bound it."""
+    return piece.length if window is None and not piece.context else MAX_MASK_ROWS
+
+
+def _block(
+    query: Tensor, key: Tensor, value: Tensor, piece: Piece, start: int, scaling: float | None, window: int | None
 ) -> Tensor:
+    """(1, rows, heads, width): what the rows of a piece from `start` on see."""
+    end = min(start + _block_rows(piece, window), piece.length)
+    spans = (*piece.context, (piece.start, end))
+    keys, values = (_gather(x, spans) for x in (key, value))
+    causal = window is None and not piece.context
+    mask = None if causal else _mask(piece.context_length + start, piece.context_length + end, window, query.device)
+    output = F.scaled_dot_product_attention(
+        query[:, :, piece.start + start : piece.start + end],
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2)
+
+
+def _gather(states: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    parts = [states[:, :, start : start + length] for start, length in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _mask(first: int, end: int, window: int | None, device: torch.device) -> Tensor:
+    """What the rows at positions `first` to `end` of a sequence see of its tokens up to `end`."""
+    distance = torch.arange(first, end, device=device)[:, None] - torch.arange(end, device=device)[None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """torch's kernel for several lengths; it aligns the ends of queries and keys, as a shared context needs."""
     from torch.nn.attention.varlen import varlen_attn
 
-    ends = torch.tensor((0, *lengths), device=query.device).cumsum(0, dtype=torch.int32)
+    index = packing.on_device(query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    longest = max(lengths)
+    if index.key_index is not None:
+        k, v = k.index_select(0, index.key_index), v.index_select(0, index.key_index)
     output = varlen_attn(
-        *(q, k, v, ends, ends, longest, longest),
+        *(q, k, v, index.query_ends, index.key_ends, index.longest_query, index.longest_key),
         scale=scaling,
         window_size=(-1, 0) if window is None else (window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, Tensor)
     return output[None]
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    places = torch.arange(length, device=device)
-    distance = places[:, None] - places[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Layout = Literal["packed", "padded"]
+from gspo_core.packing import Ids, Packing, pack, plan_micro_batches
+
+Layout = Literal["shared", "packed", "padded"]
 
 
 class InvalidSequence(ValueError):
@@ -97,19 +99,18 @@ class MicroBatch:
 
     indices: tuple[int, ...]
     """Positions of its sequences in the batch."""
+    packing: Packing | None
+    """How the sequences lie end to end; None when they are padded."""
     token_ids: Tensor
     """(1, tokens) packed, or (B, longest) padded on the right."""
     positions: Tensor
     """As `token_ids`; counted from 0 in each sequence."""
-    lengths: tuple[int, ...] | None
-    """Of the packed sequences, in order; None when padded."""
     rows_N: Tensor
     """For each scored token, the flat position of the token before it."""
     targets_N: Tensor
     temperatures_N: Tensor
     cells_N: Tensor
     """For each scored token, its flat cell in the table (B, T)."""
-    table_shape: tuple[int, int]
     action_mask_BT: Tensor
     behavior_logprobs_BT: Tensor
     turn_ids_BT: Tensor
@@ -120,8 +121,8 @@ class MicroBatch:
 
     def table(self, values_N: Tensor) -> Tensor:
         """Scored values side by side, one row per sequence, 0 in empty cells; differentiable."""
-        rows, columns = self.table_shape
-        return values_N.new_zeros(rows * columns).index_copy(0, self.cells_N, values_N).view(rows, columns)
+        shape = self.action_mask_BT.shape
+        return values_N.new_zeros(shape.numel()).index_copy(0, self.cells_N, values_N).view(shape)
 
 
 def deal_minibatches(num_sequences: int, num_minibatches: int, *, seed: int, step: int) -> list[list[int]]:
@@ -131,91 +132,94 @@ def deal_minibatches(num_sequences: int, num_minibatches: int, *, seed: int, ste
     return [sorted(int(index) for index in share) for share in shares]
 
 
-def plan_micro_batches(
-    lengths: Sequence[int], budget: int, *, layout: Layout = "packed", num_ranks: int = 1
-) -> list[list[list[int]]]:
-    """For each rank, its micro-batches as lists of positions in `lengths`: as many on every rank, about equally long.
+def scored_places(sequence: TrainSequence, *, score_all: bool) -> NDArray[np.int64]:
+    """The tokens of a sequence whose log-prob is wanted: its actions, or all that have a prefix."""
+    return np.arange(1, sequence.num_tokens) if score_all else np.flatnonzero(sequence.action_mask)
 
-    No micro-batch costs more than `budget` tokens unless it is a single sequence. With fewer sequences than ranks some
-    micro-batches are empty.
-    """
+
+def input_ids(sequence: TrainSequence, *, score_all: bool) -> Ids:
+    """What the model must read to score them; nothing is scored after the last of them."""
+    places = scored_places(sequence, score_all=score_all)
+    return sequence.token_ids[: places[-1] if len(places) else 0].astype(np.int64)
+
+
+def split_batch(
+    sequences: Sequence[TrainSequence],
+    indices: Sequence[int],
+    budget: int,
+    *,
+    layout: Layout,
+    score_all: bool = False,
+    rank: int = 0,
+    num_ranks: int = 1,
+    device: torch.device | str = "cpu",
+) -> list[MicroBatch]:
+    """The micro-batches of one rank for the sequences at `indices`; every rank gets as many."""
+    ids = [input_ids(sequences[index], score_all=score_all) for index in indices]
+    if layout == "padded":
+        plan = plan_padded([len(i) for i in ids], budget, num_ranks=num_ranks)
+    else:
+        plan = plan_micro_batches(ids, budget, share=layout == "shared", num_ranks=num_ranks)
+    return [
+        collate(sequences, [indices[m] for m in members], layout=layout, score_all=score_all, device=device)
+        for members in plan[rank]
+    ]
+
+
+def plan_padded(lengths: Sequence[int], budget: int, *, num_ranks: int = 1) -> list[list[list[int]]]:
+    """As `plan_micro_batches`, for rows that are padded to the longest; neighbours in length waste the least."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    minimum = -(-sum(lengths) // budget)
-    num_bins = max(1, -(-minimum // num_ranks)) * num_ranks
+    num_bins = num_ranks
     while True:
-        bins = _fill(order, lengths, num_bins, layout)
-        if num_bins >= len(lengths) or all(len(b) == 1 or _cost(b, lengths, layout) <= budget for b in bins):
-            break
+        bins = [[order[i] for i in share] for share in np.array_split(np.arange(len(order)), num_bins)]
+        if num_bins >= len(lengths) or all(len(b) <= 1 or len(b) * lengths[b[0]] <= budget for b in bins):
+            return [bins[rank::num_ranks] for rank in range(num_ranks)]
         num_bins += num_ranks
-    return [bins[rank::num_ranks] for rank in range(num_ranks)]
-
-
-def _fill(order: Sequence[int], lengths: Sequence[int], num_bins: int, layout: Layout) -> list[list[int]]:
-    if layout == "padded":  # neighbours in length waste the least padding
-        return [[order[i] for i in share] for share in np.array_split(np.arange(len(order)), num_bins)]
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
-    for index in order:
-        target = loads.index(min(loads))
-        bins[target].append(index)
-        loads[target] += lengths[index]
-    return bins
-
-
-def _cost(members: Sequence[int], lengths: Sequence[int], layout: Layout) -> int:
-    sizes = [lengths[index] for index in members]
-    return max(sizes, default=0) * len(sizes) if layout == "padded" else sum(sizes)
 
 
 def collate(
     sequences: Sequence[TrainSequence],
     indices: Sequence[int],
     *,
-    layout: Layout = "packed",
-    device: torch.device | str = "cpu",
+    layout: Layout,
     score_all: bool = False,
+    device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Lay the sequences at `indices` out for the model. Scored are the actions, or with `score_all` all but the first
-    token of each."""
+    """Lay the sequences at `indices` out for the model."""
     chosen = [sequences[index] for index in indices]
-    places = [np.arange(1, s.num_tokens) if score_all else np.flatnonzero(s.action_mask) for s in chosen]
-    longest = max((s.num_tokens for s in chosen), default=1)
+    places = [scored_places(s, score_all=score_all) for s in chosen]
     num_columns = max((len(p) for p in places), default=0)
-    starts = (
-        np.cumsum([0] + [s.num_tokens for s in chosen])[:-1] if layout == "packed" else np.arange(len(chosen)) * longest
-    )
-
-    def scored(values: Callable[[TrainSequence], Any], dtype: type) -> NDArray[Any]:
-        """One value per scored token."""
-        pieces = [np.broadcast_to(values(s), s.num_tokens)[p] for s, p in zip(chosen, places, strict=True)]
-        return np.concatenate([*pieces, np.zeros(0)]).astype(dtype)
-
-    cells = np.concatenate([row * num_columns + np.arange(len(p)) for row, p in enumerate(places)] + [np.zeros(0)])
-
-    def table(values: Callable[[TrainSequence], Any], dtype: type) -> Tensor:
-        filled: NDArray[Any] = np.zeros(len(chosen) * num_columns, dtype=dtype)
-        filled[cells.astype(np.int64)] = scored(values, dtype)
-        return torch.from_numpy(filled.reshape(len(chosen), num_columns)).to(device)
+    cells = _joined([row * num_columns + np.arange(len(p)) for row, p in enumerate(places)], np.int64)
 
     def tensor(values: Any, dtype: type) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device)
 
-    rows = [start + p - 1 for start, p in zip(starts, places, strict=True)]
-    token_ids, positions = _lay_out(chosen, layout, longest)
+    def scored(values: Callable[[TrainSequence], Any], dtype: type) -> NDArray[Any]:
+        """One value per scored token."""
+        pieces = [np.broadcast_to(values(s), s.num_tokens)[p] for s, p in zip(chosen, places, strict=True)]
+        return _joined(pieces, dtype)
+
+    def table(values: Callable[[TrainSequence], Any], dtype: type) -> Tensor:
+        filled: NDArray[Any] = np.zeros(len(chosen) * num_columns, dtype=dtype)
+        filled[cells] = scored(values, dtype)
+        return tensor(filled.reshape(len(chosen), num_columns), dtype)
+
+    ids = [input_ids(s, score_all=score_all) for s in chosen]
+    packing = None if layout == "padded" else pack(ids, share=layout == "shared")
+    token_ids, positions, rows = _padded(ids) if packing is None else _packed(packing)
     if any(isinstance(s.advantages, np.ndarray) for s in sequences):
         advantages = table(lambda s: s.advantages, np.float32)
     else:
         advantages = tensor([s.advantages for s in chosen], np.float32)
     return MicroBatch(
         indices=tuple(indices),
+        packing=packing,
         token_ids=tensor(token_ids, np.int64),
         positions=tensor(positions, np.int64),
-        lengths=tuple(s.num_tokens for s in chosen) if layout == "packed" else None,
-        rows_N=tensor(np.concatenate([*rows, np.zeros(0)]), np.int64),
+        rows_N=tensor(_joined([row[p - 1] for row, p in zip(rows, places, strict=True)], np.int64), np.int64),
         targets_N=tensor(scored(lambda s: s.token_ids, np.int64), np.int64),
         temperatures_N=tensor(scored(lambda s: s.temperature, np.float32), np.float32),
         cells_N=tensor(cells, np.int64),
-        table_shape=(len(chosen), num_columns),
         action_mask_BT=table(lambda s: s.action_mask, np.bool_),
         behavior_logprobs_BT=table(lambda s: s.behavior_logprobs, np.float32),
         turn_ids_BT=table(lambda s: s.turn_ids, np.int64),
@@ -225,14 +229,20 @@ def collate(
     )
 
 
-def _lay_out(chosen: Sequence[TrainSequence], layout: Layout, longest: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Token ids and positions, (1, tokens) packed or (B, longest) padded on the right with token 0."""
-    if not chosen:  # a rank without sequences still runs the model, because the others wait for it
-        return np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
-    if layout == "packed":
-        token_ids = np.concatenate([s.token_ids for s in chosen])[None]
-        return token_ids, np.concatenate([np.arange(s.num_tokens) for s in chosen])[None]
-    token_ids = np.zeros((len(chosen), longest), np.int64)
-    for row, sequence in enumerate(chosen):
-        token_ids[row, : sequence.num_tokens] = sequence.token_ids
-    return token_ids, np.broadcast_to(np.arange(longest), token_ids.shape).copy()
+def _joined(pieces: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate([*pieces, np.zeros(0, dtype)]).astype(dtype)
+
+
+def _packed(packing: Packing) -> tuple[Ids, Ids, Sequence[Ids]]:
+    """Token ids and positions as (1, tokens), and where the tokens of each sequence lie in them."""
+    return packing.token_ids[None], packing.positions[None], packing.rows
+
+
+def _padded(ids: Sequence[Ids]) -> tuple[Ids, Ids, Sequence[Ids]]:
+    """The same for (B, longest), filled up with token 0 on the right, where nothing that is scored can see it."""
+    longest = max([1, *(len(i) for i in ids)])
+    token_ids = np.zeros((max(1, len(ids)), longest), np.int64)
+    for row, sequence_ids in enumerate(ids):
+        token_ids[row, : len(sequence_ids)] = sequence_ids
+    positions = np.broadcast_to(np.arange(longest), token_ids.shape)
+    return token_ids, positions, [row * longest + np.arange(len(i)) for row, i in enumerate(ids)]

@@ -4,25 +4,30 @@ One rule: how a batch is cut into micro-batches and over ranks never changes an 
 denominators counted over the whole minibatch before any gate. A learner that is interrupted and resumed between two
 steps goes on bit for bit as if nothing had happened (same number of threads and ranks, same device).
 
-The loss is `gspo_core.objective`; this module only feeds it. It knows no queue, no version and no clock.
+The loss is `gspo_core.objective`; this module only feeds it. It knows no queue, no version and no clock. Under torchrun
+every rank builds the same learner, is given the same batches and returns the same metrics.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gspo_core import learner_state
-from gspo_core.batch import MicroBatch, TrainSequence, collate, plan_micro_batches
+from gspo_core.batch import MicroBatch, TrainSequence, deal_minibatches, split_batch
 from gspo_core.learner_config import LearnerConfig
+from gspo_core.objective import Alarm, LossStats, loss_alarms, loss_denominators, loss_metrics, policy_loss
 from gspo_core.objective_config import ObjectiveConfig
 from gspo_core.optimizer import Update, apply_update, build_adamw, learning_rate
-from gspo_core.policy_model import PolicyModel, load_model
+from gspo_core.policy_model import PolicyModel, load_policy
+from gspo_core.ranks import Ranks, whole
 from gspo_core.weights_export import export_model
 
 
@@ -36,8 +41,20 @@ class Counters:
     """Updates that changed nothing because the gradient was not finite."""
 
 
+@dataclasses.dataclass
+class _Work:
+    """A micro-batch with what was computed about it before the first update."""
+
+    micro_batch: MicroBatch
+    proximal_BT: Tensor | None = None
+    reference_BT: Tensor | None = None
+
+
 class Learner:
     """Holds a policy and its optimizer."""
+
+    alarms: list[Alarm]
+    """Of the last step: what about its loss cannot be right."""
 
     def __init__(
         self, model_dir: Path, config: LearnerConfig, objective: ObjectiveConfig, *, seed: int, device: str = "cpu"
@@ -45,87 +62,169 @@ class Learner:
         self.config = config
         self.objective = objective
         self.counters = Counters()
+        self.alarms = []
         self._model_dir = Path(model_dir)
         self._seed = seed
         self._device = torch.device(device)
-        self._dtype = _compute_dtype(config, self._device)
-        torch.manual_seed(seed)
-        model = load_model(self._model_dir, config.layout).to(self._device)
-        self._policy = PolicyModel(model, dtype=self._dtype, chunk_tokens=config.logprob_chunk_tokens)
+        self._ranks = Ranks.current()
+        torch.manual_seed(seed)  # additions of low rank start at random
+        self._policy = load_policy(self._model_dir, config, self._device, self._ranks)
+        self._reference = self._load_reference()
         self._optimizer = build_adamw(self._policy, config.optimizer)
 
     def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Train on one batch: `objective.minibatches` updates, each on its share of the sequences."""
-        raise NotImplementedError
+        if not sequences:
+            raise ValueError("a batch has at least one sequence")
+        shares = deal_minibatches(
+            len(sequences), self.objective.minibatches, seed=self._seed, step=self.counters.num_steps
+        )
+        work = [self._prepare(sequences, share) for share in shares]
+        self._score_anchors(work)
+        stats = LossStats.zero(self._device)
+        updates = []
+        for share, pieces in zip(shares, work, strict=True):
+            stats = stats + self._accumulate(sequences, share, pieces)
+            updates.append(self._update())
+        self.counters.num_steps += 1
+        stats = LossStats(self._ranks.sum(stats.sums), self._ranks.max(stats.maxima))
+        self.alarms = loss_alarms(stats, self.objective, num_updates=len(updates))
+        return loss_metrics(stats, self.objective, num_updates=len(updates)) | self._update_metrics(updates)
 
     def supervised_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """One update that makes the actions more likely; advantages and behaviour log-probs play no part."""
         num_actions = sum(s.num_actions for s in sequences)
         if not num_actions:
             raise ValueError("a supervised step needs at least one action")
-        total = 0.0
-        for micro_batch in self._micro_batches(sequences, range(len(sequences))):
+        total = torch.zeros((), device=self._device)
+        for micro_batch in self._split(sequences, range(len(sequences))):
             loss = -self._policy(micro_batch).sum() / num_actions
-            loss.backward()
-            total += float(loss.detach())
+            self._backward(loss)
+            total += loss.detach()
         update = self._update()
         self.counters.num_steps += 1
-        return {
-            "supervised/loss": total,
-            "supervised/num_actions": float(num_actions),
-            **self._update_metrics([update]),
-        }
+        metrics = {"supervised/loss": float(self._ranks.sum(total)), "supervised/num_actions": float(num_actions)}
+        return metrics | self._update_metrics([update])
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
         """Of each token given those before it, at the sequence's temperature; 0 for the first, which has none."""
-        results = [np.zeros(s.num_tokens, np.float32) for s in sequences]
-        for micro_batch in self._micro_batches(sequences, range(len(sequences)), score_all=True):
-            rows = micro_batch.table(self._policy(micro_batch)).cpu().numpy()
-            for index, row in zip(micro_batch.indices, rows, strict=True):
-                results[index][1:] = row[: sequences[index].num_tokens - 1]
-        return results
+        starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
+        flat = torch.zeros(int(starts[-1]), device=self._device)
+        for micro_batch in self._split(sequences, range(len(sequences)), score_all=True):
+            places = [np.arange(starts[index] + 1, starts[index + 1]) for index in micro_batch.indices]
+            index_N = torch.from_numpy(np.concatenate([*places, np.zeros(0, np.int64)])).to(self._device)
+            flat[index_N] = self._policy(micro_batch)
+        values = self._ranks.sum(flat).cpu().numpy()
+        return [values[start:end].copy() for start, end in pairwise(starts)]
 
     def save_weights(self, directory: Path) -> None:
         """A plain Hugging Face directory, in the dtype that this learner computes in."""
-        model = self._policy.model
-        export_model(model, model.state_dict(), Path(directory), source=self._model_dir, dtype=self._dtype)
+        tensors = self._policy.export_tensors(whole)
+        if self._ranks.is_first:
+            export_model(self._policy.model, tensors, Path(directory), source=self._model_dir, dtype=self._policy.dtype)
+        self._ranks.wait()
 
     def save_state(self, directory: Path) -> None:
-        """All that `load_state` needs to go on exactly; its files are on disk when this returns."""
-        tensors = {"random/cpu": torch.get_rng_state()}
-        for name, parameter in self._policy.named_parameters():
-            tensors[f"parameter/{name}"] = parameter
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer/{key}/{name}"] = value
-        learner_state.write_shard(Path(directory), 0, tensors)
-        learner_state.write_manifest(Path(directory), 1, {"counters": dataclasses.asdict(self.counters)})
+        """All that `load_state` needs to go on exactly; its files are on disk when this returns.
 
-    @torch.no_grad()
+        Weights that are not trained are left out: they are those of the model directory.
+        """
+        tensors = learner_state.training_tensors(self._policy, self._optimizer, self._device)
+        learner_state.write_shard(Path(directory), self._ranks.rank, tensors)
+        self._ranks.wait()
+        if self._ranks.is_first:
+            content = {"counters": dataclasses.asdict(self.counters), "model": self._policy.fingerprint}
+            learner_state.write_manifest(Path(directory), self._ranks.num_ranks, content)
+        self._ranks.wait()
+
     def load_state(self, directory: Path) -> None:
         """The inverse of `save_state`; refuses a damaged or unfitting state and then leaves this learner as it was."""
-        content, tensors = learner_state.read_state(Path(directory), 0, 1)
-        for name, parameter in self._policy.named_parameters():
-            parameter.copy_(tensors[f"parameter/{name}"])
-            moments = {k: tensors.get(f"optimizer/{k}/{name}") for k in ("step", "exp_avg", "exp_avg_sq")}
-            if moments["step"] is not None:
-                self._optimizer.state[parameter] = {k: v for k, v in moments.items() if v is not None}
-        torch.set_rng_state(tensors["random/cpu"])
+        content, tensors = learner_state.read_state(Path(directory), self._ranks.rank, self._ranks.num_ranks)
+        if content["model"] != self._policy.fingerprint:
+            raise learner_state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")
+        learner_state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
         self.counters = Counters(**content["counters"])
 
-    def _micro_batches(
+    def _load_reference(self) -> PolicyModel | None:
+        if not self.objective.kl_coef:
+            return None
+        plain = self.config.model_copy(update={"lora": None, "activation_checkpointing": False})
+        reference = load_policy(self._model_dir, plain, self._device, self._ranks)
+        return reference.requires_grad_(False)
+
+    def _split(
         self, sequences: Sequence[TrainSequence], indices: Sequence[int], *, score_all: bool = False
-    ) -> Iterator[MicroBatch]:
-        lengths = [sequences[index].num_tokens for index in indices]
-        (plan,) = plan_micro_batches(lengths, self.config.micro_batch_tokens, layout=self.config.layout)
-        for members in plan:
-            yield collate(
-                sequences,
-                [indices[member] for member in members],
-                layout=self.config.layout,
-                device=self._device,
-                score_all=score_all,
+    ) -> list[MicroBatch]:
+        return split_batch(
+            sequences,
+            indices,
+            self.config.micro_batch_tokens,
+            layout=self.config.layout,
+            score_all=score_all,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.num_ranks,
+            device=self._device,
+        )
+
+    def _prepare(self, sequences: Sequence[TrainSequence], share: Sequence[int]) -> list[_Work]:
+        """The micro-batches of one update, without the sequences that cannot act on it.
+
+        A sequence whose advantages are all 0 has no gradient, unless the reference pulls at it; it counts in the
+        denominators all the same.
+        """
+        acting = [i for i in share if self.objective.kl_coef or np.any(sequences[i].advantages)]
+        return [_Work(micro_batch) for micro_batch in self._split(sequences, acting)]
+
+    @torch.no_grad()
+    def _score_anchors(self, work: Sequence[Sequence[_Work]]) -> None:
+        """Proximal and reference log-probs, where they are needed.
+
+        The first update starts from the proximal policy itself, so its own log-probs serve.
+        """
+        for position, pieces in enumerate(work):
+            for piece in pieces:
+                table = piece.micro_batch.table
+                if position and self.objective.anchor == "proximal":
+                    piece.proximal_BT = table(self._policy(piece.micro_batch))
+                if self._reference is not None:
+                    piece.reference_BT = table(self._reference(piece.micro_batch))
+
+    def _accumulate(
+        self, sequences: Sequence[TrainSequence], share: Sequence[int], pieces: Sequence[_Work]
+    ) -> LossStats:
+        """Sum the gradients of one update up."""
+        masks = [torch.from_numpy(sequences[index].action_mask) for index in share]
+        num_sequences, num_tokens = loss_denominators(masks, [sequences[index].weight for index in share])
+        stats = LossStats.zero(self._device)
+        for piece in pieces:
+            micro_batch = piece.micro_batch
+            policy_N = self._policy(micro_batch)
+            if not len(policy_N):  # a rank without work: the others wait for its gradients
+                self._backward(policy_N.sum())
+                continue
+            loss, micro_stats = policy_loss(
+                self.objective,
+                micro_batch.table(policy_N),
+                micro_batch.action_mask_BT,
+                micro_batch.advantages,
+                proximal_logprobs_BT=piece.proximal_BT,
+                behavior_logprobs_BT=micro_batch.behavior_logprobs_BT,
+                reference_logprobs_BT=piece.reference_BT,
+                turn_ids_BT=micro_batch.turn_ids_BT,
+                staleness_BT=micro_batch.staleness_BT,
+                sequence_weights_B=micro_batch.weights_B,
+                num_sequences=num_sequences,
+                num_tokens=max(num_tokens, 1.0),
             )
+            self._backward(loss)
+            stats = stats + micro_stats
+        return stats
+
+    def _backward(self, loss: Tensor) -> None:
+        # FSDP averages gradients over ranks; ours are parts of one sum
+        scaled = loss * self._ranks.num_ranks
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def _update(self) -> Update:
         optimizer = self.config.optimizer
@@ -137,15 +236,11 @@ class Learner:
 
     def _update_metrics(self, updates: Sequence[Update]) -> dict[str, float]:
         norms = [update.grad_norm for update in updates if update.applied]
-        return {
-            "learner/grad_norm": float(np.mean(norms)) if norms else 0.0,
+        metrics = {
             "learner/lr": self._optimizer.param_groups[0]["lr"],
             "learner/num_updates": float(len(norms)),
             "learner/num_skipped_updates": float(len(updates) - len(norms)),
         }
-
-
-def _compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+        if norms:
+            metrics |= {"learner/grad_norm": float(np.mean(norms)), "learner/grad_norm_max": max(norms)}
+        return metrics

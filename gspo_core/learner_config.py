@@ -69,8 +69,10 @@ class LearnerConfig(_Config):
     """Steps of the whole job; a schedule without `decay_steps` ends there."""
     micro_batch_tokens: PositiveInt = 16_384
     """Tokens that go through the model at once. A longer sequence forms a micro-batch of its own."""
-    layout: Literal["packed", "padded"] = "packed"
-    """`packed` wastes no token; `padded` is for models whose attention cannot be replaced."""
+    layout: Literal["shared", "packed", "padded"] = "shared"
+    """How sequences lie in a micro-batch. `shared`: end to end, and what they have in common from the start (system
+    prompt, question) once; `packed`: end to end; `padded`: side by side, for models whose attention cannot be
+    replaced. All three compute the same."""
     logprob_chunk_tokens: PositiveInt = 1_024
     """Rows of the head's output that exist at once."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -1,7 +1,7 @@
 """Tensors and counters of a learner on disk: safetensors beside a JSON manifest with the sha256 of every file.
 
 One rule: what is loaded is what was saved, bit for bit, or nothing at all. The manifest is written last, so a directory
-without one is no state; a directory is written once. Nothing is pickled. What the tensors mean is not known here.
+without one is no state; a directory is written once. Nothing is pickled. It neither names nor collects checkpoints.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+
+from gspo_core.ranks import local, spread_like
 
 MANIFEST = "learner.json"
 FORMAT = 1
+# What AdamW remembers of each parameter.
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class InvalidState(ValueError):
@@ -27,6 +32,53 @@ class InvalidState(ValueError):
 
 def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
+    """This rank's trained parameters, their moments and the random state."""
+    tensors = {"random/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["random/cuda"] = torch.cuda.get_rng_state(device)
+    for name, parameter in _trained(model):
+        tensors[f"parameter/{name}"] = local(parameter.detach())
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer/{key}/{name}"] = local(value)
+    return tensors
+
+
+@torch.no_grad()
+def restore_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, tensors: Mapping[str, Tensor]
+) -> None:
+    """The inverse of `training_tensors`; checks that everything fits before it changes anything."""
+    _check_fit(model, tensors)
+    optimizer.state.clear()
+    for name, parameter in _trained(model):
+        local(parameter).copy_(tensors[f"parameter/{name}"])
+        found = {key: tensors.get(f"optimizer/{key}/{name}") for key in MOMENTS}
+        moments = {key: value for key, value in found.items() if value is not None}
+        if moments:
+            optimizer.state[parameter] = {
+                key: value if key == "step" else spread_like(value.to(device), parameter)
+                for key, value in moments.items()
+            }
+    torch.set_rng_state(tensors["random/cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["random/cuda"], device)
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    expected = {f"parameter/{name}": local(parameter).shape for name, parameter in _trained(model)}
+    found = {name: value.shape for name, value in tensors.items() if name.startswith("parameter/")}
+    if expected != found:
+        differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise InvalidState(
+            f"the state does not fit this learner: {len(differing)} parameters differ, the first is {differing[0]}"
+        )
 
 
 def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:

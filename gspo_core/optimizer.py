@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from gspo_core.learner_config import OptimizerConfig
+from gspo_core.ranks import whole
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -> float:
@@ -55,10 +55,13 @@ class Update:
 
 def apply_update(optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float | None) -> Update:
     """One update with the gradients that have been summed up, which are cleared in any case."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    total = _full(norm)
-    update = Update(grad_norm=float(total))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if parameter.grad is None:  # no gradient is a gradient of 0: the moments go on falling
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in parameters]
+    norm = whole(torch.nn.utils.get_total_norm(gradients))
+    update = Update(grad_norm=float(norm))
     if update.applied:
         if max_grad_norm is not None and update.grad_norm > max_grad_norm:
             torch._foreach_mul_(gradients, max_grad_norm / update.grad_norm)
@@ -67,10 +70,3 @@ def apply_update(optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: flo
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return update
-
-
-def _full(value: Tensor) -> Tensor:
-    if isinstance(value, DTensor):
-        full: Tensor = value.full_tensor()
-        return full
-    return value

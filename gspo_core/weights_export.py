@@ -21,13 +21,11 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 
 
 def export_model(
-    model: Any, state_dict: Mapping[str, Tensor], directory: Path, *, source: Path, dtype: torch.dtype
+    model: Any, tensors: Mapping[str, Tensor], directory: Path, *, source: Path, dtype: torch.dtype
 ) -> None:
-    """Write `state_dict` (of `model`, whole tensors) in `dtype` and the small files of `source` into `directory`."""
+    """Write `tensors` (those of `model`, whole, in `dtype`) and the small files of `source` into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    copies: dict[int, Tensor] = {}  # tensors that share memory go on sharing it, so that tied weights are seen as such
-    cast = {name: copies.setdefault(tensor.data_ptr(), tensor.to("cpu", dtype)) for name, tensor in state_dict.items()}
-    model.save_pretrained(directory, state_dict=cast)
+    model.save_pretrained(directory, state_dict=dict(tensors))
     for path in source.iterdir():
         if path.is_file() and path.suffix in _COPIED and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, directory / path.name)
