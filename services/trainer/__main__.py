@@ -26,7 +26,7 @@ from services.trainer.engines import Engines
 from services.trainer.intake import Intake
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
-from services.trainer.worker import RunParts, TrainerWorker
+from services.trainer.worker import TrainerWorker
 from services.weights import WeightStore
 
 
@@ -40,7 +40,7 @@ async def main(stop: asyncio.Event) -> None:
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
         await bus.load_functions()
 
-        def make_run(claim: Claim, spec: JobSpec) -> RunParts:
+        def make_run(claim: Claim, spec: JobSpec) -> JobRun:
             job_dir = settings.data_dir / "jobs" / claim.job_id
             job_dir.mkdir(parents=True, exist_ok=True)
             weights = WeightStore(job_dir)
@@ -64,8 +64,7 @@ async def main(stop: asyncio.Event) -> None:
                 checkpoints=CheckpointStore(job_dir),
                 metrics_path=job_dir / "metrics.jsonl",
             )
-            run = JobRun(claim, spec, services, lambda: make_learner(spec))
-            return run, [engines.run(), intake.run()]
+            return JobRun(claim, spec, services, lambda: make_learner(spec))
 
         await TrainerWorker(store, f"trainer-{socket.gethostname()}-{os.getpid()}", make_run).run(stop)
 

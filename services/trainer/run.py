@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_core.advantage import judge_group
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position, groups_admissible, token_staleness
@@ -35,6 +36,7 @@ from services.trainer.engines import Engines
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
 from services.trainer.lineage import Lineage
+from services.trainer.race import first_to_end
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
 from services.trainer.status import JobStatusBoard
 from services.trainer.tasks import TaskSchedule
@@ -77,6 +79,12 @@ class JobRun:
 
     async def run(self) -> None:
         """Returns when the last step is trained, published and evaluated."""
+        try:
+            await first_to_end(self._train(), self._services.engines.run(), self._services.intake.run())
+        finally:
+            await self._services.engines.release()
+
+    async def _train(self) -> None:
         services, spec, status = self._services, self._spec, self._services.status
         await status.begin()
         await status.explain("loading_model", f"loading {spec.model}")
@@ -130,8 +138,8 @@ class JobRun:
         started = clock()
         groups = await self._take_groups(schedule)
         taken = clock()
-        sequences = train_sequences(groups, self._staleness_of, self._spec.objective.advantage)
-        metrics = group_metrics(groups) | staleness_metrics(sequences)
+        sequences, metrics = train_sequences(groups, self._staleness_of, self._spec.objective.advantage)
+        metrics |= group_metrics(groups) | staleness_metrics(sequences)
         metrics |= await asyncio.to_thread(learner.step, sequences)
         trained = clock()
         self._lineage.step += 1
@@ -187,6 +195,8 @@ class JobRun:
         rollout, rewards = self._spec.rollout, [reward for reward in group.rewards if reward is not None]
         if not rewards or (rollout.on_partial_group != "all" and len(rewards) < rollout.min_group_size):
             return "dropped_partial"
+        if judge_group(group.rewards, self._spec.objective.advantage).dropped:
+            return "dropped_zero_variance"
         if rollout.on_stale == "drop":
             versions = [version for trajectory in group for version in trajectory.versions]
             if self._staleness_of(np.array(versions, dtype=np.int32)).max(initial=0) > rollout.staleness_cap:

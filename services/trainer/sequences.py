@@ -12,43 +12,66 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.advantage import group_advantages
+from gspo_core.advantage import batch_advantages, branch_weights, token_advantages, turn_advantages
 from gspo_core.batch import TrainSequence
 from gspo_core.objective_config import AdvantageConfig
-from gspo_core.types import Branch, Group, Trajectory
+from gspo_core.types import Group, Trajectory
 
 # The staleness in steps of tokens, given their versions.
 StalenessOf = Callable[[NDArray[np.int32]], NDArray[np.int32]]
 
 
 def train_sequences(
-    groups: Sequence[Group], staleness_of: StalenessOf, advantage: AdvantageConfig
-) -> list[TrainSequence]:
-    """One per branch of every episode that has a reward; branches of an episode share a weight of 1."""
+    groups: Sequence[Group], staleness_of: StalenessOf, config: AdvantageConfig
+) -> tuple[list[TrainSequence], dict[str, float]]:
+    """One per branch of every episode that has a reward, and how many groups were of which kind."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    rewards = [trajectory.reward for trajectory in trajectories]
+    batch = batch_advantages(rewards, [trajectory.key.group for trajectory in trajectories], config)
+    by_turn = _advantages_by_turn(groups, config) if config.turn_reward_weight else None
     sequences: list[TrainSequence] = []
-    for group in groups:
-        for trajectory, value in zip(group, group_advantages(group.rewards, advantage), strict=True):
-            if trajectory.reward is not None:
-                sequences += _episode_sequences(trajectory, value, staleness_of)
-    return sequences
+    for place, trajectory in enumerate(trajectories):
+        if batch.kept[place]:
+            turns = by_turn[place] if by_turn else [batch.advantages[place]] * trajectory.num_turns
+            sequences += _episode_sequences(trajectory, turns, staleness_of)
+    return sequences, batch.metrics()
 
 
-def _episode_sequences(trajectory: Trajectory, advantage: float, staleness_of: StalenessOf) -> list[TrainSequence]:
+def _advantages_by_turn(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float]]:
+    """For each episode of the batch in order, an advantage for each of its turns."""
+    return [
+        advantages
+        for group in groups
+        for advantages in turn_advantages(group.rewards, [_turn_rewards(one) for one in group], config)
+    ]
+
+
+def _turn_rewards(trajectory: Trajectory) -> list[float | None]:
+    rewards: list[float | None] = [None] * trajectory.num_turns
+    for segment in trajectory.segments:
+        if segment.turn_reward is not None:
+            rewards[segment.turn] = (rewards[segment.turn] or 0.0) + segment.turn_reward
+    return rewards
+
+
+def _episode_sequences(
+    trajectory: Trajectory, advantages: Sequence[float], staleness_of: StalenessOf
+) -> list[TrainSequence]:
     branches = trajectory.branches
-    return [_branch_sequence(branch, advantage, 1 / len(branches), staleness_of) for branch in branches]
-
-
-def _branch_sequence(branch: Branch, advantage: float, weight: float, staleness_of: StalenessOf) -> TrainSequence:
-    return TrainSequence(
-        token_ids=branch.token_ids,
-        action_mask=branch.action_mask,
-        behavior_logprobs=branch.behavior_logprobs,
-        turn_ids=branch.turn_ids,
-        staleness=staleness_of(branch.versions),
-        advantages=advantage,
-        weight=weight,
-        temperature=branch.segments[0].temperature,
-    )
+    weights = branch_weights([branch.num_actions for branch in branches]) if branches else []
+    return [
+        TrainSequence(
+            token_ids=branch.token_ids,
+            action_mask=branch.action_mask,
+            behavior_logprobs=branch.behavior_logprobs,
+            turn_ids=branch.turn_ids,
+            staleness=staleness_of(branch.versions),
+            advantages=token_advantages(advantages, branch.turn_ids, branch.action_mask),
+            weight=weight,
+            temperature=branch.segments[0].temperature,
+        )
+        for branch, weight in zip(branches, weights, strict=True)
+    ]
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -56,14 +79,11 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     trajectories = [trajectory for group in groups for trajectory in group]
     rewards = np.array([t.reward for t in trajectories if t.reward is not None])
     stops = Counter(t.outcome.stop_reason.value for t in trajectories)
-    spread = [set(group.rewards) - {None} for group in groups]
     metrics = {
         "episodes/count": len(trajectories),
         "episodes/mixed_versions_share": _mean([len(t.versions) > 1 for t in trajectories]),
         "episodes/turns_mean": _mean([t.num_turns for t in trajectories]),
         "episodes/actions_mean": _mean([t.num_actions for t in trajectories]),
-        "groups/complete": sum(len(group.trajectories) == group.size for group in groups),
-        "groups/zero_variance": sum(len(rewards) <= 1 for rewards in spread),
     }
     if rewards.size:
         metrics |= {

@@ -6,21 +6,19 @@ Rule: a job that was claimed reaches a terminal state, or its claim lapses and a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from gspo_core.spec import JobSpec
 from services.bus import Fenced
 from services.store import Claim, StatusReason, Store
 from services.telemetry import get_logger
+from services.trainer.race import first_to_end
 from services.trainer.run import JobRun
 
 IDLE_POLL_S = 0.3
 BEAT_S = 2.0
 
-# One job: its step loop, and the coroutines that run beside it.
-RunParts = tuple[JobRun, list[Coroutine[Any, Any, None]]]
-MakeRun = Callable[[Claim, JobSpec], RunParts]
+MakeRun = Callable[[Claim, JobSpec], JobRun]
 
 
 class Cancelled(Exception):
@@ -68,8 +66,8 @@ class TrainerWorker:
 
     async def _run_job(self, claim: Claim, stop: asyncio.Event) -> None:
         job = await self._store.get_job(claim.job_id)
-        run, beside = self._make_run(claim, JobSpec.model_validate_json(job.spec))
-        await first_to_end(run.run(), *beside, self._beat(claim), self._watch_for_the_end(claim, stop))
+        run = self._make_run(claim, JobSpec.model_validate_json(job.spec))
+        await first_to_end(run.run(), self._beat(claim), self._watch_for_the_end(claim, stop))
 
     async def _beat(self, claim: Claim) -> None:
         while True:
@@ -82,20 +80,6 @@ class TrainerWorker:
                 raise Cancelled
             await _sleep_unless(stop, IDLE_POLL_S)
         raise Stopped
-
-
-async def first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until the first one returns or raises; its result counts, the others are cancelled and awaited."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task in done:
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _sleep_unless(stop: asyncio.Event, seconds: float) -> None:
