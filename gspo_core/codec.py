@@ -24,7 +24,7 @@ The decoded arrays are read-only views of the given bytes; the order keeps them 
 from __future__ import annotations
 
 import struct
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -41,11 +41,12 @@ MAX_SEGMENT_BYTES: Final = 4 * 2**20
 _MAGIC = b"GSEG"
 _PREFIX = struct.Struct("<4sII")
 _COUNTS = struct.Struct("<IIId")
-_HEADER_BYTES = _PREFIX.size + _COUNTS.size
+_HEADER = struct.Struct("<4sIIIIId")
+_HEADER_BYTES = _HEADER.size
 _CHECKED_FROM = _PREFIX.size
 _BYTES_PER_TOKEN = 4 + 4 + 1
 _ALIGNMENT = 8
-_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
+_I4, _F4, _U1, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1"), np.dtype("?")
 # Two machines may add the same float64 numbers in another order; 2**17 roundings are far below this.
 _SUM_TOLERANCE = 1e-10
 
@@ -142,19 +143,16 @@ def decode(data: bytes) -> Segment:
     meta_end = _HEADER_BYTES + meta_length
     meta = _checked_meta(data, meta_end)
     start = meta_end + -meta_end % _ALIGNMENT
-    mask_bytes = np.frombuffer(data, np.uint8, num_tokens, start + 8 * num_tokens)
-    if num_tokens and mask_bytes.max() > 1:
+    token_ids = np.frombuffer(data, _I4, num_tokens, start)
+    logprobs = np.frombuffer(data, _F4, num_tokens, start + 4 * num_tokens)
+    mask_bytes = np.frombuffer(data, _U1, num_tokens, start + 8 * num_tokens)
+    if num_tokens and np.maximum.reduce(mask_bytes) > 1:
         raise InvalidSegment("the action mask holds something else than 0 and 1")
-    segment = _build(
-        meta,
-        token_ids=np.frombuffer(data, _I4, num_tokens, start),
-        behavior_logprobs=np.frombuffer(data, _F4, num_tokens, start + 4 * num_tokens),
-        action_mask=mask_bytes.view(np.bool_),
-    )
+    segment = _build(meta, token_ids, mask_bytes.view(_BOOL), logprobs)
     if segment.num_actions != num_actions:
         raise IntegrityMismatch(f"{segment.key}: {segment.num_actions} actions, the header says {num_actions}")
     # Written so that a NaN in the header fails too.
-    if not abs(segment.logprob_sum - logprob_sum) <= _SUM_TOLERANCE * max(1.0, abs(segment.logprob_sum)):
+    if not abs(segment.logprob_sum - logprob_sum) <= _SUM_TOLERANCE * (1.0 + abs(segment.logprob_sum)):
         raise IntegrityMismatch(f"{segment.key}: log-probs sum to {segment.logprob_sum}, the header says {logprob_sum}")
     return segment
 
@@ -177,18 +175,11 @@ def _meta_bytes(segment: Segment) -> bytes:
 def _checked_header(data: bytes) -> tuple[int, int, int, float]:
     """Length of meta, number of tokens, number of actions and sum, after everything that needs no parsing."""
     size = len(data)
-    if size > MAX_SEGMENT_BYTES:
-        raise OversizedSegment(f"{size} bytes, at most {MAX_SEGMENT_BYTES}")
-    if data[:4] != _MAGIC[:size]:
-        raise BadMagic(f"a segment starts with {_MAGIC!r}, not {bytes(data[:4])!r}")
-    if size < _PREFIX.size:
-        raise TruncatedSegment(f"{size} bytes, a header has {_HEADER_BYTES}")
-    _, schema, crc = _PREFIX.unpack_from(data)
+    if size < _HEADER_BYTES or data[:4] != _MAGIC or size > MAX_SEGMENT_BYTES:
+        raise _refuse_start(data)
+    _, schema, crc, meta_length, num_tokens, num_actions, logprob_sum = _HEADER.unpack_from(data)
     if schema != SCHEMA:
         raise UnknownSchema(f"schema {schema}; this release reads schema {SCHEMA}")
-    if size < _HEADER_BYTES:
-        raise TruncatedSegment(f"{size} bytes, a header has {_HEADER_BYTES}")
-    meta_length, num_tokens, num_actions, logprob_sum = _COUNTS.unpack_from(data, _PREFIX.size)
     meta_end = _HEADER_BYTES + meta_length
     promised = meta_end + -meta_end % _ALIGNMENT + _BYTES_PER_TOKEN * num_tokens
     if size < promised:
@@ -202,8 +193,21 @@ def _checked_header(data: bytes) -> tuple[int, int, int, float]:
     return meta_length, num_tokens, num_actions, logprob_sum
 
 
+def _refuse_start(data: bytes) -> SegmentRejected:
+    """Why bytes are no candidate: far too many, not ours, of another release, or not even a header."""
+    size = len(data)
+    if size > MAX_SEGMENT_BYTES:
+        return OversizedSegment(f"{size} bytes, at most {MAX_SEGMENT_BYTES}")
+    if data[:4] != _MAGIC[:size]:
+        return BadMagic(f"a segment starts with {_MAGIC!r}, not {data[:4]!r}")
+    if size >= _PREFIX.size and (schema := _PREFIX.unpack_from(data)[1]) != SCHEMA:
+        return UnknownSchema(f"schema {schema}; this release reads schema {SCHEMA}")
+    return TruncatedSegment(f"{size} bytes, a header has {_HEADER_BYTES}")
+
+
 def _checked_meta(data: bytes, end: int) -> _Meta:
-    if any(data[end : end + -end % _ALIGNMENT]):
+    padding = -end % _ALIGNMENT
+    if data[end : end + padding] != bytes(padding):
         raise MalformedMeta("the bytes between the meta block and the arrays are not zero")
     try:
         return _decode_meta(data[_HEADER_BYTES:end])
@@ -212,7 +216,9 @@ def _checked_meta(data: bytes, end: int) -> _Meta:
         raise MalformedMeta(f"the meta block cannot be read: {error}") from error
 
 
-def _build(meta: _Meta, **arrays: NDArray[Any]) -> Segment:
+def _build(
+    meta: _Meta, token_ids: NDArray[np.int32], action_mask: NDArray[np.bool_], behavior_logprobs: NDArray[np.float32]
+) -> Segment:
     try:
         key = EpisodeKey(meta.job, meta.group, meta.member)
         outcome = None if meta.outcome is None else Outcome(*msgspec.structs.astuple(meta.outcome))
@@ -221,19 +227,23 @@ def _build(meta: _Meta, **arrays: NDArray[Any]) -> Segment:
     except InvalidValue as error:
         raise MalformedMeta(str(error)) from error
     try:
-        return Segment(
-            key=key,
-            attempt=meta.attempt,
-            branch=meta.branch,
-            index=meta.index,
-            turn=meta.turn,
-            version=meta.version,
-            temperature=meta.temperature,
-            engine_id=meta.engine_id,
-            cache_mode=meta.cache_mode,
-            turn_reward=meta.turn_reward,
-            outcome=outcome,
-            **arrays,
+        return Segment.of_exact(
+            {
+                "key": key,
+                "attempt": meta.attempt,
+                "branch": meta.branch,
+                "index": meta.index,
+                "turn": meta.turn,
+                "version": meta.version,
+                "temperature": meta.temperature,
+                "engine_id": meta.engine_id,
+                "token_ids": token_ids,
+                "action_mask": action_mask,
+                "behavior_logprobs": behavior_logprobs,
+                "cache_mode": meta.cache_mode,
+                "turn_reward": meta.turn_reward,
+                "outcome": outcome,
+            }
         )
     except NonFiniteValue as error:
         raise NonFiniteSegment(f"{key}: {error}") from error

@@ -165,43 +165,49 @@ class Segment:
     """Sum of the behaviour log-probs in float64."""
 
     def __post_init__(self) -> None:
-        self._check_scalars()
-        token_ids = _frozen_array(self.token_ids, "int32", "token_ids")
-        action_mask = _frozen_array(self.action_mask, "bool", "action_mask")
-        behavior_logprobs = _frozen_array(self.behavior_logprobs, "float32", "behavior_logprobs")
-        if not len(token_ids) == len(action_mask) == len(behavior_logprobs):
-            raise InvalidValue(
-                f"{len(token_ids)} tokens, {len(action_mask)} mask entries, {len(behavior_logprobs)} log-probs"
-            )
-        if not len(token_ids) and self.outcome is None:
-            raise InvalidValue("a segment without tokens must carry the outcome")
-        if len(token_ids) and token_ids.min() < 0:
-            raise InvalidValue("token ids are not negative")
-        num_actions, logprob_sum = _checked_sums(action_mask, behavior_logprobs)
-        # One update instead of five assignments: segments are built by the ten thousand.
         vars(self).update(
-            token_ids=token_ids,
-            action_mask=action_mask,
-            behavior_logprobs=behavior_logprobs,
-            num_actions=num_actions,
-            logprob_sum=logprob_sum,
+            temperature=_number("temperature", self.temperature),
+            token_ids=_frozen_array(self.token_ids, "int32", "token_ids"),
+            action_mask=_frozen_array(self.action_mask, "bool", "action_mask"),
+            behavior_logprobs=_frozen_array(self.behavior_logprobs, "float32", "behavior_logprobs"),
+            cache_mode=_member(CacheMode, self.cache_mode),
+            turn_reward=None if self.turn_reward is None else _number("turn_reward", self.turn_reward),
         )
+        self._check()
 
-    def _check_scalars(self) -> None:
+    @classmethod
+    def of_exact(cls, fields: dict[str, Any]) -> Self:
+        """A segment of values, one for each field, that have exactly the types of the fields, arrays read-only.
+
+        Decoders have such values. Nothing is converted, which is faster; every invariant is checked all the same.
+        """
+        segment = object.__new__(cls)
+        vars(segment).update(fields)
+        segment._check()
+        return segment
+
+    def _check(self) -> None:
+        """Check every invariant and derive the two sums."""
         for count in (self.attempt, self.branch, self.index, self.turn, self.version):
             if type(count) is not int or not 0 <= count <= MAX_COUNT:
                 for name in ("attempt", "branch", "index", "turn", "version"):
                     _check_count(name, getattr(self, name))
         if type(self.engine_id) is not str:
             raise InvalidValue(f"engine_id is a string, not {self.engine_id!r}")
-        if type(self.temperature) is not float or not 0 < self.temperature < math.inf:
-            object.__setattr__(self, "temperature", _finite("temperature", self.temperature))
-            if self.temperature <= 0:
-                raise InvalidValue(f"the sampling temperature is positive, not {self.temperature}")
-        if type(self.cache_mode) is not CacheMode:
-            object.__setattr__(self, "cache_mode", _member(CacheMode, self.cache_mode))
-        if self.turn_reward is not None:
-            object.__setattr__(self, "turn_reward", _finite("turn_reward", self.turn_reward))
+        if not 0 < self.temperature < math.inf:
+            kind = InvalidValue if math.isfinite(self.temperature) else NonFiniteValue
+            raise kind(f"the sampling temperature is positive and finite, not {self.temperature}")
+        if self.turn_reward is not None and not math.isfinite(self.turn_reward):
+            raise NonFiniteValue(f"turn_reward is not a finite number: {self.turn_reward}")
+        num_tokens = len(self.token_ids)
+        if not num_tokens == len(self.action_mask) == len(self.behavior_logprobs):
+            raise InvalidValue(
+                f"{num_tokens} tokens, {len(self.action_mask)} mask entries, {len(self.behavior_logprobs)} log-probs"
+            )
+        if not num_tokens and self.outcome is None:
+            raise InvalidValue("a segment without tokens must carry the outcome")
+        num_actions, logprob_sum = _checked_sums(self.token_ids, self.action_mask, self.behavior_logprobs)
+        vars(self).update(num_actions=num_actions, logprob_sum=logprob_sum)
 
     @property
     def num_tokens(self) -> int:
@@ -424,12 +430,16 @@ def _check_count(name: str, value: int, maximum: int = MAX_COUNT) -> None:
         raise InvalidValue(f"{name} is an int from 0 to {maximum}, not {value!r}")
 
 
-def _finite(name: str, value: float) -> float:
+def _number(name: str, value: float) -> float:
     """``value`` as a plain float, so that numpy scalars and integers mean the same everywhere."""
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidValue(f"{name} is not a number: {value!r}") from error
+
+
+def _finite(name: str, value: float) -> float:
+    number = _number(name, value)
     if not math.isfinite(number):
         raise NonFiniteValue(f"{name} is not a finite number: {value}")
     return number
@@ -456,14 +466,13 @@ def _frozen_array(values: Sequence[Any] | NDArray[Any], dtype: str, name: str) -
     given = np.asarray(values)
     if given.ndim != 1:
         raise InvalidValue(f"{name} has one dimension, not {given.ndim}")
-    flags = given.flags
-    if given.dtype == _dtype(dtype) and flags.c_contiguous and not flags.writeable:
-        return given
-    if given.size and given.dtype != dtype:
-        _check_convertible(given, dtype, name)
-    # Values beyond float32 become infinite here and are refused as such, without a warning.
-    with np.errstate(over="ignore", invalid="ignore"):
-        array = given.astype(dtype, order="C")
+    if given.dtype == _dtype(dtype):
+        flags = given.flags
+        if flags.c_contiguous and not flags.writeable:
+            return given
+        array = given.copy()
+    else:
+        array = _converted(given, dtype, name)
     array.flags.writeable = False
     return array
 
@@ -475,30 +484,39 @@ def _dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def _check_convertible(given: NDArray[Any], dtype: str, name: str) -> None:
+def _converted(given: NDArray[Any], dtype: str, name: str) -> NDArray[Any]:
     import numpy as np
 
-    if given.dtype.kind not in {"int32": "iu", "bool": "iuf", "float32": "fiu"}[dtype]:
-        raise InvalidValue(f"{name} cannot be made {dtype} from {given.dtype}")
-    if dtype == "int32" and (given.max() > 2**31 - 1 or given.min() < -(2**31)):
-        raise InvalidValue(f"{name} does not fit into 32 bits")
-    if dtype == "bool" and not np.isin(given, (0, 1)).all():
-        raise InvalidValue(f"{name} holds something else than 0 and 1")
+    if given.size:
+        if given.dtype.kind not in {"int32": "iu", "bool": "iuf", "float32": "fiu"}[dtype]:
+            raise InvalidValue(f"{name} cannot be made {dtype} from {given.dtype}")
+        if dtype == "int32" and (given.max() > 2**31 - 1 or given.min() < -(2**31)):
+            raise InvalidValue(f"{name} does not fit into 32 bits")
+        if dtype == "bool" and not np.isin(given, (0, 1)).all():
+            raise InvalidValue(f"{name} holds something else than 0 and 1")
+    # Values beyond float32 become infinite here and are refused as such, without a warning.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return given.astype(dtype, order="C")
 
 
-def _checked_sums(action_mask: NDArray[np.bool_], behavior_logprobs: NDArray[np.float32]) -> tuple[int, float]:
-    """The number of actions and the sum of their log-probs, after checking both arrays against each other."""
+def _checked_sums(
+    token_ids: NDArray[np.int32], action_mask: NDArray[np.bool_], behavior_logprobs: NDArray[np.float32]
+) -> tuple[int, float]:
+    """The number of actions and the sum of their log-probs, after checking the arrays against each other."""
     import numpy as np
 
-    if not behavior_logprobs.size:
+    if not token_ids.size:
         return 0, 0.0
+    # Reductions are called on the ufuncs: each array method costs a Python frame more, and this is the hot path.
+    if np.minimum.reduce(token_ids) < 0:
+        raise InvalidValue("token ids are not negative")
     # The maximum is NaN if there is one, and then no comparison holds; what is left for the sum to find is -inf.
     # In this order no bit pattern makes numpy warn.
-    largest = float(behavior_logprobs.max())
+    largest = float(np.maximum.reduce(behavior_logprobs))
     if not largest <= MAX_LOGPROB:
         kind = InvalidValue if math.isfinite(largest) else NonFiniteValue
         raise kind(f"behaviour log-probs are finite and not positive; the largest is {largest}")
-    logprob_sum = float(behavior_logprobs.sum(dtype=np.float64))
+    logprob_sum = float(np.add.reduce(behavior_logprobs, dtype=np.float64))
     if not math.isfinite(logprob_sum):
         raise NonFiniteValue("a behaviour log-prob is infinite")
     if np.count_nonzero((behavior_logprobs != 0) > action_mask):
