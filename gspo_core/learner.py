@@ -10,6 +10,7 @@ every rank builds the same learner, is given the same batches and returns the sa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,12 +24,13 @@ from torch import Tensor
 from gspo_core import learner_state
 from gspo_core.batch import MicroBatch, TrainSequence, deal_minibatches, split_batch
 from gspo_core.learner_config import LearnerConfig
+from gspo_core.model_directory import export_model, fingerprint
 from gspo_core.objective import Alarm, LossStats, loss_alarms, loss_denominators, loss_metrics, policy_loss
 from gspo_core.objective_config import ObjectiveConfig
 from gspo_core.optimizer import Update, apply_update, build_adamw, learning_rate
 from gspo_core.policy_model import PolicyModel, load_policy
 from gspo_core.ranks import Ranks, whole
-from gspo_core.weights_export import export_model
+from gspo_core.routing import Routes, RoutingReplay
 
 
 @dataclasses.dataclass
@@ -48,6 +50,7 @@ class _Work:
     micro_batch: MicroBatch
     proximal_BT: Tensor | None = None
     reference_BT: Tensor | None = None
+    routes: Routes | None = None
 
 
 class Learner:
@@ -70,6 +73,7 @@ class Learner:
         torch.manual_seed(seed)  # additions of low rank start at random
         self._policy = load_policy(self._model_dir, config, self._device, self._ranks)
         self._reference = self._load_reference()
+        self._routing = RoutingReplay(self._policy) if config.routing_replay else None
         self._optimizer = build_adamw(self._policy, config.optimizer)
 
     def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -134,14 +138,14 @@ class Learner:
         learner_state.write_shard(Path(directory), self._ranks.rank, tensors)
         self._ranks.wait()
         if self._ranks.is_first:
-            content = {"counters": dataclasses.asdict(self.counters), "model": self._policy.fingerprint}
+            content = {"counters": dataclasses.asdict(self.counters), "model": fingerprint(self._model_dir)}
             learner_state.write_manifest(Path(directory), self._ranks.num_ranks, content)
         self._ranks.wait()
 
     def load_state(self, directory: Path) -> None:
         """The inverse of `save_state`; refuses a damaged or unfitting state and then leaves this learner as it was."""
         content, tensors = learner_state.read_state(Path(directory), self._ranks.rank, self._ranks.num_ranks)
-        if content["model"] != self._policy.fingerprint:
+        if content["model"] != fingerprint(self._model_dir):
             raise learner_state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")
         learner_state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
         self.counters = Counters(**content["counters"])
@@ -186,7 +190,8 @@ class Learner:
             for piece in pieces:
                 table = piece.micro_batch.table
                 if position and self.objective.anchor == "proximal":
-                    piece.proximal_BT = table(self._policy(piece.micro_batch))
+                    with contextlib.nullcontext() if self._routing is None else self._routing.record() as piece.routes:
+                        piece.proximal_BT = table(self._policy(piece.micro_batch))
                 if self._reference is not None:
                     piece.reference_BT = table(self._reference(piece.micro_batch))
 
@@ -198,28 +203,34 @@ class Learner:
         num_sequences, num_tokens = loss_denominators(masks, [sequences[index].weight for index in share])
         stats = LossStats.zero(self._device)
         for piece in pieces:
-            micro_batch = piece.micro_batch
-            policy_N = self._policy(micro_batch)
-            if not len(policy_N):  # a rank without work: the others wait for its gradients
-                self._backward(policy_N.sum())
-                continue
-            loss, micro_stats = policy_loss(
-                self.objective,
-                micro_batch.table(policy_N),
-                micro_batch.action_mask_BT,
-                micro_batch.advantages,
-                proximal_logprobs_BT=piece.proximal_BT,
-                behavior_logprobs_BT=micro_batch.behavior_logprobs_BT,
-                reference_logprobs_BT=piece.reference_BT,
-                turn_ids_BT=micro_batch.turn_ids_BT,
-                staleness_BT=micro_batch.staleness_BT,
-                sequence_weights_B=micro_batch.weights_B,
-                num_sequences=num_sequences,
-                num_tokens=max(num_tokens, 1.0),
-            )
-            self._backward(loss)
+            replaying: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self._routing is not None and piece.routes is not None:
+                replaying = self._routing.replay(piece.routes)
+            with replaying:  # around the backward pass too: checkpointing repeats the forward pass there
+                loss, micro_stats = self._loss(piece, num_sequences, num_tokens)
+                self._backward(loss)
             stats = stats + micro_stats
         return stats
+
+    def _loss(self, piece: _Work, num_sequences: float, num_tokens: float) -> tuple[Tensor, LossStats]:
+        micro_batch = piece.micro_batch
+        policy_N = self._policy(micro_batch)
+        if not len(policy_N):  # a rank without work, for whose gradients the others wait
+            return policy_N.sum(), LossStats.zero(self._device)
+        return policy_loss(
+            self.objective,
+            micro_batch.table(policy_N),
+            micro_batch.action_mask_BT,
+            micro_batch.advantages,
+            proximal_logprobs_BT=piece.proximal_BT,
+            behavior_logprobs_BT=micro_batch.behavior_logprobs_BT,
+            reference_logprobs_BT=piece.reference_BT,
+            turn_ids_BT=micro_batch.turn_ids_BT,
+            staleness_BT=micro_batch.staleness_BT,
+            sequence_weights_B=micro_batch.weights_B,
+            num_sequences=num_sequences,
+            num_tokens=num_tokens,
+        )
 
     def _backward(self, loss: Tensor) -> None:
         # FSDP averages gradients over ranks; ours are parts of one sum

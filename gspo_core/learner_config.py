@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from gspo_core.documented import Documented
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class OptimizerConfig(_Config):
+class OptimizerConfig(Documented):
     """AdamW, its learning-rate schedule and the clipping of the gradient."""
 
     lr: PositiveFloat = 1e-6
@@ -50,7 +48,7 @@ class OptimizerConfig(_Config):
         return self
 
 
-class LoraConfig(_Config):
+class LoraConfig(Documented):
     """Train low-rank additions to the linear layers instead of the weights (needs the `lora` extra)."""
 
     rank: PositiveInt = 16
@@ -61,10 +59,10 @@ class LoraConfig(_Config):
     """Names of the layers that get an addition; `all-linear` is every linear layer except the head."""
 
 
-class LearnerConfig(_Config):
+class LearnerConfig(Documented):
     """How a batch becomes updates on this machine. Nothing here changes the loss."""
 
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     total_steps: PositiveInt | None = None
     """Steps of the whole job; a schedule without `decay_steps` ends there."""
     micro_batch_tokens: PositiveInt = 16_384

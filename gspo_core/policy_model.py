@@ -1,43 +1,39 @@
 """A Hugging Face causal language model as a function from a micro-batch to the log-probs of its scored tokens.
 
-One rule: what it computes equals the model's own forward pass; a model whose head does more than a matrix product is
-found when it is loaded and refused. Weights are read from safetensors only and no code from the model's directory is
-run. It neither trains nor saves.
+One rule: what it computes equals the model's own forward pass; a model for which it does not is found when it is
+loaded, and refused. It neither trains nor reads or writes files.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 
-from gspo_core.attention import PACKED
-from gspo_core.batch import Layout, MicroBatch
+from gspo_core.batch import Layout, MicroBatch, TrainSequence, collate
 from gspo_core.learner_config import LearnerConfig
 from gspo_core.logprobs import chosen_logprobs
+from gspo_core.low_rank import add_low_rank, merged
+from gspo_core.model_directory import UnsupportedModel, load_model
 from gspo_core.ranks import Ranks
 
-
-class UnsupportedModel(ValueError):
-    """The model cannot be trained by this learner."""
+# Of log-probs in float32 by two paths; a wrong scale or a leak between sequences is orders of magnitude larger.
+MAX_FORWARD_DIFFERENCE = 1e-3
 
 
 class PolicyModel(nn.Module):
     """Wraps a causal language model; the whole computation is one forward call, as sharding by FSDP needs."""
 
-    def __init__(self, model: Any, *, dtype: torch.dtype, chunk_tokens: int, fingerprint: str) -> None:
+    def __init__(self, model: Any, *, dtype: torch.dtype, chunk_tokens: int) -> None:
         super().__init__()
         self.model = model
         self.dtype = dtype
         self.chunk_tokens = chunk_tokens
-        self.fingerprint = fingerprint
-        """Tells models apart whose states cannot be exchanged."""
 
     @property
     def head(self) -> Any:
@@ -65,7 +61,7 @@ class PolicyModel(nn.Module):
                 copies[id(parameter)] = whole(parameter.detach()).to("cpu", self.dtype)
         tensors = {name: copies[id(parameter)] for name, parameter in parameters.items()}
         buffers = {name: value for name, value in self.model.state_dict().items() if name not in parameters}
-        return tensors | buffers
+        return merged(self.model, tensors | buffers, whole)
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         extra = {} if micro_batch.packing is None else {"packing": micro_batch.packing}
@@ -83,30 +79,22 @@ class PolicyModel(nn.Module):
 
 def load_policy(model_dir: Path, config: LearnerConfig, device: torch.device, ranks: Ranks) -> PolicyModel:
     """The model at `model_dir`, ready to be trained as `config` says, on this rank's share."""
-    model = _load_model(model_dir, config.layout).to(device)
-    dtype = _compute_dtype(config, device)
-    fingerprint = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
-    policy = PolicyModel(model, dtype=dtype, chunk_tokens=config.logprob_chunk_tokens, fingerprint=fingerprint)
-    ranks.shard(policy, _layers(model), dtype)
+    model = load_model(model_dir, config.layout).to(device)
+    policy = PolicyModel(model, dtype=torch.float32, chunk_tokens=config.logprob_chunk_tokens)
+    _check_forward(policy, config.layout, device)
+    if config.lora is not None:
+        add_low_rank(model, config.lora)
+    if config.activation_checkpointing:
+        _checkpoint_activations(model)
+    policy.dtype = _compute_dtype(config, device)
+    ranks.shard(policy, _layers(model), policy.dtype)
     return policy
 
 
-def _load_model(model_dir: Path, layout: Layout) -> Any:
-    """With float32 weights, in evaluation mode: policy and engine use no dropout."""
-    if not (model_dir / "config.json").is_file():
-        raise UnsupportedModel(f"{model_dir} holds no config.json: it is no Hugging Face model directory")
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir,
-        dtype=torch.float32,
-        attn_implementation="sdpa" if layout == "padded" else PACKED,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
-    if layout != "padded" and not model._supports_attention_backend:
-        raise UnsupportedModel(f"{type(model).__name__} brings its own attention: set layout to padded")
-    model.config.use_cache = False
-    return model.eval()
+def _compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
 def _layers(model: Any) -> list[nn.Module]:
@@ -114,7 +102,34 @@ def _layers(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+def _checkpoint_activations(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # checkpointing asks for it; the layers inside stay without dropout
+
+
+@torch.no_grad()
+def _check_forward(policy: PolicyModel, layout: Layout, device: torch.device) -> None:
+    """Compare with the model's own logits, each sequence by itself, on a few tokens that share a prefix."""
+    ids = np.arange(48) % min(48, policy.head.weight.shape[0])
+    sequences = [_probe(ids), _probe(np.concatenate([ids[:24], ids[:20]])), _probe(ids[::-1][:40])]
+    micro_batch = collate(sequences, range(len(sequences)), layout=layout, score_all=True, device=device)
+    table = micro_batch.table(policy(micro_batch))
+    for row, sequence in zip(table, sequences, strict=True):
+        alone = collate([sequence], [0], layout=layout, score_all=True, device=device)
+        extra = {} if alone.packing is None else {"packing": alone.packing}
+        output = policy.model(input_ids=alone.token_ids, position_ids=alone.positions, use_cache=False, **extra)
+        logprobs = torch.log_softmax(output.logits[0].float(), -1).gather(-1, alone.targets_N[:, None])[:, 0]
+        difference = float((row[: len(logprobs)] - logprobs).abs().max())
+        if not difference <= MAX_FORWARD_DIFFERENCE:
+            raise UnsupportedModel(
+                f"log-probs of {type(policy.model).__name__} differ by {difference:.2g} from its own forward pass: "
+                f"its head or its attention (layout {layout}) does something that this learner does not know"
+            )
+
+
+def _probe(ids: Any) -> TrainSequence:
+    size = len(ids)
+    zeros: Any = np.zeros(size)
+    return TrainSequence(ids, np.arange(size) > 0, zeros, zeros, zeros, advantages=0.0)

@@ -1,0 +1,53 @@
+"""Low-rank additions to linear layers (LoRA) through `peft`, which is imported only when they are wanted.
+
+One rule: what is published is the sum of weights and additions, computed anew each time; the weights themselves are
+never touched, so training is exact whatever has been published. It trains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from gspo_core.learner_config import LoraConfig
+
+ADAPTER = "policy"
+
+
+class MissingPackage(ImportError):
+    """An optional package that the configuration asks for is not installed."""
+
+
+def add_low_rank(model: Any, config: LoraConfig) -> None:
+    """Put additions into the model, at first without effect, and freeze everything else."""
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingPackage("lora needs the package peft: install the extra 'lora'") from error
+    targets = config.target_modules
+    peft_config = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    model.requires_grad_(False)
+    peft.inject_adapter_in_model(peft_config, model, adapter_name=ADAPTER)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def merged(model: nn.Module, tensors: dict[str, Tensor], whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """`tensors` (of `model`, by name) under the names of the plain model, additions summed in."""
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        layer: Any = module
+        down, up = whole(layer.lora_A[ADAPTER].weight.detach()), whole(layer.lora_B[ADAPTER].weight.detach())
+        addition = (up @ down) * layer.scaling[ADAPTER]
+        weight = tensors[f"{name}.base_layer.weight"]
+        tensors[f"{name}.base_layer.weight"] = (weight.float() + addition.to(weight.device)).to(weight.dtype)
+    return {name.replace(".base_layer.", "."): value for name, value in tensors.items() if ".lora_" not in name}

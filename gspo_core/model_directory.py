@@ -1,0 +1,90 @@
+"""Hugging Face model directories: reading one to train it, writing one that any engine loads.
+
+One rule: besides the weights, what is written is what training started from: same configuration (but for the dtype),
+same tokenizer, same chat template. Weights are safetensors in both directions, nothing is fetched, and code is neither
+run nor copied. It knows no versions and no manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from gspo_core.attention import PACKED
+from gspo_core.batch import Layout
+
+# What a model directory may hold besides weights: configuration, tokenizer, chat template.
+_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json")
+# Settings that change the head's output in ways that the chunked log-probs do not follow, and their neutral values.
+_HEAD_SETTINGS = {"final_logit_softcapping": (None,), "logit_scale": (None, 1), "logits_scaling": (None, 1)}
+
+
+class UnsupportedModel(ValueError):
+    """The model cannot be trained by this learner."""
+
+
+def load_model(model_dir: Path, layout: Layout) -> Any:
+    """A causal language model with float32 weights, in evaluation mode: policy and engine use no dropout."""
+    if not (model_dir / "config.json").is_file():
+        raise UnsupportedModel(f"{model_dir} holds no config.json: it is no Hugging Face model directory")
+    with _without_progress_bars():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=torch.float32,
+            attn_implementation="sdpa" if layout == "padded" else PACKED,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    name = type(model).__name__
+    if layout != "padded" and not model._supports_attention_backend:
+        raise UnsupportedModel(f"{name} brings its own attention: set layout to padded")
+    for key, neutral in _HEAD_SETTINGS.items():
+        if getattr(model.config, key, None) not in neutral:
+            raise UnsupportedModel(f"{name} sets {key}, which the log-probs do not follow")
+    model.config.use_cache = False
+    return model.eval()
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Tells models apart whose training states cannot be exchanged."""
+    return hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
+
+
+def export_model(
+    model: Any, tensors: Mapping[str, Tensor], directory: Path, *, source: Path, dtype: torch.dtype
+) -> None:
+    """Write `tensors` (those of `model`, whole, in `dtype`) and the small files of `source` into `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with _without_progress_bars():
+        model.save_pretrained(directory, state_dict=dict(tensors))
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in _COPIED and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, directory / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for path in directory.iterdir():
+        path.chmod(0o644)  # safetensors writes for its user only; engines may run as another
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    were_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_shown:
+            transformers_logging.enable_progress_bar()

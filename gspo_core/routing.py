@@ -1,0 +1,84 @@
+"""Routing Replay for mixtures of experts: the experts of one forward pass, used again in another.
+
+One rule: only the choice of experts is replayed; their weights come from the router as it is now, with its gradient.
+Routers that it does not know are refused. It decides nothing about when to record or replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Routes = dict[str, Tensor]
+
+
+class UnsupportedRouter(NotImplementedError):
+    """The model has no router whose choices can be replayed."""
+
+
+class RoutingReplay:
+    """Attached to a model's routers; does nothing outside of its two contexts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._recorded: Routes | None = None
+        self._replayed: Routes | None = None
+        routers = {name: module for name, module in model.named_modules() if _is_softmax_router(module)}
+        if not routers:
+            raise UnsupportedRouter(
+                "routing_replay needs routers with a softmax over experts and the largest chosen (as in Qwen3-MoE); "
+                f"{type(model).__name__} has none"
+            )
+        for name, router in routers.items():
+            router.register_forward_hook(self._hook(name))
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Routes]:
+        """Collect the choices of the forward pass inside."""
+        self._recorded = {}
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    @contextlib.contextmanager
+    def replay(self, routes: Routes) -> Iterator[None]:
+        """Impose choices on the forward pass inside, and on its repetition in the backward pass."""
+        self._replayed = routes
+        try:
+            yield
+        finally:
+            self._replayed = None
+
+    def _hook(self, name: str) -> Any:
+        def on_forward(router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            logits, weights, experts = output
+            if self._recorded is not None:
+                _check_known(router, logits, weights, experts)
+                self._recorded[name] = experts.detach()
+            if self._replayed is None:
+                return output
+            experts = self._replayed[name]
+            return logits, _expert_weights(router, logits, experts).to(weights.dtype), experts
+
+        return on_forward
+
+
+def _expert_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = torch.softmax(logits, dtype=torch.float32, dim=-1).gather(-1, experts)
+    return weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
+
+
+def _check_known(router: Any, logits: Tensor, weights: Tensor, experts: Tensor) -> None:
+    """Routers of some models share the names and differ in the formula."""
+    ours = _expert_weights(router, logits, experts).to(weights.dtype)
+    if not torch.allclose(ours, weights, rtol=1e-2, atol=1e-4):
+        raise UnsupportedRouter(f"{type(router).__name__} weighs experts by another formula: routing_replay cannot")
+
+
+def _is_softmax_router(module: nn.Module) -> bool:
+    known = type(module).__name__.endswith("TopKRouter")
+    return known and all(hasattr(module, name) for name in ("top_k", "num_experts", "norm_topk_prob"))
