@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
+
+from gspo_core.documented import Documented
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -59,15 +61,11 @@ WIDE_SEQUENCE_CLIP = 0.05
 TIGHT_TOKEN_CLIP = 0.01
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
 def _is_default(config: BaseModel, key: str) -> bool:
     return bool(getattr(config, key) == type(config).model_fields[key].get_default(call_default_factory=True))
 
 
-class AdvantageConfig(_Config):
+class AdvantageConfig(Documented):
     """How the rewards of a group become advantages."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
@@ -106,7 +104,7 @@ class AdvantageConfig(_Config):
         return self
 
 
-class Band(_Config):
+class Band(Documented):
     """A clip width for each sequence of n trained tokens: z * sqrt(2 * kappa / n), within [min, max]."""
 
     kappa: PositiveFloat = 2.5e-4
@@ -125,7 +123,7 @@ class Band(_Config):
         return self
 
 
-class ObjectiveConfig(_Config):
+class ObjectiveConfig(Documented):
     """The loss. The default is decoupled GSPO: the trust region is measured from the trainer's own policy when the
     batch entered it, and what lies between that policy and the sampler is corrected by a bounded weight.
 
@@ -212,7 +210,7 @@ class ObjectiveConfig(_Config):
     minibatches: Annotated[int, Field(ge=1)] = 4
     """Optimizer updates per batch. With 1 the proximal policy is the policy itself: the ratio is 1 and nothing
     can be clipped."""
-    advantage: AdvantageConfig = AdvantageConfig()
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """How rewards become advantages."""
 
     @property
