@@ -25,6 +25,7 @@ from gspo_core.types import EpisodeKey, Split
 from services.functions import Functions
 from services.keys import bus_keys, job_key, service_key, service_keys
 from services.leases import BeatWatch
+from services.redis_server import MAX_BLOCK_MS
 from services.refusals import Conflict, Fenced, Gap
 
 __all__ = ["Append", "Bus", "Conflict", "EpisodeLease", "Fenced", "Gap", "ReadyGroup"]
@@ -74,8 +75,8 @@ class Bus:
     """``lease_s``: a worker whose beat stands still for so long loses its episodes to whoever calls ``reap``."""
 
     def __init__(self, redis: Redis, *, lease_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._redis = redis
         self._functions = Functions(redis)
+        self._redis = self._functions.redis
         self._watch = BeatWatch(lease_s, clock)
         # A lease whose answer never came is asked for again under the same name, so its episodes are not stranded.
         self._unanswered: dict[tuple[str, str], str] = {}
@@ -105,7 +106,7 @@ class Bus:
         Waits at most ``block_ms`` for the first one (0: not at all). See the module for what may vanish later.
         """
         stream = job_key(job, "segments")
-        reply = await self._redis.xread({stream: after}, count=count, block=block_ms or None)
+        reply = await self._redis.xread({stream: after}, count=count, block=min(block_ms, MAX_BLOCK_MS) or None)
         return [(entry_id.decode(), fields[b"d"]) for entry_id, fields in _entries(reply)]
 
     async def ready_groups(self, job: str) -> list[ReadyGroup]:
@@ -115,6 +116,10 @@ class Bus:
             ReadyGroup(int(group), Split(split.decode()), int(task_index), int(environment), int(size))
             for group, split, task_index, environment, size in rows
         ]
+
+    async def open_groups(self, job: str) -> list[int]:
+        """Every group that was dispatched and not committed; what a recovering trainer compares its own list with."""
+        return sorted(int(group) for group in await self._redis.hkeys(job_key(job, "groups")))
 
     async def commit(self, job: str, token: str, step: int, groups: Sequence[int], *, reason: str = "trained") -> None:
         """Settle groups: delete them with all their segments and count them under ``reason``.

@@ -17,6 +17,7 @@ from uuid import uuid4
 from services.functions import Functions
 from services.jobs import InvalidCursor
 from services.keys import job_key, job_keys
+from services.redis_server import MAX_BLOCK_MS
 
 _POSITION = re.compile(r"\d{1,16}(-\d{1,16})?")
 
@@ -47,7 +48,7 @@ class EventLog:
         events = await self._read(job, after, count)
         if not events and block_ms:
             # Only to wait: what there is to see, a gap included, is then read at one instant.
-            await self._redis.xread({job_key(job, "events"): after}, count=1, block=block_ms)
+            await self._redis.xread({job_key(job, "events"): after}, count=1, block=min(block_ms, MAX_BLOCK_MS))
             events = await self._read(job, after, count)
         return events
 

@@ -28,6 +28,9 @@ class Fleet:
         text = json.dumps(dict(record), separators=(",", ":"), allow_nan=False)
         await self._functions.call("enlist", service_keys(), kind, name, text)
 
+    async def delist(self, kind: Literal["engine", "worker"], name: str) -> None:
+        await self._functions.call("delist", service_keys(), kind, name)
+
     async def engines(self) -> list[dict[str, Any]]:
         records = await self._records("engine")
         bindings = await self._redis.hgetall(service_key("engine_bindings"))
@@ -40,7 +43,7 @@ class Fleet:
     async def bind(self, job: str, token: str, engine_id: str) -> bool:
         binding = await self._binding(job, token)
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)
-        replaceable = held if held is not None and await self._is_void(held.decode(), job) else ""
+        replaceable = held if held is not None and await self._is_void(held.decode(), binding) else ""
         return bool(await self._functions.call("bind_engine", service_keys(), engine_id, binding, replaceable))
 
     async def unbind(self, job: str, token: str, engine_id: str) -> None:
@@ -58,11 +61,12 @@ class Fleet:
             raise Fenced(f"engine for job {job}")
         return f"{job}/{int(epoch)}/{token}"
 
-    async def _is_void(self, binding: str, job: str) -> bool:
+    async def _is_void(self, held: str, wanted: str) -> bool:
         """Whether the binding is of an earlier owner of the same job, or its job is over or gone."""
-        bound_job = binding.split("/")[0]
+        bound_job, bound_epoch, _ = held.split("/")
+        job, epoch, _ = wanted.split("/")
         if bound_job == job:
-            return True
+            return int(bound_epoch) < int(epoch)
         status, finished_at = await self._redis.hmget(job_key(bound_job, "job"), ["status", "finished_at"])
         return status is None or finished_at is not None
 

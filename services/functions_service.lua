@@ -22,6 +22,16 @@ register("enlist", {}, function(keys, args)
   return redis.call("HINCRBY", K[args[1] .. "_beats"], args[2], 1)
 end)
 
+-- kind, id: it is gone; an engine's binding goes with it
+register("delist", FREES, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  if args[1] == "engine" then
+    redis.call("HDEL", K.engine_bindings, args[2])
+  end
+  redis.call("HDEL", K[args[1] .. "_beats"], args[2])
+  return redis.call("HDEL", K[args[1] .. "s"], args[2])
+end)
+
 -- engine, new binding, binding that may be replaced ("" for none) -> 1, or 0 when another holds it
 register("bind_engine", {}, function(keys, args)
   local K = named(SERVICE_KEYS, keys)

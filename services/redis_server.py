@@ -34,8 +34,9 @@ from services.telemetry import get_logger
 
 OLDEST = (7, 0)
 NAMES = ("valkey-server", "redis-server")
-# A blocking read must end well before this, or its reply is taken for lost.
 SOCKET_TIMEOUT_S = 10.0
+# A blocked read that lasts as long as the timeout of its socket is taken for a lost reply.
+MAX_BLOCK_MS = 5000
 # sun_path holds 104 bytes on some systems, 108 on Linux.
 MAX_SOCKET_PATH_BYTES = 100
 START_TIMEOUT_S = 60.0

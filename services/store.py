@@ -200,6 +200,9 @@ class Store:
         """``record["id"]`` names the engine. Repeat it: every call raises the engine's ``beats``."""
         await self._fleet.enlist("engine", record)
 
+    async def remove_engine(self, engine_id: str) -> None:
+        await self._fleet.delist("engine", engine_id)
+
     async def engines(self) -> list[dict[str, Any]]:
         """The records, each with ``beats`` and ``job``, the one it is bound to or None."""
         return await self._fleet.engines()
@@ -215,6 +218,9 @@ class Store:
     async def register_worker(self, record: Mapping[str, Any]) -> None:
         """``record["id"]`` names the worker. Repeat it: every call raises the worker's ``beats``."""
         await self._fleet.enlist("worker", record)
+
+    async def remove_worker(self, worker: str) -> None:
+        await self._fleet.delist("worker", worker)
 
     async def workers(self) -> list[dict[str, Any]]:
         """The records, each with ``beats``."""

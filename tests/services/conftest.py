@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Set
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
@@ -47,3 +49,78 @@ async def claim(store: Store) -> Claim:
     claim = await store.claim_job("trainer-0")
     assert claim is not None
     return claim
+
+
+class LossyProxy:
+    """A unix socket before the server. It can swallow the reply of a command, or the command itself, and cut the line.
+
+    ``lose_reply`` names the requests (0 is the first) that contain ``needle`` whose reply never arrives, although the
+    server has executed them; ``lose_request`` those that never reach the server.
+    """
+
+    def __init__(self, upstream: str, socket: Path) -> None:
+        self.url = f"unix://{socket}"
+        self._upstream = upstream.removeprefix("unix://")
+        self._socket = socket
+        self._server: asyncio.Server | None = None
+        self.needle = b""
+        self.lose_reply: Set[int] = frozenset()
+        self.lose_request: Set[int] = frozenset()
+        self.num_seen = 0
+
+    def disturb(
+        self, needle: bytes, *, lose_reply: Set[int] = frozenset(), lose_request: Set[int] = frozenset()
+    ) -> None:
+        self.needle, self.lose_reply, self.lose_request, self.num_seen = needle, lose_reply, lose_request, 0
+
+    async def __aenter__(self) -> LossyProxy:
+        self._server = await asyncio.start_unix_server(self._serve, self._socket)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_unix_connection(self._upstream)
+        swallow = asyncio.Event()
+
+        async def forward() -> None:
+            while data := await reader.read(1 << 20):
+                if self.needle and self.needle in data:
+                    number, self.num_seen = self.num_seen, self.num_seen + 1
+                    if number in self.lose_request:
+                        return
+                    if number in self.lose_reply:
+                        swallow.set()
+                up_writer.write(data)
+
+        async def answer() -> None:
+            while data := await up_reader.read(1 << 20):
+                if swallow.is_set():
+                    return
+                writer.write(data)
+
+        tasks = [asyncio.create_task(forward()), asyncio.create_task(answer())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for end in (writer, up_writer):
+                end.close()
+
+
+@pytest.fixture
+async def proxy(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[LossyProxy]:
+    async with LossyProxy(redis_server.url, tmp_path / "proxy.sock") as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def lossy_client(proxy: LossyProxy, redis_client: Redis) -> AsyncIterator[Redis]:
+    """Speaks to the server through the proxy; the server was emptied."""
+    client = connect(proxy.url)
+    yield client
+    await client.aclose()
