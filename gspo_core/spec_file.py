@@ -92,6 +92,8 @@ def _check_plain(data: Any) -> None:
         count += 1
         if count > MAX_VALUES:
             raise TextRejected(f"holds more than {MAX_VALUES} values")
+        if len(path) > strict_json.MAX_DEPTH:
+            raise TextRejected(f"nested deeper than {strict_json.MAX_DEPTH} levels, or a value that contains itself")
         if isinstance(value, dict):
             for key, item in value.items():
                 if not isinstance(key, str):
@@ -115,7 +117,7 @@ def _parse_json(text: str) -> Any:
     try:
         return strict_json.parse(text)
     except TextRejected as error:
-        if error.line is None:  # a key given twice: the other reader knows where
+        if error.line is None and "twice" in str(error):  # the other reader knows where
             yaml_text.parse(_as_yaml(text))
         raise
 
