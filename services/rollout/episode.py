@@ -1,8 +1,8 @@
 """The life of one episode under this worker: attempts until one has an outcome, and that outcome made durable.
 
 Rule: failure is data. What an environment does wrong costs this episode an attempt and, when they are used up, gives it
-an outcome without reward; it never leaves this module. Only three things do: the worker leaves (``Drained``), the lease
-is lost (``Fenced``), or the task is cancelled. How an attempt is played is the business of `attempt`.
+an outcome without reward; it never leaves this module. What does: the worker leaves (``Drained``), the lease is lost
+(``Fenced``), Redis was rolled back (``Gap``), cancellation. How an attempt is played is the business of `attempt`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.env import EnvironmentFailed
 from gspo_core.types import Outcome, Segment, StopReason
-from services.refusals import Conflict, Gap, Refused
+from services.refusals import Conflict, Refused
 from services.rollout.attempt import Attempt
 from services.rollout.ledger import Ledger, LedgerConflict
 from services.rollout.policy import Drained
@@ -32,17 +32,13 @@ class Episode:
         self._log = get_logger().bind(episode=str(order.key))
 
     async def run(self) -> StopReason:
-        """The stop reason, once the outcome is durable. Raises ``Drained`` or ``Fenced``."""
+        """The stop reason, once the outcome is durable. Raises ``Drained``, ``Fenced`` or ``Gap``."""
         record = await self._resume() if self._order.lease.num_segments else []
         while True:
             ledger = Ledger(self._order.key, self._attempt, self._order.temperature)
             try:
                 outcome = await self._play(ledger, record)
                 await self._setting.outbox.append([ledger.close(outcome)])
-            except Gap:
-                # The server lost what it had acknowledged: go on from what it still has.
-                self._setting.counters.add("episodes/rolled_back")
-                record = await self._resume()
             except (EnvironmentFailed, LedgerConflict, Conflict, SegmentRejected) as failure:
                 record = await self._restart()
                 if self._is_hopeless(failure):

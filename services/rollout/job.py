@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gspo_core.types import EpisodeKey
-from services.bus import Append, EpisodeLease, Fenced
+from services.bus import Append, EpisodeLease, Fenced, Gap
 from services.rollout.engines import JobEngines
 from services.rollout.episode import Episode
 from services.rollout.loading import LoadedJob
@@ -120,6 +120,10 @@ class JobRollout:
             return  # still held: handed back with the others
         except Fenced:
             setting.counters.add("episodes/fenced")
+        except Gap:
+            # The server lost what it had acknowledged; a new lease says what it still has.
+            setting.counters.add("episodes/rolled_back")
+            await setting.patience.keep_trying(self._bus.hand_back, self._job, setting.token, [lease.key])
         except Exception:
             # Only a defect of ours comes here. The lease is kept until the worker leaves, so that it cannot spin.
             setting.counters.add("episodes/broken")
