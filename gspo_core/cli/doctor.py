@@ -93,13 +93,18 @@ def _device() -> Finding:
 
 def _redis() -> Finding:
     try:
-        from services.redis_server import find_server
+        from services.redis_server import RedisServer, RedisUnsuitable, find_binary
     except ModuleNotFoundError as error:
         return Finding(Verdict.NOTE, "redis", f"not examined: {error.name} is not installed")
+    given = os.environ.get("GSPO_REDIS_URL")
     try:
-        return Finding(Verdict.OK, "redis", find_server())
-    except RuntimeError as error:
+        if not given:
+            binary = find_binary()
+            return Finding(Verdict.OK, "redis", f"{binary.path} {'.'.join(map(str, binary.version))}")
+        weaknesses = RedisServer.given(given).weaknesses
+    except RedisUnsuitable as error:
         return Finding(Verdict.PROBLEM, "redis", str(error))
+    return Finding(Verdict.NOTE if weaknesses else Verdict.OK, "redis", "; ".join((given, *weaknesses)))
 
 
 def _disk() -> Finding:

@@ -76,8 +76,15 @@ def make_learner(spec: JobSpec) -> Learner:
         LearnerConfig(optimizer=spec.optimizer, total_steps=spec.steps),
         spec.objective.model_copy(update={"staleness_cap": cap}),
         seed=spec.seed,
-        device="cuda" if torch.cuda.is_available() and spec.resources.device != "cpu" else "cpu",
+        device=device_for(spec),
     )
+
+
+def device_for(spec: JobSpec) -> str:
+    wanted, has_gpu = spec.resources.device, torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise RuntimeError("resources.device is cuda, but the trainer that took the job has no GPU")
+    return "cuda" if has_gpu and wanted != "cpu" else "cpu"
 
 
 if __name__ == "__main__":

@@ -56,18 +56,19 @@ class Engines:
             self._target = manifest
             self._changed.notify_all()
 
-    async def wait_for(self, manifest: WeightsManifest) -> None:
-        """Until every engine that answers, and at least one, holds ``manifest`` or something newer."""
+    async def wait_for(self, manifest: WeightsManifest, *, num_engines: int = 1) -> None:
+        """Until every engine that serves, and at least ``num_engines`` of them, hold ``manifest`` or something newer."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.oldest_version() >= manifest.version)
-
-    def oldest_version(self) -> int:
-        """The oldest version that a serving engine holds; -1 while none serves."""
-        versions = [int(engine.label.rpartition("/")[2]) for engine in self._engines if engine.label]
-        return min(versions, default=-1)
+            await self._changed.wait_for(
+                lambda: len(self._versions()) >= num_engines and min(self._versions()) >= manifest.version
+            )
 
     def versions_in_use(self) -> set[int]:
-        return {int(engine.label.rpartition("/")[2]) for engine in self._engines if engine.label}
+        return set(self._versions())
+
+    def _versions(self) -> list[int]:
+        """One per engine that serves."""
+        return [int(engine.label.rpartition("/")[2]) for engine in self._engines if engine.label]
 
     def last_switch_s(self) -> float:
         """The longest pause of the newest switch."""

@@ -96,8 +96,9 @@ class JobRun:
         num_tasks = await status.environment_tasks(len(spec.environments))
         schedule = TaskSchedule(spec.seed, num_tasks[Split.TRAIN], [one.weight for one in spec.environments])
         evaluator = Evaluator(self._claim, spec, services.bus, services.store, services.intake, num_tasks[Split.EVAL])
-        await status.explain("no_engine_for_model", "no engine holds the weights of this job yet")
-        await services.engines.wait_for(self._newest)
+        num_engines = spec.resources.num_engines
+        await status.explain("no_engine_for_model", f"fewer than {num_engines} engine(s) hold the weights of this job")
+        await services.engines.wait_for(self._newest, num_engines=num_engines)
         await status.started()
         await evaluator.play(self._lineage.step, self._newest.version)
         await self._dispatch_again(schedule)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_core.staleness import Position, token_staleness
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.lineage import Lineage
+
+
+@given(st.permutations(range(12)), st.integers(0, 12))
+def test_a_lineage_owes_what_was_dispatched_and_not_settled(order: list[int], count: int) -> None:
+    lineage = Lineage(num_dispatched=12)
+    for group in order[:count]:
+        lineage.settle([group])
+    assert list(lineage.owed()) == sorted(order[count:])
+    assert Lineage.from_dict(lineage.to_dict()) == lineage
+    if count == 12:
+        assert lineage.settled == set()
+
+
+def save(text: str) -> object:
+    def write(directory: Path) -> None:
+        directory.mkdir()
+        (directory / "learner.json").write_text(text)
+
+    return write
+
+
+def test_the_newest_checkpoint_comes_first_and_older_ones_are_collected(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for epoch, step in ((1, 5), (1, 10), (2, 7)):
+        store.write(Position(epoch, step), Lineage(step=step), save(f"{epoch}/{step}"))  # type: ignore[arg-type]
+    assert [one.position for one in store.newest_first()] == [Position(2, 7), Position(1, 10), Position(1, 5)]
+    store.collect(keep=2)
+    newest, _ = store.newest_first()
+    assert newest.lineage.step == 7
+    assert (newest.learner_dir / "learner.json").read_text() == "2/7"
+
+
+def test_a_checkpoint_that_could_not_be_written_is_not_seen(tmp_path: Path) -> None:
+    def torn(directory: Path) -> None:
+        directory.mkdir()
+        (directory / "half").write_text("x")
+        raise OSError("disk full")
+
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(OSError, match="disk full"):
+        store.write(Position(1, 1), Lineage(), torn)
+    assert store.newest_first() == []
+
+
+def test_an_epoch_is_begun_once(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.begin_epoch(3, Position(2, 40))
+    with pytest.raises(FileExistsError):
+        CheckpointStore(tmp_path).begin_epoch(3, Position(2, 20))
+    assert store.forks() == {3: Position(2, 40)}
+
+
+def test_tokens_of_a_rolled_back_version_count_from_the_fork(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.begin_epoch(1, Position(0, 0))
+    store.begin_epoch(2, Position(1, 20))
+    versions = {37: Position(1, 37), 38: Position(2, 21)}
+    ages = token_staleness(np.array([37, 38], np.int32), versions, Position(2, 25), store.forks())
+    assert ages.tolist() == [5, 4]

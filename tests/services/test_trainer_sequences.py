@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gspo_core.objective_config import AdvantageConfig
+from gspo_core.types import Group, Split
+from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
+from tests.services.trainer_kit import episode, group
+
+
+def ages(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+    return np.asarray(9 - versions, dtype=np.int32)
+
+
+def test_an_episode_without_a_reward_is_left_out_of_batch_and_baseline() -> None:
+    sequences, metrics = train_sequences([group(0, [1.0, 0.0, None, 1.0])], ages, AdvantageConfig(scale="none"))
+    means = [float(one.advantages[one.action_mask].mean()) for one in sequences]  # type: ignore[index]
+    assert means == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+    assert metrics["groups/partial"] == 1
+
+
+def test_each_token_keeps_the_staleness_of_the_version_that_sampled_it() -> None:
+    (first, _), _ = train_sequences([group(0, [1.0, 0.0], versions=[3, 7])], ages, AdvantageConfig())
+    assert first.staleness[first.action_mask].tolist() == [6, 6, 6, 2, 2, 2]
+    assert first.behavior_logprobs[first.action_mask].tolist() == [-0.5] * 3 + [-1.5] * 3
+    assert staleness_metrics([first]) == {"tokens/trained": 6.0, "staleness/mean": 4.0, "staleness/max": 6.0}
+
+
+def test_advantages_are_compared_within_a_group_only() -> None:
+    sequences, _ = train_sequences([group(0, [1.0, 0.0]), group(5, [10.0, 9.0])], ages, AdvantageConfig(scale="none"))
+    assert [float(one.advantages[-1]) for one in sequences] == pytest.approx([0.5, -0.5, 0.5, -0.5])  # type: ignore[index]
+
+
+def test_turn_rewards_give_turns_advantages_of_their_own() -> None:
+    members = (episode(0, 0, 1.0, [0, 0], [1.0, None]), episode(0, 1, 1.0, [0, 0], [0.0, None]))
+    one_group = Group("job_a", 0, Split.TRAIN, 0, 2, members)
+    config = AdvantageConfig(scale="none", turn_reward_weight=1.0)
+    sequences, _ = train_sequences([one_group], ages, config)
+    values = sequences[0].advantages[sequences[0].action_mask]  # type: ignore[index]
+    assert values.tolist() == pytest.approx([0.5] * 3 + [0.0] * 3)
+
+
+def test_metrics_say_how_many_episodes_went_on_under_new_weights() -> None:
+    metrics = group_metrics([group(0, [1.0, 0.0], versions=[3, 4]), group(1, [1.0, None], versions=[4, 4])])
+    assert metrics["episodes/mixed_versions_share"] == 0.5
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
+    assert metrics["stop/env_error"] == 1
+    assert metrics["episodes/turns_mean"] == 2

@@ -1,0 +1,44 @@
+"""Episodes made by hand, for the tests of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
+
+
+def segment(key: EpisodeKey, index: int, version: int, num_actions: int, **changes: object) -> Segment:
+    """One observation token, then ``num_actions`` sampled ones."""
+    values: dict[str, object] = {
+        "key": key,
+        "attempt": 0,
+        "branch": 0,
+        "index": index,
+        "turn": index,
+        "version": version,
+        "temperature": 1.0,
+        "engine_id": "engine",
+        "token_ids": [7, *range(10, 10 + num_actions)],
+        "action_mask": [False, *[True] * num_actions],
+        "behavior_logprobs": [0.0, *[-0.5 - index] * num_actions],
+    }
+    return Segment(**(values | changes))  # type: ignore[arg-type]
+
+
+def episode(
+    group: int, member: int, reward: float | None, versions: Sequence[int], turn_rewards: Sequence[float | None] = ()
+) -> Trajectory:
+    """One turn of three actions per entry of ``versions``."""
+    key = EpisodeKey("job_a", group, member)
+    reason = StopReason.ENV_ERROR if reward is None else StopReason.COMPLETED
+    segments = []
+    for index, version in enumerate(versions):
+        outcome = Outcome(reason, reward) if index == len(versions) - 1 else None
+        turn_reward = turn_rewards[index] if turn_rewards else None
+        segments.append(segment(key, index, version, 3, outcome=outcome, turn_reward=turn_reward))
+    return Trajectory(tuple(segments))
+
+
+def group(number: int, rewards: Sequence[float | None], versions: Sequence[int] = (0, 0)) -> Group:
+    episodes = tuple(episode(number, member, reward, versions) for member, reward in enumerate(rewards))
+    return Group("job_a", number, Split.TRAIN, number, len(rewards), episodes)
