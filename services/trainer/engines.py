@@ -57,7 +57,7 @@ class Engines:
             self._changed.notify_all()
 
     async def wait_for(self, manifest: WeightsManifest, *, num_engines: int = 1) -> None:
-        """Until every engine that serves, and at least ``num_engines`` of them, hold ``manifest`` or something newer."""
+        """Until every serving engine, and at least ``num_engines``, hold ``manifest`` or something newer."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: len(self._versions()) >= num_engines and min(self._versions()) >= manifest.version
