@@ -139,6 +139,9 @@ def encode(segment: Segment) -> bytes:
 
 def decode(data: bytes) -> Segment:
     """The segment in ``data``; raises a ``SegmentRejected`` for anything but the unchanged output of ``encode``."""
+    if type(data) is not bytes:
+        # The arrays are views: what they show must not change afterwards.
+        data = memoryview(data).tobytes()
     meta_length, num_tokens, num_actions, logprob_sum = _checked_header(data)
     meta_end = _HEADER_BYTES + meta_length
     meta = _checked_meta(data, meta_end)
@@ -209,11 +212,16 @@ def _checked_meta(data: bytes, end: int) -> _Meta:
     padding = -end % _ALIGNMENT
     if data[end : end + padding] != bytes(padding):
         raise MalformedMeta("the bytes between the meta block and the arrays are not zero")
+    encoded = data[_HEADER_BYTES:end]
     try:
-        return _decode_meta(data[_HEADER_BYTES:end])
+        meta = _decode_meta(encoded)
     # UnicodeDecodeError is a ValueError; nesting beyond the interpreter's limit is a RecursionError.
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMeta(f"the meta block cannot be read: {error}") from error
+    # msgpack can spell a value in many ways, and an integer where a float belongs would be rounded in silence.
+    if _encode_meta(meta) != encoded:
+        raise MalformedMeta("the meta block is not in the one spelling that is written")
+    return meta
 
 
 def _build(
