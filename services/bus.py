@@ -12,6 +12,7 @@ read again from "0": positions of another stream mean nothing.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import time
@@ -80,6 +81,8 @@ class Bus:
         self._watch = BeatWatch(lease_s, clock)
         # A lease whose answer never came is asked for again under the same name, so its episodes are not stranded.
         self._unanswered: dict[tuple[str, str], str] = {}
+        # One at a time: the server remembers the answer to the last request only.
+        self._leasing = asyncio.Lock()
 
     async def load_functions(self) -> None:
         """Make sure that the server has our functions; raises LibraryTooOld, LibraryTooNew."""
@@ -163,9 +166,10 @@ class Bus:
 
         After an error the next call returns what the failed one leased, if it did, whatever the limit says now.
         """
-        request = self._unanswered.setdefault((job, token), uuid4().hex)
-        rows = await self._functions.call("lease", bus_keys(job), worker, token, request, max(limit, 0))
-        del self._unanswered[job, token]
+        async with self._leasing:
+            request = self._unanswered.setdefault((job, token), uuid4().hex)
+            rows = await self._functions.call("lease", bus_keys(job), worker, token, request, max(limit, 0))
+            del self._unanswered[job, token]
         return [
             EpisodeLease(
                 EpisodeKey(job, int(group), int(member)),

@@ -6,6 +6,7 @@ sees in the event stream is exactly what happened. It does not know what a speci
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable
@@ -47,6 +48,8 @@ class JobTable:
         self._now = now
         # A claim whose answer never came is made again with the same token, so it is not lost for a whole lease.
         self._unanswered: dict[str, str] = {}
+        # One claim at a time: two that share a token would both believe that they own the job.
+        self._claiming = asyncio.Lock()
 
     async def create(self, spec: BaseModel | str, idempotency_key: str | None, job_id: str | None) -> Job:
         text, digest = _canonical(spec)
@@ -138,23 +141,28 @@ class JobTable:
         await self._functions.call("update_progress", job_keys(job), token, step, version)
 
     async def claim(self, trainer: str) -> Claim | None:
-        for job in await self._open():
-            seen = await self._seen(job)
-            if seen is None:
-                continue
-            token = self._unanswered.setdefault(job, uuid4().hex)
-            reason = default_reason(JobStatus.STARTING)
-            reply = await self._functions.call(
-                "claim",
-                job_keys(job),
-                *(token, trainer, *seen, self._time(), reason.code, reason.message),
-                *sources_of(JobStatus.STARTING),
-            )
-            del self._unanswered[job]
-            if reply is not None:
-                self._watch.forget(job)
-                return Claim(job, token, epoch=int(reply[0]), attempt=int(reply[1]))
+        async with self._claiming:
+            for job in await self._open():
+                seen = await self._seen(job)
+                claim = None if seen is None else await self._claim(job, trainer, *seen)
+                if claim is not None:
+                    return claim
         return None
+
+    async def _claim(self, job: str, trainer: str, seen_token: str | bytes, seen_beat: str | bytes) -> Claim | None:
+        token = self._unanswered.setdefault(job, uuid4().hex)
+        reason = default_reason(JobStatus.STARTING)
+        reply = await self._functions.call(
+            "claim",
+            job_keys(job),
+            *(token, trainer, seen_token, seen_beat, self._time(), reason.code, reason.message),
+            *sources_of(JobStatus.STARTING),
+        )
+        del self._unanswered[job]
+        if reply is None:
+            return None
+        self._watch.forget(job)
+        return Claim(job, token, epoch=int(reply[0]), attempt=int(reply[1]))
 
     async def _seen(self, job: str) -> tuple[str | bytes, str | bytes] | None:
         """The owner's token and beat if the job may be had: ("", "") when nobody owns it. None: leave it alone."""

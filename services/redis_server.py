@@ -209,8 +209,8 @@ class _Child:
     def __init__(self, binary: Path, data_dir: Path) -> None:
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._log_path = data_dir / "server.log"
-        self._lock = _lock(data_dir / "lock")
         self._socket = _socket_path(data_dir)
+        self._lock = _lock(data_dir / "lock")
         self._socket.unlink(missing_ok=True)
         self.url = f"unix://{self._socket}"
         self._argv = [str(binary), *_configuration(data_dir, self._socket)]

@@ -36,7 +36,7 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True, env_ignore_empty=True
     )
 
-    redis_url: str | None = None
+    redis_url: Annotated[str | None, Field(repr=False)] = None
     """The Redis (7.0 or newer) or Valkey (7.2 or newer) to use: ``redis://``, ``rediss://`` or ``unix://``.
     Unset: a server is started as a child, where the command offers that."""
 

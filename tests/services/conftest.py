@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,20 @@ async def redis_client(redis_server: RedisServer) -> AsyncIterator[Redis]:
     await client.flushall()
     yield client
     await client.aclose()
+
+
+@pytest.fixture
+async def new_client(redis_server: RedisServer) -> AsyncIterator[Callable[[], Redis]]:
+    """Makes further clients of the same server, each like one more process."""
+    clients: list[Redis] = []
+
+    def make() -> Redis:
+        clients.append(connect(redis_server.url))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.aclose()
 
 
 @pytest.fixture

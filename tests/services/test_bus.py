@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from redis.asyncio import Redis
@@ -12,7 +13,6 @@ from redis.asyncio import Redis
 from gspo_core.types import EpisodeKey, Split
 from services.bus import Append, Bus, Conflict, EpisodeLease, Fenced, Gap, ReadyGroup
 from services.keys import BUS_KEYS, job_key
-from services.redis_server import RedisServer, connect
 from services.store import Claim, Store
 
 
@@ -124,19 +124,17 @@ async def test_only_the_holder_hands_back(bus: Bus, claim: Claim) -> None:
     assert await bus.lease(job, "b", second, 1) == []
 
 
-async def test_two_workers_never_share_an_episode(bus: Bus, claim: Claim, redis_server: RedisServer) -> None:
+async def test_two_workers_never_share_an_episode(bus: Bus, claim: Claim, new_client: Callable[[], Redis]) -> None:
     job = claim.job_id
     for group in range(30):
         await dispatch(bus, claim, group, size=2)
 
     async def work(worker: str) -> list[EpisodeKey]:
-        client = connect(redis_server.url)
-        mine = Bus(client)
+        mine = Bus(new_client())
         token = await mine.join(worker)
         keys: list[EpisodeKey] = []
         while leases := await mine.lease(job, worker, token, 1):
             keys += [lease.key for lease in leases]
-        await client.aclose()
         return keys
 
     taken = await asyncio.gather(*(work(f"w{number}") for number in range(4)))
@@ -144,6 +142,15 @@ async def test_two_workers_never_share_an_episode(bus: Bus, claim: Claim, redis_
     assert len(counts) == 60
     assert set(counts.values()) == {1}
     assert sum(bool(keys) for keys in taken) > 1, "one worker took everything: nothing was concurrent"
+
+
+async def test_leases_that_one_worker_asks_for_at_once_are_different_ones(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    for group in range(20):
+        await dispatch(bus, claim, group, size=1)
+    token = await bus.join("w")
+    leases = await asyncio.gather(*(bus.lease(job, "w", token, 2) for _ in range(10)))
+    assert sorted(lease.key.group for some in leases for lease in some) == list(range(20))
 
 
 async def test_a_resent_append_changes_nothing(bus: Bus, claim: Claim) -> None:
@@ -237,10 +244,10 @@ async def test_a_group_is_ready_when_its_last_member_ends(bus: Bus, claim: Claim
 
 
 async def test_members_that_end_at_the_same_time_complete_the_group_once(
-    bus: Bus, claim: Claim, redis_server: RedisServer
+    bus: Bus, claim: Claim, new_client: Callable[[], Redis]
 ) -> None:
     job = claim.job_id
-    clients = [connect(redis_server.url) for _ in range(8)]
+    clients = [new_client() for _ in range(8)]
     for group in range(10):
         await dispatch(bus, claim, group, size=8)
         workers = []
@@ -250,8 +257,6 @@ async def test_members_that_end_at_the_same_time_complete_the_group_once(
             workers.append((worker, token, await worker.lease(job, f"w{number}", token, 1)))
         await asyncio.gather(*(finish(worker, job, token, leases) for worker, token, leases in workers))
     assert [ready.group for ready in await bus.ready_groups(job)] == list(range(10))
-    for client in clients:
-        await client.aclose()
 
 
 async def test_a_new_attempt_leaves_no_segment_of_the_old_one(bus: Bus, claim: Claim) -> None:

@@ -1,0 +1,196 @@
+"""A job has one trainer: claims, beats, takeovers, and what a former owner can still do (nothing)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core.types import Split, WeightFile, WeightsManifest
+from services.bus import Bus, Fenced
+from services.keys import job_key, service_key
+from services.store import Claim, Store
+
+if TYPE_CHECKING:
+    from tests.services.conftest import LossyProxy
+
+LEASE_S = 30.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def claim_after_a_lease(store: Store, clock: Clock, trainer: str = "heir") -> Claim | None:
+    """Ask as an idle trainer does, until a whole lease has been watched."""
+    for _ in range(7):
+        if claim := await store.claim_job(trainer):
+            return claim
+        clock.now += LEASE_S / 5 + 0.1
+    return None
+
+
+async def test_jobs_are_claimed_oldest_first_and_once(store: Store) -> None:
+    jobs = [await store.create_job("{}", job_id=f"job_{number}") for number in range(3)]
+    claims = [await store.claim_job("t") for _ in range(4)]
+    assert [claim and claim.job_id for claim in claims] == [*(job.id for job in jobs), None]
+    job = await store.get_job("job_0")
+    assert (job.status, job.attempt, job.epoch) == ("starting", 1, 1)
+
+
+async def test_trainers_that_claim_at_once_never_share_a_job(store: Store, new_client: Callable[[], Redis]) -> None:
+    for number in range(8):
+        await store.create_job("{}", job_id=f"job_{number}")
+    stores = [Store(new_client()) for _ in range(6)]
+    claims = await asyncio.gather(*(one.claim_job(f"t{number}") for number in range(3) for one in stores))
+    got = [claim.job_id for claim in claims if claim]
+    assert sorted(got) == [f"job_{number}" for number in range(8)]
+
+
+async def test_a_trainer_that_beats_keeps_its_job(store: Store, claim: Claim, redis_client: Redis) -> None:
+    clock = Clock()
+    rival = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    for _ in range(20):
+        clock.now += LEASE_S / 3
+        assert await rival.claim_job("rival") is None
+        await store.beat_trainer(claim.job_id, claim.token)
+
+
+async def test_the_job_of_a_silent_trainer_starts_again_elsewhere(
+    store: Store, claim: Claim, redis_client: Redis
+) -> None:
+    clock = Clock()
+    await store.set_status(claim.job_id, "running", token=claim.token)
+    heir = await claim_after_a_lease(Store(redis_client, lease_s=LEASE_S, clock=clock), clock)
+    assert heir is not None
+    assert clock.now - 1000.0 >= LEASE_S
+    assert (heir.job_id, heir.epoch, heir.attempt) == (claim.job_id, claim.epoch + 1, claim.attempt + 1)
+    assert heir.token != claim.token
+    job = await store.get_job(claim.job_id)
+    assert (job.status, job.epoch, job.attempt) == ("starting", 2, 2)
+
+
+@pytest.mark.parametrize(("status", "after"), [("pausing", "starting"), ("paused", "paused"), ("cancelling",) * 2])
+async def test_a_takeover_does_not_undo_what_the_user_wants(
+    store: Store, claim: Claim, redis_client: Redis, status: str, after: str
+) -> None:
+    clock = Clock()
+    await redis_client.hset(job_key(claim.job_id, "job"), "status", status)
+    heir = await claim_after_a_lease(Store(redis_client, lease_s=LEASE_S, clock=clock), clock)
+    assert heir is not None
+    assert (await store.get_job(claim.job_id)).status == after
+
+
+async def test_a_job_that_is_to_stay_paused_needs_no_trainer(store: Store, claim: Claim, redis_client: Redis) -> None:
+    clock = Clock()
+    await store.set_desired_state(claim.job_id, "paused")
+    await redis_client.hset(job_key(claim.job_id, "job"), "status", "paused")
+    idle = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    assert await claim_after_a_lease(idle, clock) is None
+    await store.set_desired_state(claim.job_id, "running")
+    assert await idle.claim_job("heir") is not None
+
+
+async def test_two_heirs_one_job(claim: Claim, new_client: Callable[[], Redis]) -> None:
+    clock = Clock()
+    heirs = [Store(new_client(), lease_s=LEASE_S, clock=clock) for _ in range(4)]
+    claims: list[Claim | None] = []
+    for _ in range(7):
+        claims += await asyncio.gather(*(heir.claim_job("heir") for heir in heirs))
+        clock.now += LEASE_S / 5 + 0.1
+    assert len([one for one in claims if one]) == 1
+
+
+def manifest(job: str, version: int, step: int = 0) -> WeightsManifest:
+    return WeightsManifest(job, version, 1, step, (WeightFile("model.safetensors", 1, f"{version:064x}"),))
+
+
+_WRITES: dict[str, Callable[[Store, Bus, str, str], Awaitable[object]]] = {
+    "beat": lambda store, bus, job, token: store.beat_trainer(job, token),
+    "status": lambda store, bus, job, token: store.set_status(job, "running", token=token),
+    "progress": lambda store, bus, job, token: store.update_progress(job, token, 9, 9),
+    "next version": lambda store, bus, job, token: store.next_version(job, token),
+    "publish": lambda store, bus, job, token: store.publish_version(job, token, manifest(job, 0)),
+    "epoch": lambda store, bus, job, token: store.raise_epoch(job, token, 9),
+    "release": lambda store, bus, job, token: store.release_job(job, token),
+    "bind": lambda store, bus, job, token: store.bind_engine(job, token, "engine"),
+    "dispatch": lambda store, bus, job, token: bus.dispatch(job, token, 0, size=1, split=Split.TRAIN, task_index=0),
+    "commit": lambda store, bus, job, token: bus.commit(job, token, 1, [7]),
+}
+
+
+@pytest.mark.parametrize("write", _WRITES)
+async def test_a_former_owner_can_change_nothing(
+    store: Store, bus: Bus, claim: Claim, redis_client: Redis, write: str
+) -> None:
+    clock = Clock()
+    job = claim.job_id
+    heir = await claim_after_a_lease(Store(redis_client, lease_s=LEASE_S, clock=clock), clock)
+    assert heir is not None
+    await store.register_engine({"id": "engine"})
+    await bus.dispatch(job, heir.token, 7, size=1, split=Split.TRAIN, task_index=0)
+    before = await store.get_job(job), await bus.counters(job), await store.versions(job)
+    with pytest.raises(Fenced):
+        await _WRITES[write](store, bus, job, claim.token)
+    assert (await store.get_job(job), await bus.counters(job), await store.versions(job)) == before
+    assert await store.engines() == [{"id": "engine", "beats": 1, "job": None}]
+    await _WRITES[write](store, bus, job, heir.token)
+
+
+async def test_a_released_job_is_claimed_at_once(store: Store, claim: Claim) -> None:
+    await store.release_job(claim.job_id, claim.token)
+    await store.release_job(claim.job_id, claim.token)
+    assert (await store.get_job(claim.job_id)).status == "queued"
+    heir = await store.claim_job("heir")
+    assert heir is not None
+    assert (heir.job_id, heir.attempt, heir.epoch) == (claim.job_id, 2, 2)
+
+
+async def test_a_running_job_that_is_released_starts_again(store: Store, claim: Claim) -> None:
+    await store.set_status(claim.job_id, "running", token=claim.token)
+    await store.release_job(claim.job_id, claim.token)
+    assert (await store.get_job(claim.job_id)).status == "running"
+    assert await store.claim_job("heir") is not None
+    assert (await store.get_job(claim.job_id)).status == "starting"
+
+
+async def test_a_job_that_is_over_is_not_claimed_and_leaves_the_open_ones(
+    store: Store, claim: Claim, redis_client: Redis
+) -> None:
+    await store.set_status(claim.job_id, "failed", token=claim.token)
+    assert await store.claim_job("t") is None
+    assert await redis_client.smembers(service_key("open_jobs")) == set()
+    assert [job.id for job in await store.list_jobs()] == [claim.job_id]
+
+
+async def test_a_claim_whose_reply_is_lost_is_still_ours(proxy: LossyProxy, lossy_client: Redis, store: Store) -> None:
+    await store.create_job("{}")
+    remote = Store(lossy_client)
+    proxy.disturb(b"gspo_claim", lose_reply={0, 1})
+    claim = await remote.claim_job("t")
+    assert claim is not None
+    assert (claim.epoch, claim.attempt) == (1, 1)
+    await store.beat_trainer(claim.job_id, claim.token)
+    assert len(await store.read_events(claim.job_id)) == 2
+
+
+async def test_an_epoch_only_rises(store: Store, claim: Claim) -> None:
+    assert await store.raise_epoch(claim.job_id, claim.token, 5) == 5
+    assert await store.raise_epoch(claim.job_id, claim.token, 3) == 5
+    await store.release_job(claim.job_id, claim.token)
+    heir = await store.claim_job("heir")
+    assert heir is not None
+    assert heir.epoch == 6
+
+
+async def test_progress_is_what_clients_see(store: Store, claim: Claim) -> None:
+    await store.update_progress(claim.job_id, claim.token, 12, 13)
+    job = await store.get_job(claim.job_id)
+    assert (job.step, job.policy_version) == (12, 13)

@@ -1,0 +1,310 @@
+"""Events, versions, metrics, environments, engines and workers in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core.types import WeightFile, WeightsManifest
+from services.functions import LIBRARY_VERSION, Functions, LibraryTooNew, library
+from services.keys import InvalidJobId, job_key, job_keys
+from services.refusals import Conflict, Missing
+from services.store import Claim, Event, InvalidCursor, Store
+
+if TYPE_CHECKING:
+    from tests.services.conftest import LossyProxy
+
+
+def manifest(job: str, version: int, *, epoch: int = 1, step: int = 0, digest: str = "0") -> WeightsManifest:
+    files = (WeightFile("config.json", 10, "1" * 64), WeightFile("model.safetensors", 1 << 40, digest * 64))
+    return WeightsManifest(job, version, epoch, step, files)
+
+
+# Events
+
+
+async def test_events_are_read_in_order_and_resumed_after_any_of_them(store: Store, claim: Claim) -> None:
+    job = claim.job_id
+    data = {"step": 41, "reward/mean": 0.1, "text": "Grüße, 世界"}
+    ids = [await store.add_event(job, "step", data | {"n": n}) for n in range(5)]
+    events = await store.read_events(job)
+    assert [event.id for event in events[-5:]] == ids
+    assert events[-1].data == data | {"n": 4}
+    assert events[-1].created_at.endswith("Z")
+    for position, event in enumerate(events):
+        assert await store.read_events(job, event.id) == events[position + 1 :]
+    assert await store.read_events(job, "0", count=2) == events[:2]
+
+
+async def test_a_reader_waits_for_the_next_event(store: Store, claim: Claim) -> None:
+    last = (await store.read_events(claim.job_id))[-1].id
+    waiting = asyncio.create_task(store.read_events(claim.job_id, last, block_ms=5000))
+    event_id = await store.add_event(claim.job_id, "log", {"message": "x"})
+    assert [event.id for event in await waiting] == [event_id]
+    assert await store.read_events(claim.job_id, event_id, block_ms=1) == []
+
+
+async def test_an_event_whose_reply_is_lost_is_added_once(
+    proxy: LossyProxy, lossy_client: Redis, store: Store, claim: Claim
+) -> None:
+    proxy.disturb(b"gspo_add_event", lose_reply={0, 1})
+    event_id = await Store(lossy_client).add_event(claim.job_id, "log", {})
+    assert [event.id for event in await store.read_events(claim.job_id) if event.type == "log"] == [event_id]
+
+
+async def test_trimmed_history_is_announced_exactly(store: Store, claim: Claim) -> None:
+    job = claim.job_id
+    await store.trim_events(job, 0)
+    ids = [await store.add_event(job, "log", {"n": n}) for n in range(10)]
+    await store.trim_events(job, 4)
+
+    def of(events: list[Event]) -> list[tuple[str, str]]:
+        return [(event.type, event.id) for event in events]
+
+    rest = [("log", event_id) for event_id in ids[6:]]
+    for missed in ("0", ids[0], ids[4]):
+        [gap, *events] = await store.read_events(job, missed)
+        assert gap.type == "gap"
+        assert gap.data == {"resumed_after": missed, "first_available": ids[6]}
+        assert of(events) == rest
+        assert of(await store.read_events(job, gap.id)) == rest, "who resumes after the gap is not told twice"
+    assert of(await store.read_events(job, ids[5])) == rest, "nothing after it is gone"
+    assert of(await store.read_events(job, ids[7])) == rest[2:]
+    await store.trim_events(job, 0)
+    [gap] = await store.read_events(job, ids[7])
+    assert gap.data == {"resumed_after": ids[7], "first_available": None}
+
+
+async def test_events_are_bounded(store: Store, claim: Claim, redis_client: Redis) -> None:
+    job, keys = claim.job_id, job_keys(claim.job_id)
+    for first in range(0, 11_000, 1000):
+        async with redis_client.pipeline(transaction=False) as pipeline:
+            for number in range(first, first + 1000):
+                pipeline.execute_command("FCALL", "gspo_add_event", len(keys), *keys, f"n{number}", "log", "{}")
+            await pipeline.execute()
+    assert 10_000 <= await redis_client.xlen(job_key(job, "events")) < 10_500
+    # events of the store itself have no nonce
+    assert await redis_client.hlen(job_key(job, "event_nonces")) == await redis_client.xlen(job_key(job, "events"))
+    assert (await store.read_events(job, "0", count=1))[0].type == "gap"
+
+
+@pytest.mark.parametrize("after", ["", "x", "-1", "5-", "1-2-3", "$", "1" * 17, "0\n"])
+async def test_a_position_that_is_none_is_refused(store: Store, claim: Claim, after: str) -> None:
+    with pytest.raises(InvalidCursor):
+        await store.read_events(claim.job_id, after)
+
+
+async def test_an_event_is_json(store: Store, claim: Claim) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        await store.add_event(claim.job_id, "step", {"loss": math.nan})
+
+
+# Versions
+
+
+async def test_versions_count_from_zero_and_are_never_handed_out_twice(store: Store, claim: Claim) -> None:
+    job, token = claim.job_id, claim.token
+    assert await store.current_version(job) is None
+    handed_out = [await store.next_version(job, token) for _ in range(3)]
+    assert handed_out == [0, 1, 2]
+    assert await store.next_version(job, token, at_least=37) == 37
+    await store.publish_version(job, token, manifest(job, 50))
+    assert await store.next_version(job, token, at_least=4) == 51
+
+
+async def test_a_lost_reply_wastes_a_number_at_most(
+    proxy: LossyProxy, lossy_client: Redis, store: Store, claim: Claim
+) -> None:
+    proxy.disturb(b"gspo_next_version", lose_reply={0})
+    first = await Store(lossy_client).next_version(claim.job_id, claim.token)
+    assert await store.next_version(claim.job_id, claim.token) > first
+
+
+async def test_published_versions_are_kept_as_they_were(store: Store, claim: Claim) -> None:
+    job, token = claim.job_id, claim.token
+    published = [manifest(job, 0), manifest(job, 2, step=1), manifest(job, 10, epoch=2, step=1)]
+    for one in published:
+        await store.publish_version(job, token, one)
+        await store.publish_version(job, token, one)
+        assert await store.current_version(job) == one
+    assert await store.versions(job) == published
+    assert (await store.get_job(job)).policy_version == 10
+
+
+async def test_a_version_never_names_two_weight_sets(store: Store, claim: Claim) -> None:
+    job, token = claim.job_id, claim.token
+    await store.publish_version(job, token, manifest(job, 3))
+    for other in (manifest(job, 3, digest="f"), manifest(job, 3, step=1), manifest(job, 2)):
+        with pytest.raises(Conflict):
+            await store.publish_version(job, token, other)
+    with pytest.raises(ValueError, match="no version of job"):
+        await store.publish_version(job, token, manifest("other", 4))
+    assert await store.versions(job) == [manifest(job, 3)]
+
+
+# Metrics
+
+
+async def test_metrics_keep_every_bit_and_their_order(store: Store, claim: Claim) -> None:
+    job = claim.job_id
+    values = {
+        "reward/mean": 0.1,
+        "gspo/ratio_mean": 1 / 3,
+        "tiny": 5e-324,
+        "huge": 1.7e308,
+        "count": 2**53,
+        "zero": -0.0,
+    }
+    for step in (10, 2, 0):
+        await store.add_metrics(job, step, values)
+    rows = await store.read_metrics(job)
+    assert [row["step"] for row in rows] == [0, 2, 10]
+    assert all({name: row[name] for name in values} == values for row in rows)
+    assert [row["step"] for row in await store.read_metrics(job, 2)] == [2, 10]
+    assert await store.read_metrics(job, 11) == []
+
+
+async def test_a_step_that_runs_again_replaces_what_it_said(store: Store, claim: Claim) -> None:
+    await store.add_metrics(claim.job_id, 1, {"loss": 1.0, "reward/mean": 0.5})
+    await store.add_metrics(claim.job_id, 1, {"loss": 2.0})
+    await store.add_metrics(claim.job_id, 1, {"eval/success": 0.25})
+    assert await store.read_metrics(claim.job_id) == [
+        {"step": 1, "eval/success": 0.25, "loss": 2.0, "reward/mean": 0.5}
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+async def test_a_metric_is_a_finite_number(store: Store, claim: Claim, value: float) -> None:
+    with pytest.raises(ValueError, match="loss of step 1 is not a finite number"):
+        await store.add_metrics(claim.job_id, 1, {"reward": 1.0, "loss": value})
+    assert await store.read_metrics(claim.job_id) == []
+
+
+# Environments
+
+
+async def test_the_first_description_of_an_environment_holds(store: Store, claim: Claim) -> None:
+    job = claim.job_id
+    first = {"num_tasks": {"train": 100, "eval": 20}, "name": "calculator"}
+    assert await store.environment_description(job, 0) is None
+    assert await store.describe_environment(job, 0, first) == first
+    assert await store.describe_environment(job, 0, {"num_tasks": {"train": 1}}) == first
+    assert await store.describe_environment(job, 1, {"num_tasks": {"train": 1}}) != first
+    assert await store.environment_description(job, 0) == first
+
+
+# Engines and workers
+
+
+async def test_engines_and_workers_are_listed_with_their_beats(store: Store) -> None:
+    await store.register_engine({"id": "e1", "url": "http://a", "models": ["x"]})
+    await store.register_engine({"id": "e0", "url": "http://b"})
+    await store.register_engine({"id": "e1", "url": "http://c"})
+    await store.register_worker({"id": "w", "role": "rollout"})
+    assert await store.engines() == [
+        {"id": "e0", "url": "http://b", "beats": 1, "job": None},
+        {"id": "e1", "url": "http://c", "beats": 2, "job": None},
+    ]
+    assert await store.workers() == [{"id": "w", "role": "rollout", "beats": 1}]
+    await store.remove_engine("e1")
+    await store.remove_worker("w")
+    assert [engine["id"] for engine in await store.engines()] == ["e0"]
+    assert await store.workers() == []
+
+
+@pytest.mark.parametrize("record", [{}, {"id": ""}, {"id": 3}])
+async def test_a_record_names_what_it_is_about(store: Store, record: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="under 'id'"):
+        await store.register_engine(record)
+
+
+async def test_an_engine_serves_one_job_at_a_time(store: Store, claim: Claim) -> None:
+    await store.create_job("{}")
+    other = await store.claim_job("other")
+    assert other is not None
+    await store.register_engine({"id": "e"})
+    assert await store.bind_engine(claim.job_id, claim.token, "e") is True
+    assert await store.bind_engine(claim.job_id, claim.token, "e") is True
+    assert await store.bind_engine(other.job_id, other.token, "e") is False
+    await store.unbind_engine(other.job_id, other.token, "e")
+    assert (await store.engines())[0]["job"] == claim.job_id
+    await store.unbind_engine(claim.job_id, claim.token, "e")
+    assert await store.bind_engine(other.job_id, other.token, "e") is True
+    with pytest.raises(Missing):
+        await store.bind_engine(other.job_id, other.token, "no engine")
+
+
+async def test_an_engine_of_a_finished_job_is_free(store: Store, claim: Claim) -> None:
+    await store.create_job("{}")
+    other = await store.claim_job("other")
+    assert other is not None
+    await store.register_engine({"id": "e"})
+    await store.bind_engine(claim.job_id, claim.token, "e")
+    await store.set_status(claim.job_id, "failed", token=claim.token)
+    assert await store.bind_engine(other.job_id, other.token, "e") is True
+
+
+async def test_a_new_owner_inherits_the_engine_and_the_old_one_cannot_give_it_away(store: Store, claim: Claim) -> None:
+    await store.register_engine({"id": "e"})
+    await store.bind_engine(claim.job_id, claim.token, "e")
+    await store.release_job(claim.job_id, claim.token)
+    heir = await store.claim_job("heir")
+    assert heir is not None
+    assert await store.bind_engine(heir.job_id, heir.token, "e") is True
+    await store.unbind_engine(claim.job_id, claim.token, "e")
+    assert (await store.engines())[0]["job"] == claim.job_id
+
+
+# The library
+
+
+async def test_the_library_is_loaded_once_and_by_whoever_misses_it(redis_client: Redis, claim: Claim) -> None:
+    functions = Functions(redis_client)
+    before = (await redis_client.info("commandstats")).get("cmdstat_function|load", {"calls": 0})["calls"]
+    await functions.load()
+    await functions.load()
+    after = (await redis_client.info("commandstats"))["cmdstat_function|load"]["calls"]
+    assert after == before
+    await redis_client.function_flush()
+    await Store(redis_client).beat_trainer(claim.job_id, claim.token)
+
+
+async def test_many_processes_load_the_library_at_once(redis_client: Redis) -> None:
+    await redis_client.function_flush()
+    await asyncio.gather(*(Functions(redis_client).load() for _ in range(8)))
+    assert await Functions(redis_client).call("version", ()) == [LIBRARY_VERSION, library()[1].encode()]
+
+
+async def test_a_newer_library_is_not_replaced_by_an_older_one(redis_client: Redis) -> None:
+    source, digest = library()
+    newer = source.replace(f"VERSION, DIGEST = {LIBRARY_VERSION},", f"VERSION, DIGEST = {LIBRARY_VERSION + 1},")
+    await redis_client.function_load(newer, replace=True)
+    with pytest.raises(LibraryTooNew, match="upgrade this process"):
+        await Store(redis_client).load_functions()
+    await redis_client.function_flush()
+    older = source.replace(f"VERSION, DIGEST = {LIBRARY_VERSION},", f"VERSION, DIGEST = {LIBRARY_VERSION - 1},")
+    await redis_client.function_load(older, replace=True)
+    await Store(redis_client).load_functions()
+    assert await Functions(redis_client).call("version", ()) == [LIBRARY_VERSION, digest.encode()]
+
+
+@pytest.mark.parametrize("job", ["", "a}", "{a", "a/b", "a b", "x" * 65, "é"])
+def test_a_job_id_cannot_escape_from_its_hash_tag(job: str) -> None:
+    with pytest.raises(InvalidJobId):
+        job_key(job, "events")
+
+
+async def test_every_key_of_a_job_lies_in_its_slot(store: Store, claim: Claim, redis_client: Redis) -> None:
+    await store.register_engine({"id": "e"})
+    tags = set()
+    async for key in redis_client.scan_iter():
+        prefix, tag, _name = key.decode().split(":")
+        assert prefix == "gspo"
+        tags.add(tag)
+    assert tags == {f"{{{claim.job_id}}}", "{service}"}
+    json.dumps(await store.engines())
