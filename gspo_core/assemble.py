@@ -66,7 +66,7 @@ class Assembler:
         episode = self._episode(key)
         return () if episode is None else episode.prefix()
 
-    def keys(self) -> tuple[EpisodeKey, ...]:
+    def episodes(self) -> tuple[EpisodeKey, ...]:
         """Episodes of which at least one segment is here, in order."""
         return tuple(
             EpisodeKey(self._job or "", group, member)
@@ -92,6 +92,8 @@ class _Episode:
     last: int | None = None
     """Index of the segment that carries the outcome, once it is here."""
     highest: int = -1
+    complete: Trajectory | None = None
+    """Built once: who waits for a group asks again and again."""
 
     def add(self, segment: Segment) -> None:
         known = self.segments.get(segment.index)
@@ -113,9 +115,9 @@ class _Episode:
 
     def trajectory(self) -> Trajectory | None:
         # Indexes are distinct and none is beyond the last, so the count says that there is no gap.
-        if self.last is None or len(self.segments) <= self.last:
-            return None
-        return Trajectory(self.prefix())
+        if self.complete is None and self.last is not None and len(self.segments) == self.last + 1:
+            self.complete = Trajectory(self.prefix())
+        return self.complete
 
     def prefix(self) -> tuple[Segment, ...]:
         length = 0
