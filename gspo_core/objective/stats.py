@@ -175,7 +175,10 @@ def _token_sums(inputs: Inputs, weights: Weights, terms: Terms) -> Tensor:
         _divergences(reference_BT - policy_BT)[1],
         nothing_BT if inputs.staleness_BT is None else inputs.staleness_BT,
     ]
-    return torch.stack([row.double().flatten() for row in rows])
+    table = torch.empty(len(rows), *mask_BT.shape, dtype=torch.float64, device=mask_BT.device)
+    for position, row_BT in enumerate(rows):
+        table[position].copy_(row_BT)
+    return table.flatten(1)
 
 
 def _bounded_exp(values: Tensor) -> Tensor:
