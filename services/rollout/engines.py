@@ -24,6 +24,8 @@ from services.telemetry import get_logger
 REFRESH_S = 0.25
 # An engine that does not say for so long what it holds gets no new requests; those in flight go on.
 LABEL_TIMEOUT_S = 2.0
+# One that stays silent for longer than the longest load of weights is given up, with the requests that it holds.
+SILENCE_S = 120.0
 
 
 @dataclass(eq=False, slots=True)
@@ -36,8 +38,10 @@ class Engine:
     """``job/epoch/version`` of the weights that it holds; empty while it does not answer."""
     num_requests: int = 0
     """Of this worker, in flight."""
+    last_answer: float = 0.0
+    """When it last said what it holds."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it left the table: who waits for its answer asks elsewhere."""
+    """Set when it left the table or fell silent: who waits for its answer asks elsewhere."""
 
     @property
     def job(self) -> str:
@@ -70,10 +74,20 @@ class Versions(Protocol):
 class EngineTable:
     """All engines that this worker may reach, kept up to date by one task for all of its jobs."""
 
-    def __init__(self, store: Versions, urls: Collection[str], connect: Callable[[str], EngineClient]) -> None:
+    def __init__(
+        self,
+        store: Versions,
+        urls: Collection[str],
+        connect: Callable[[str], EngineClient],
+        clock: Callable[[], float],
+        *,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self._store = store
         self._static_urls = tuple(urls)
         self._connect = connect
+        self._clock = clock
+        self._silence_s = silence_s
         self._engines: dict[str, Engine] = {}
         self.changed = asyncio.Condition()
 
@@ -86,31 +100,40 @@ class EngineTable:
     async def refresh(self) -> None:
         with contextlib.suppress(*UNREACHABLE):  # what was known before holds on
             self._update(await self._store.engines())
-        await asyncio.gather(*(_read_label(engine) for engine in self._engines.values()))
+        await asyncio.gather(*(self._read_label(engine) for engine in self._engines.values()))
         async with self.changed:
             self.changed.notify_all()
+
+    async def _read_label(self, engine: Engine) -> None:
+        label = await _label_of(engine)
+        if label != engine.label:
+            get_logger().info("engine", url=engine.url, label=label, before=engine.label)
+        engine.label = label
+        if label:
+            engine.last_answer = self._clock()
+        elif self._clock() - engine.last_answer > self._silence_s:
+            engine.gone.set()
+            engine.gone, engine.last_answer = asyncio.Event(), self._clock()
 
     def _update(self, records: Sequence[Mapping[str, Any]]) -> None:
         urls = {*self._static_urls, *(str(record["url"]) for record in records if record.get("url"))}
         for url in self._engines.keys() - urls:
             self._engines.pop(url).gone.set()
         for url in sorted(urls - self._engines.keys()):
-            self._engines[url] = Engine(url, self._connect(url))
+            self._engines[url] = Engine(url, self._connect(url), last_answer=self._clock())
 
     def serving(self, job: str) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.job == job]
 
 
-async def _read_label(engine: Engine) -> None:
+async def _label_of(engine: Engine) -> str:
     try:
         async with asyncio.timeout(LABEL_TIMEOUT_S):
             label = str((await engine.client.model_info()).get("weight_version") or "")
         parse_label(label)
     except (EngineError, InvalidAnswer, TimeoutError):
-        label = ""
-    if label != engine.label:
-        get_logger().info("engine", url=engine.url, label=label, before=engine.label)
-    engine.label = label
+        return ""
+    return label
 
 
 class JobEngines:
@@ -190,7 +213,7 @@ class JobEngines:
                 generation = await _answer_of(engine, request)
                 if generation is not None and generation.output_ids:
                     return self._checked(generation, engine, held_s=asked - started)
-                self._counters.add("engine/empty_answers")
+                self._counters.add("engine/no_answers")
             except EngineRejected:
                 raise  # it would be refused again: the episode's business
             except (EngineError, InvalidAnswer) as error:

@@ -21,7 +21,7 @@ from services.engine_client import EngineClient
 from services.jobs import JobNotFound
 from services.refusals import Refused
 from services.rollout.counters import Counters
-from services.rollout.engines import EngineTable, JobEngines
+from services.rollout.engines import SILENCE_S, EngineTable, JobEngines
 from services.rollout.job import JobRollout
 from services.rollout.loading import JobNotServable, LoadedJob
 from services.rollout.outbox import Outbox
@@ -48,6 +48,7 @@ class WorkerConfig:
     drain_s: float = 8.0
     """After the signal to leave: how long episodes may take to reach their next boundary."""
     engine_urls: Collection[str] = ()
+    engine_silence_s: float = SILENCE_S
 
 
 class Worker:
@@ -71,7 +72,7 @@ class Worker:
         self._clock = clock
         self.counters = Counters()
         self._patience = Patience(self.counters, rng)
-        self._table = EngineTable(store, config.engine_urls, connect)
+        self._table = EngineTable(store, config.engine_urls, connect, clock, silence_s=config.engine_silence_s)
         self._jobs: dict[str, JobRollout] = {}
         self._leaving: dict[str, asyncio.Event] = {}
         """Every job that is being served, also while it is loading."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
-from gspo_core.env import Environment
+from gspo_core.env import Environment, EnvironmentFailed, Observation, Start
 from gspo_core.types import Outcome, Segment, Split, StopReason, Trajectory
 from services.bus import Append, Fenced, Gap
 from services.rollout.episode import Episode
@@ -550,3 +550,132 @@ async def test_members_of_a_group_share_the_seed_of_their_world() -> None:
     assert episode_seed(1, 5) == episode_seed(1, 5)
     assert len({episode_seed(1, group) for group in range(100)}) == 100
     assert episode_seed(1, 5) != episode_seed(2, 5)
+
+
+class Closing(Counter):
+    """Counts how often it is closed."""
+
+    num_closed = 0
+
+    def __init__(self, fail_in: str = "") -> None:
+        self.fail_in = fail_in
+
+    def reset(self, target: int) -> str:
+        if self.fail_in == "reset":
+            raise OSError("cannot start")
+        return super().reset(target)
+
+    def close(self) -> None:
+        Closing.num_closed += 1
+        if self.fail_in == "close":
+            raise OSError("cannot clean up")
+
+
+@pytest.mark.parametrize(
+    ("fail_in", "sessions", "expected"),
+    [("", 1, StopReason.COMPLETED), ("reset", 3, StopReason.ENV_ERROR), ("close", 1, StopReason.COMPLETED)],
+)
+async def test_every_session_is_closed_once_whatever_happened(
+    table: Table, codec: HermesCodec, speech: Speech, fail_in: str, sessions: int, expected: StopReason
+) -> None:
+    Closing.num_closed = 0
+    play = await Play.prepare(table, codec, [speech.say("done")], world(Closing, fail_in=fail_in))
+    assert await play.run() is expected
+    assert Closing.num_closed == sessions
+    assert play.setting.counters["env/close_failed"] == (fail_in == "close")
+
+
+async def test_a_cancelled_episode_closes_its_session(table: Table, codec: HermesCodec) -> None:
+    asked = asyncio.Event()
+
+    async def hang(input_ids: list[int]) -> Sampled:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    Closing.num_closed = 0
+    play = await Play.prepare(table, codec, [hang], world(Closing))
+    running = asyncio.create_task(play.run())
+    await asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert Closing.num_closed == 1
+
+
+async def test_a_session_that_the_policy_broke_and_nobody_can_score_gets_the_low_end(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    """As worlds behind a connection end: the turn is lost, and so is everything after it."""
+    environment = world()
+
+    class Broken:
+        metrics: ClassVar[dict[str, float]] = {}
+        close_failure = None
+
+        async def start(self, task: Any, seed: int) -> Start:
+            return Start([{"role": "user", "content": "go"}], [])
+
+        async def act(self, turn: Any) -> Observation:
+            return Observation(done=True, stop_reason=stop)
+
+        async def score(self) -> tuple[float, dict[str, float]]:
+            raise EnvironmentFailed("score", "connection lost")
+
+        async def close(self) -> None:
+            return
+
+    environment.session = lambda **_: Broken()  # type: ignore[method-assign]
+    environment.reward_range = (-1.0, 1.0)  # type: ignore[misc]
+    for stop, expected in ((StopReason.ENV_CRASH, -1.0), (StopReason.ENV_DONE, None)):
+        play = await Play.prepare(table, codec, [speech.say("done")] * 3, environment)
+        assert await play.run() is (stop if expected else StopReason.ENV_ERROR)
+        assert (await play.outcome()).reward == expected
+        await table.bus.commit(JOB, TRAINER, 1, [0])
+
+
+async def test_a_world_that_ends_earlier_in_a_replay_starts_again(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    class Hasty(Counter):
+        """Raise the counter."""
+
+        instances = 0
+
+        def reset(self, target: int) -> str:
+            Hasty.instances += 1
+            self.done = Hasty.instances == 2
+            return super().reset(target)
+
+    async def leave(input_ids: list[int]) -> Sampled:
+        raise Drained
+
+    call, say = speech.call("add", amount=2), speech.say("done")
+    first = await Play.prepare(table, codec, [call, call, leave], world(Hasty))
+    with pytest.raises(Drained):
+        await first.run()
+    await table.bus.hand_back(JOB, table.token, [first.order.key])
+    (lease,) = await table.lease()
+    setting = make_setting(table, codec, ScriptedPolicy([call, say]))
+    assert await Episode(setting, make_order(lease, world(Hasty))).run() is StopReason.COMPLETED
+    assert {segment.attempt for segment in await table.segments(lease.key)} == {1}
+
+
+async def test_a_history_that_cannot_be_continued_goes_on_in_a_new_branch(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    class Stripping(HermesCodec):
+        """Rewrites the history before every turn, as templates that strip reasoning do."""
+
+        def bridge(self, prefix_ids: Any, sampled_ids: Any, new_messages: Any) -> None:
+            return None
+
+    call, say = speech.call("add", amount=2), speech.say("done")
+    play = await Play.prepare(table, Stripping(codec.tokenizer), [call, say])
+    assert await play.run() is StopReason.COMPLETED
+    trajectory = Trajectory(tuple(await play.segments()))
+    first, second = trajectory.branches
+    assert first.token_ids.tolist() == play.policy.prompts[0] + call
+    assert second.token_ids.tolist() == play.policy.prompts[1] + say
+    assert codec.tokenizer.decode(play.policy.prompts[1]).count('{"name": "add", "arguments": {"amount": 2}}') == 1
+    assert play.setting.counters["drift/forks"] == 1

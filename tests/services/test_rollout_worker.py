@@ -178,8 +178,9 @@ class Stage:
             await self.bus.dispatch(claim.job_id, claim.token, group, size=size, split=split, task_index=task)
 
     def worker(self, name: str = "worker-0", **config: Any) -> Worker:
+        config = {"lease_s": LEASE_S, "engine_urls": [self.place.engine_url], **config}
         return Worker(
-            WorkerConfig(name, lease_s=LEASE_S, engine_urls=[self.place.engine_url], **config),
+            WorkerConfig(name, **config),
             Bus(self._redis, lease_s=LEASE_S),
             self.store,
             lambda url: EngineClient(url, self._http),
@@ -479,6 +480,108 @@ async def test_tokens_of_another_job_are_thrown_away_and_sampled_again(stage: St
         await stage.all_ready(claim, 1)
     for trajectory in await stage.trajectories(claim, 1):
         assert trajectory.versions == {mine.version}
+
+
+class Cable:
+    """Between worker and engine; can be cut and mended."""
+
+    def __init__(self, target: str) -> None:
+        self._target = httpx.URL(target)
+        self._port = 0
+        self._server: asyncio.Server | None = None
+        self._pumps: set[asyncio.Task[None]] = set()
+        self.flows = asyncio.Event()
+        self.flows.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    async def mend(self) -> None:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._pumps.add(task)
+        far_reader, far_writer = await asyncio.open_connection(self._target.host, self._target.port)
+        try:
+            await asyncio.wait(
+                [
+                    asyncio.create_task(self._pump(reader, far_writer)),
+                    asyncio.create_task(self._pump(far_reader, writer)),
+                ],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        except asyncio.CancelledError:
+            return  # it was cut
+        finally:
+            self._pumps.discard(task)
+            writer.close()
+            far_writer.close()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                await self.flows.wait()
+                writer.write(data)
+                await writer.drain()
+
+
+async def test_an_engine_that_goes_away_is_waited_for(stage: Stage) -> None:
+    cable = Cable(stage.place.engine_url)
+    await cable.mend()
+    claim = await stage.submit(config={"replies": 20})
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 4)
+
+    async def begun() -> bool:
+        return await stage.num_segments(claim) > 10
+
+    async with stage.working(stage.worker(engine_urls=[cable.url])) as worker:
+        await until(begun)
+        await cable.cut()
+        await until(lambda: worker.counters["engine/EngineUnavailable"] > 0)
+        await cable.mend()
+        await stage.all_ready(claim, 4)
+        assert worker.counters["episodes/finished"] == 8
+    await cable.cut()
+    for trajectory in await stage.trajectories(claim, 4):
+        assert trajectory.attempt == 0
+        assert_stitched(trajectory, stage.place.codec, {"replies": 20})
+
+
+async def test_requests_of_an_engine_that_fell_silent_are_asked_again_elsewhere(stage: Stage) -> None:
+    hung, sound = Cable(stage.place.engine_url), Cable(stage.place.engine_url)
+    await hung.mend()
+    await sound.mend()
+    claim = await stage.submit(config={"replies": 20})
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 4)
+
+    async def begun() -> bool:
+        return await stage.num_segments(claim) > 10
+
+    async with stage.working(stage.worker(engine_urls=[hung.url, sound.url], engine_silence_s=0.5)) as worker:
+        await until(begun)
+        hung.flows.clear()
+        await stage.all_ready(claim, 4)
+        assert worker.counters["engine/no_answers"] > 0
+        hung.flows.set()
+    for cable in (hung, sound):
+        await cable.cut()
+    trajectories = await stage.trajectories(claim, 4)
+    assert {segment.engine_id for one in trajectories for segment in one.segments} == {hung.url, sound.url}
+    for trajectory in trajectories:
+        assert_stitched(trajectory, stage.place.codec, {"replies": 20})
 
 
 def test_the_worker_needs_no_torch() -> None:
