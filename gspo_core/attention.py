@@ -18,7 +18,7 @@ from gspo_core.packing import Packing, Piece
 
 PACKED = "gspo_packed"
 # Arguments that models pass along and that do not change plain causal attention.
-_HARMLESS = frozenset({"position_ids", "output_attentions", "use_cache", "cache_position", "is_causal"})
+_HARMLESS = frozenset({"position_ids", "cache_position"})
 
 
 # Rows of queries that are masked at once where a mask is needed.
@@ -43,7 +43,7 @@ def packed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of (1, heads, tokens, width) queries, each with the keys up to it in its own sequence."""
-    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
+    unknown = sorted(name for name, given in others.items() if not _is_off(given) and name not in _HARMLESS)
     if unknown or dropout or attention_mask is not None:
         what = unknown or (["dropout"] if dropout else ["attention_mask"])
         raise UnsupportedAttention(
@@ -59,6 +59,10 @@ def packed_attention(
         for start in range(0, piece.length, _block_rows(piece, window))
     ]
     return torch.cat(blocks, dim=1), None
+
+
+def _is_off(argument: Any) -> bool:
+    return argument is None or argument is False
 
 
 def _block_rows(piece: Piece, window: int | None) -> int:

@@ -192,7 +192,7 @@ def collate(
     cells = _joined([row * num_columns + np.arange(len(p)) for row, p in enumerate(places)], np.int64)
 
     def tensor(values: Any, dtype: type) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device)
+        return torch.from_numpy(np.array(values, dtype=dtype)).to(device)  # a copy: given arrays may be read-only
 
     def scored(values: Callable[[TrainSequence], Any], dtype: type) -> NDArray[Any]:
         """One value per scored token."""

@@ -93,7 +93,10 @@ class Learner:
         self.counters.num_steps += 1
         stats = LossStats(self._ranks.sum(stats.sums), self._ranks.max(stats.maxima))
         self.alarms = loss_alarms(stats, self.objective, num_updates=len(updates))
-        return loss_metrics(stats, self.objective, num_updates=len(updates)) | self._update_metrics(updates)
+        metrics = loss_metrics(stats, self.objective, num_updates=len(updates))
+        metrics["gspo/num_empty"] = float(sum(not s.num_actions for s in sequences))
+        metrics["learner/num_idle_sequences"] = float(sum(not self._acts(s) for s in sequences)) - metrics["gspo/num_empty"]
+        return metrics | self._update_metrics(updates)
 
     def supervised_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """One update that makes the actions more likely; advantages and behaviour log-probs play no part."""
@@ -174,11 +177,15 @@ class Learner:
     def _prepare(self, sequences: Sequence[TrainSequence], share: Sequence[int]) -> list[_Work]:
         """The micro-batches of one update, without the sequences that cannot act on it.
 
-        A sequence whose advantages are all 0 has no gradient, unless the reference pulls at it; it counts in the
-        denominators all the same.
+        A sequence whose advantages are all 0 has no gradient, unless the reference pulls at it. It counts in the
+        denominators all the same, and in no statistics.
         """
-        acting = [i for i in share if self.objective.kl_coef or np.any(sequences[i].advantages)]
+        acting = [index for index in share if self._acts(sequences[index])]
         return [_Work(micro_batch) for micro_batch in self._split(sequences, acting)]
+
+    def _acts(self, sequence: TrainSequence) -> bool:
+        advantages = np.broadcast_to(sequence.advantages, sequence.num_tokens)[sequence.action_mask]
+        return bool(advantages.any() or (self.objective.kl_coef and len(advantages)))
 
     @torch.no_grad()
     def _score_anchors(self, work: Sequence[Sequence[_Work]]) -> None:
@@ -199,7 +206,7 @@ class Learner:
         self, sequences: Sequence[TrainSequence], share: Sequence[int], pieces: Sequence[_Work]
     ) -> LossStats:
         """Sum the gradients of one update up."""
-        masks = [torch.from_numpy(sequences[index].action_mask) for index in share]
+        masks = [torch.tensor(sequences[index].action_mask) for index in share]
         num_sequences, num_tokens = loss_denominators(masks, [sequences[index].weight for index in share])
         stats = LossStats.zero(self._device)
         for piece in pieces:

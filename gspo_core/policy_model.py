@@ -7,6 +7,7 @@ loaded, and refused. It neither trains nor reads or writes files.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gspo_core.batch import Layout, MicroBatch, TrainSequence, collate
 from gspo_core.learner_config import LearnerConfig
@@ -103,10 +105,14 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _checkpoint_activations(model: Any) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True  # checkpointing asks for it; the layers inside stay without dropout
+    for layer in _layers(model):
+        if not hasattr(layer, "gradient_checkpointing"):
+            raise UnsupportedModel(f"{type(layer).__name__} cannot recompute its activations")
+        # what transformers' own switch sets; its name has changed between releases
+        checkpointing: Any = layer
+        checkpointing.gradient_checkpointing = True
+        checkpointing._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+        layer.training = True  # asked for by the layer; those inside it stay without dropout
 
 
 @torch.no_grad()
