@@ -144,7 +144,7 @@ def _pieces(epoch: int, step: int, groups: Sequence[Group], extra: Mapping[str, 
     digest = hashlib.sha256()
     payload: list[bytes] = []
     indexed = [_indexed(group, payload) for group in groups]
-    index = _index_bytes(_Index(epoch=epoch, step=step, groups=indexed, extra=dict(extra)))
+    index = _index_bytes(_Index(epoch=epoch, step=step, groups=indexed, extra=_checked_extra(extra)))
     for piece in (_HEADER.pack(_MAGIC, SCHEMA, len(index)), index, *payload):
         digest.update(piece)
         yield piece
@@ -161,15 +161,21 @@ def _indexed(group: Group, payload: list[bytes]) -> _IndexedGroup:
     return _IndexedGroup(group.job, group.group, group.split, group.task_index, group.size, trajectories)
 
 
-def _index_bytes(index: _Index) -> bytes:
-    record = msgspec.to_builtins(index)
+def _checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``extra`` as a plain dict; refuses what JSON would give back as something else."""
+    plain = dict(extra)
     try:
-        text = json.dumps(record, allow_nan=False, separators=(",", ":"))
+        read_back = json.loads(json.dumps(plain, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InvalidValue(f"the extra mapping of a batch log is no JSON: {error}") from error
-    if json.loads(text) != record:
+    if read_back != plain:
         raise InvalidValue("the extra mapping of a batch log would be read back differently: use string keys and lists")
-    return text.encode()
+    return plain
+
+
+def _index_bytes(index: _Index) -> bytes:
+    # The standard library's JSON keeps integers of any size and floats to the last bit.
+    return json.dumps(msgspec.to_builtins(index), allow_nan=False, separators=(",", ":")).encode()
 
 
 def _checked_index(path: Path, data: bytes) -> tuple[_Index, int]:
