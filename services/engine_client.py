@@ -27,6 +27,7 @@ FinishReason = Literal["stop", "length", "abort"]
 _CONNECT_TIMEOUT_S = 5.0
 _CONTROL_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 2.0
+_REPAIR_TIMEOUT_S = 10.0
 # A paused engine lets a request wait for as long as the pause lasts, so a generate call has no deadline of its own.
 _GENERATE_TIMEOUT = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
 # SGLang's text when new weights are in place although the call failed, and when no weight was touched.
@@ -160,8 +161,8 @@ class EngineClient:
         try:
             response = await self._call("POST", "/generate", body, timeout=_GENERATE_TIMEOUT)
         except (asyncio.CancelledError, EngineUnavailable):
-            # The request may still be running there; nobody waits for it any more.
-            with contextlib.suppress(EngineError, TimeoutError):
+            # The request may still be running there; nobody waits for it any more. (RuntimeError: the pool is closed.)
+            with contextlib.suppress(EngineError, TimeoutError, RuntimeError):
                 async with asyncio.timeout(_ABORT_TIMEOUT_S):
                     await self.abort(rid)
             raise
@@ -232,7 +233,7 @@ class EngineClient:
     async def _finish_replaced(self, label: str) -> None:
         """The new weights are in place but the cache and the label are old: mends both."""
         try:
-            await self.flush_cache(timeout_s=_CONTROL_TIMEOUT_S)
+            await self.flush_cache(timeout_s=_REPAIR_TIMEOUT_S)
             new_label = {"new_version": label, "abort_all_requests": False}
             await self._call("POST", "/update_weight_version", new_label, admin=True)
         except EngineError as error:

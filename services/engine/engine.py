@@ -98,7 +98,7 @@ class Engine:
     async def _until(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         # The steps in between are the event; they are not worth a signal each.
-        while not condition() and (deadline is None or time.monotonic() < deadline):  # noqa: ASYNC110
+        while not condition() and (deadline is None or time.monotonic() < deadline):
             await asyncio.sleep(_POLL_S)
 
 

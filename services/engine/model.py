@@ -11,7 +11,7 @@ dimension, hidden or vocabulary size, as the code shows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from services.engine.kv_cache import KVCache
 
-# Queries of one prompt that attend at a time: bounds the score matrix of a long prompt.
-_QUERY_CHUNK = 512
+# Queries of one prompt that attend at a time: their scores stay in the processor's cache, and later keys are skipped.
+_QUERY_CHUNK = 128
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _MAX_DEVIATION = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 
@@ -130,8 +130,8 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         x32 = x.float()
-        scale = torch.rsqrt_(x32.square().mean(-1, keepdim=True).add_(self._eps))
-        return (x32 * scale).to(x.dtype) * weight
+        mean_square: Tensor = torch.linalg.vecdot(x32, x32).unsqueeze(-1).mul_(1 / x.shape[-1])
+        return (x32 * mean_square.add_(self._eps).rsqrt_()).to(x.dtype).mul_(weight)
 
     def _check_config(self) -> None:
         config = self.config
@@ -212,42 +212,64 @@ class Decoder:
             raise UnsupportedModel(f"{self.config.model_type}: log-probs are {deviation:.2g} off those of transformers")
 
 
+class _Chunk(NamedTuple):
+    """Consecutive new tokens of one prompt, which attend together."""
+
+    new: slice
+    """Where they lie among the packed tokens."""
+    row: int
+    num_keys: int
+    bias: Tensor
+
+
 class _Attention:
-    """What all layers of one forward share: masks, and where each request's tokens lie."""
+    """What all layers of one forward share: masks, and where the tokens of each request lie."""
 
     def __init__(self, decoder: Decoder, batch: Batch, cache: KVCache) -> None:
         self._batch, self._cache = batch, cache
         self._scale = decoder._scale
         self._num_kv_heads = decoder.num_kv_heads
         self._group = decoder.num_heads // decoder.num_kv_heads
-        device = decoder.device
-        positions_B = batch.positions_N[: batch.num_decode]
-        self._rows_B = torch.arange(batch.num_decode, device=device)
-        future = torch.arange(batch.longest, device=device) > positions_B[:, None]
-        bias = torch.zeros(future.shape, dtype=decoder.dtype, device=device).masked_fill_(future, -torch.inf)
-        self._bias = bias.repeat_interleave(self._num_kv_heads, dim=0)[:, None]
-        self._future = [
-            torch.arange(end, device=device) > torch.arange(start, end, device=device)[:, None]
-            for _, start, end in batch.prefills
-        ]
+        self._dtype, self._device = decoder.dtype, decoder.device
+        self._positions_B = batch.positions_N[: batch.num_decode]
+        self._rows_B = torch.arange(batch.num_decode, device=self._device)
+        bias_B = self._bias(self._positions_B, batch.longest)
+        self._decode_bias = bias_B.repeat_interleave(self._num_kv_heads, dim=0)[:, None]
+        self._chunks = list(self._cut_prefills())
+
+    def _cut_prefills(self) -> Iterator[_Chunk]:
+        offset = self._batch.num_decode
+        for row, start, end in self._batch.prefills:
+            for first in range(start, end, _QUERY_CHUNK):
+                last = min(first + _QUERY_CHUNK, end)
+                new = slice(offset + first - start, offset + last - start)
+                yield _Chunk(new, row, last, self._bias(self._batch.positions_N[new], last))
+            offset += end - start
+
+    def _bias(self, positions: Tensor, num_keys: int) -> Tensor:
+        """0 for the keys that a query at each position may see, -inf for those behind it."""
+        future = torch.arange(num_keys, device=self._device) > positions[:, None]
+        return torch.zeros(future.shape, dtype=self._dtype, device=self._device).masked_fill_(future, -torch.inf)
 
     def __call__(self, layer: int, q_N: Tensor, k_N: Tensor, v_N: Tensor) -> Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
+        self._store(keys, values, k_N, v_N)
         mixed = []
+        if num_decode := self._batch.num_decode:
+            mixed.append(self._decode(q_N[:num_decode], keys, values))
+        for new, row, num_keys, bias in self._chunks:
+            mixed.append(self._prefill(q_N[new], keys[row, :, :, :num_keys], values[row, :, :num_keys], bias))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _store(self, keys: Tensor, values: Tensor, k_N: Tensor, v_N: Tensor) -> None:
         offset = self._batch.num_decode
         if offset:
-            positions_B = self._batch.positions_N[:offset]
-            keys[self._rows_B, :, :, positions_B] = k_N[:offset]
-            values[self._rows_B, :, positions_B] = v_N[:offset]
-            mixed.append(self._decode(q_N[:offset], keys, values))
-        for (row, start, end), future in zip(self._batch.prefills, self._future, strict=True):
+            keys[self._rows_B, :, :, self._positions_B] = k_N[:offset]
+            values[self._rows_B, :, self._positions_B] = v_N[:offset]
+        for row, start, end in self._batch.prefills:
             new = slice(offset, offset := offset + end - start)
             keys[row, :, :, start:end] = k_N[new].permute(1, 2, 0)
             values[row, :, start:end] = v_N[new].transpose(0, 1)
-            for first in range(start, end, _QUERY_CHUNK):
-                part = slice(first - start, min(first + _QUERY_CHUNK, end) - start)
-                mixed.append(self._prefill(q_N[new][part], keys[row, :, :, :end], values[row, :, :end], future[part]))
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def last_of_each(self, x_N: Tensor) -> Tensor:
         """The rows of ``x_N`` that belong to the last token of each request."""
@@ -261,19 +283,17 @@ class _Attention:
 
     def _decode(self, q_B: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         num, heads, head_dim = q_B.shape
+        longest = self._batch.longest
         q = q_B.reshape(num * self._num_kv_heads, self._group, head_dim)
-        keys = keys[:num, :, :, : self._batch.longest].flatten(0, 1)
-        values = values[:num, :, : self._batch.longest].flatten(0, 1)
-        scores = torch.baddbmm(self._bias, q, keys, alpha=self._scale)
-        return torch.bmm(_softmax(scores), values).view(num, heads * head_dim)
+        scores = torch.baddbmm(self._decode_bias, q, keys[:num, :, :, :longest].flatten(0, 1), alpha=self._scale)
+        return torch.bmm(_softmax(scores), values[:num, :, :longest].flatten(0, 1)).view(num, heads * head_dim)
 
-    def _prefill(self, q_T: Tensor, keys: Tensor, values: Tensor, future: Tensor) -> Tensor:
+    def _prefill(self, q_T: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         num, heads, head_dim = q_T.shape
         by_group = (self._num_kv_heads, self._group, num)
         q = q_T.reshape(num, self._num_kv_heads, self._group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-        scores = torch.bmm(q * self._scale, keys).view(*by_group, -1)
-        weights = _softmax(scores.masked_fill_(future, -torch.inf)).flatten(1, 2)
-        mixed = torch.bmm(weights, values).view(*by_group, head_dim)
+        scores = torch.bmm(q * self._scale, keys).view(*by_group, -1).add_(bias)
+        mixed = torch.bmm(_softmax(scores).flatten(1, 2), values).view(*by_group, head_dim)
         return mixed.permute(2, 0, 1, 3).reshape(num, heads * head_dim)
 
 

@@ -265,6 +265,7 @@ class Scheduler:
         if leaving:
             self._leave(leaving)
 
+    @torch.inference_mode()
     def _leave(self, leaving: Mapping[int, dict[str, Any] | RequestFailed]) -> None:
         """Ends the requests in these rows and closes the gaps, from the end, so that what moves is alive."""
         for row in sorted(leaving, reverse=True):
