@@ -20,8 +20,8 @@ from services.rollout.patience import UNREACHABLE, Patience
 from services.rollout.policy import Drained, InvalidAnswer, Sampled, VersionSpan
 from services.telemetry import get_logger
 
-# How often the table of engines is read again. New weights come seconds apart, and spans tell the truth meanwhile.
-REFRESH_S = 0.25
+# How often the table of engines is read again. New weights come a second or more apart; spans tell the truth meanwhile.
+REFRESH_S = 0.1
 # An engine that does not say for so long what it holds gets no new requests; those in flight go on.
 LABEL_TIMEOUT_S = 2.0
 # One that stays silent for longer than the longest load of weights is given up, with the requests that it holds.
@@ -161,7 +161,7 @@ class JobEngines:
         self._leaving = leaving
         self._steps: Mapping[int, int] = {}
         """Version -> step, for the versions that the store knows."""
-        self._published_step = 0
+        self._published: WeightsManifest | None = None
         self._avoided: set[Engine] = set()
 
     async def watch(self) -> None:
@@ -176,7 +176,7 @@ class JobEngines:
             if current is not None and current.version not in self._steps:
                 manifests = await self._store.versions(self._job)
                 self._steps = {manifest.version: manifest.step for manifest in manifests}
-                self._published_step = current.step
+                self._published = current
         self._avoided.clear()
         async with self._table.changed:
             self._table.changed.notify_all()
@@ -187,8 +187,12 @@ class JobEngines:
         return sorted(engines, key=lambda engine: (engine in self._avoided, engine.num_requests))
 
     def _is_fresh(self, engine: Engine) -> bool:
+        published = self._published
+        if published is None or engine.version > published.version:
+            return True  # published after we last looked
+        # A later step than the published one belongs to a line that a recovery gave up.
         step = self._steps.get(engine.version)
-        return step is not None and self._published_step - step <= self._max_staleness
+        return step is not None and 0 <= published.step - step <= self._max_staleness
 
     async def sample(
         self,

@@ -31,7 +31,7 @@ from gspo_core.types import EpisodeKey, Split, StopReason, Trajectory, WeightFil
 from services.bus import Bus
 from services.children import die_with_parent
 from services.engine_client import EngineClient, open_http
-from services.redis_server import RedisServer
+from services.redis_server import RedisServer, connect
 from services.rollout.loading import load_job
 from services.rollout.worker import Worker, WorkerConfig
 from services.store import Claim, Store
@@ -333,13 +333,13 @@ async def test_new_weights_in_the_middle_of_a_turn_become_segments_of_their_own(
 
 
 async def test_another_worker_finishes_what_a_killed_one_had_begun_and_nothing_is_doubled(stage: Stage) -> None:
-    claim = await stage.submit(config={"replies": 30})
+    claim = await stage.submit(config={"replies": 15})
     await stage.publish(claim, stage.place.chatty)
     await stage.dispatch(claim, 12)
     victim = stage.process()
 
     async def halfway() -> bool:
-        return await stage.num_segments(claim) > 60
+        return await stage.num_segments(claim) > 40
 
     await until(halfway, 60.0)
     victim.send_signal(signal.SIGKILL)
@@ -358,7 +358,36 @@ async def test_another_worker_finishes_what_a_killed_one_had_begun_and_nothing_i
     assert sum(segment.is_final for segment in segments) == 24
     for trajectory in await stage.trajectories(claim, 12):
         assert trajectory.attempt == 0
-        assert_stitched(trajectory, stage.place.codec, {"replies": 30})
+        assert_stitched(trajectory, stage.place.codec, {"replies": 15})
+
+
+async def test_a_redis_that_is_killed_and_started_again_costs_no_token(place: Place, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as servers:
+        server = servers.enter_context(RedisServer.spawn(tmp_path))
+        async with open_http() as http, connect(server.url) as redis:
+            stage = Stage(place, redis, server.url, http)
+            await stage.bus.load_functions()
+            claim = await stage.submit(config={"replies": 15})
+            await stage.publish(claim, place.chatty)
+            await stage.dispatch(claim, 4)
+
+            async def begun() -> bool:
+                return await stage.num_segments(claim) > 10
+
+            async with stage.working(stage.worker()) as worker:
+                await until(begun)
+                assert server.pid is not None
+                os.kill(server.pid, signal.SIGKILL)
+                server.close()
+                again = await asyncio.to_thread(RedisServer.spawn, tmp_path)
+                servers.callback(again.close)
+                assert again.url == server.url
+                await stage.all_ready(claim, 4)
+                await until(lambda: worker.counters["episodes/finished"] == 8)
+                assert worker.counters["worker/fenced"] == 0
+            for trajectory in await stage.trajectories(claim, 4):
+                assert trajectory.attempt == 0
+                assert_stitched(trajectory, place.codec, {"replies": 15})
 
 
 async def test_sigterm_hands_everything_back_at_once_and_ends_with_status_0(stage: Stage) -> None:
@@ -442,13 +471,14 @@ async def test_a_job_that_is_paused_gets_its_episodes_back_and_goes_on_later(sta
 async def test_an_engine_that_is_too_far_behind_or_holds_another_job_samples_nothing(stage: Stage) -> None:
     claim = await stage.submit(rollout={"group_size": 2, "max_staleness": 1})
     old = await stage.publish(claim, stage.place.chatty)
+    dead_line = await stage.publish(claim, stage.place.chatty, step=3, load=False)
     newest = await stage.publish(claim, stage.place.chatty, step=2, load=False)
     other = await stage.submit()
     foreign = await stage.publish(other, stage.place.chatty, load=False)
     await stage.dispatch(claim, 2)
     async with stage.working(stage.worker()) as worker:
-        await until(lambda: len(worker._jobs) == 2)
-        for manifest in (old, foreign):
+        await until(lambda: len(worker._jobs) == 2 and worker._jobs[claim.job_id]._engines._published == newest)
+        for manifest in (old, dead_line, foreign):
             await stage.load(manifest, stage.place.chatty)
             engine = worker._table._engines[stage.place.engine_url]
             await until(lambda engine=engine, manifest=manifest: engine.label == manifest.label)  # type: ignore[misc]
