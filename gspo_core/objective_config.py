@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gspo_core.documented import Documented
 
@@ -46,6 +46,22 @@ CORRECTION_NAMES: Mapping[str, Correction] = {
     "icepop": "token_mask",
     "geometric": "geometric_truncate",
     "product": "product_truncate",
+}
+# Keys that are accepted besides the fields, as their JSON schema describes them.
+OTHER_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "name": {"enum": list(NAMES), "type": "string", "description": "Sets loss and ratio."},
+    "clip": {
+        "anyOf": [
+            {"type": "number"},
+            {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
+        ],
+        "description": "Sets clip_low and clip_high: one number for both, or [low, high].",
+    },
+    "importance_sampling_level": {
+        "enum": ["sequence", "token"],
+        "type": "string",
+        "description": "Another name of ratio.",
+    },
 }
 # The ratio that a loss is defined on, where it leaves no choice.
 RATIO_OF_LOSS: Mapping[str, str] = {
@@ -123,14 +139,21 @@ class Band(Documented):
         return self
 
 
+def _add_other_spellings(schema: dict[str, Any]) -> None:
+    properties = schema["properties"]
+    properties.update({name: dict(described) for name, described in OTHER_KEYS.items()})
+    properties["correction"]["enum"] = [*properties["correction"]["enum"], *CORRECTION_NAMES]
+
+
 class ObjectiveConfig(Documented):
     """The loss. The default is decoupled GSPO: the trust region is measured from the trainer's own policy when the
     batch entered it, and what lies between that policy and the sampler is corrected by a bounded weight.
 
-    Accepted besides: `name` (gspo, grpo, ppo, cispo, sapo, gmpo, dppo_tv, dppo_kl, vespo) sets loss and ratio,
-    `clip` (a number or [low, high]) sets clip_low and clip_high, `importance_sampling_level` is another name of ratio,
-    and the corrections have the short names token, icepop, geometric and product.
+    Accepted besides: `name` sets loss and ratio, `clip` sets clip_low and clip_high, `importance_sampling_level` is
+    another name of ratio, and the corrections have the short names token, icepop, geometric and product.
     """
+
+    model_config = ConfigDict(json_schema_extra=_add_other_spellings)
 
     loss: Loss = "clip"
     """`clip` is the pessimistic clip of PPO, GRPO and GSPO; the others are alternatives to it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from gspo_core.objective import LossStats, ObjectiveConfig, loss_metrics, policy_loss
+from gspo_core.objective import loss as loss_module
+from gspo_core.objective import losses as losses_module
+from gspo_core.objective import weights as weights_module
 from gspo_core.objective.inputs import Inputs, prepare
 from gspo_core.objective.losses import band_width
 from gspo_core.objective.weights import make_weights
@@ -431,3 +435,87 @@ def test_worked_weights_and_band() -> None:
     lengths = torch.tensor(CASES["E01_stitched_2seg"]["reference"]["gspo_sequence"]["n_tokens"])
     widths = band_width(band, lengths, torch.float64).tolist()
     assert widths == pytest.approx([0.00745, 0.00598, 0.01, 0.005], abs=5e-6)
+
+
+# Mistakes that these numbers must notice
+
+
+def _negated_mismatch(right: Any) -> Any:
+    return lambda config, inputs, mismatch_BT, level: right(config, inputs, -mismatch_BT, level)
+
+
+def _arithmetic_mean(right: Any) -> Any:
+    """The "sequence" weight as a mean of token weights."""
+
+    def wrong(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor, level: str) -> Tensor:
+        mean_BT = inputs.sequence_mean_BT(torch.where(inputs.mask_BT, mismatch_BT.exp(), 0.0)).log()
+        return mean_BT.expand(mismatch_BT.shape) if level == "geometric" else right(config, inputs, mismatch_BT, level)
+
+    return wrong
+
+
+def _raw_decision(right: Any) -> Any:
+    return lambda context, log_ratio_N: log_ratio_N
+
+
+def _length_without_root(right: Any) -> Any:
+    return lambda band, lengths, dtype: right(band, lengths, dtype) ** 2
+
+
+def _gate_both_signs(right: Any) -> Any:
+    """OPSM without looking at the sign of the advantage."""
+
+    def wrong(config: ObjectiveConfig, inputs: Inputs, policy_BT: Tensor) -> Any:
+        return right(config, replace(inputs, advantages_BT=-inputs.advantages_BT.abs()), policy_BT)
+
+    return wrong
+
+
+def _k2(right: Any) -> Any:
+    return lambda log_ratio: log_ratio.square() / 2
+
+
+def _floor_of_one(right: Any) -> Any:
+    """The sum over tokens divided by N, without the length."""
+
+    def wrong(config: ObjectiveConfig, inputs: Inputs, num_sequences: Any, num_tokens: Any) -> Tensor:
+        return right(config.model_copy(update={"aggregate": "sum"}), inputs, num_sequences, num_tokens)
+
+    return wrong
+
+
+def _family(family: str) -> None:
+    for number in range(len(FAMILIES[family])):
+        test_family(family, number, torch.float64)
+
+
+def _base(peer: str) -> None:
+    for name, other in BASE:
+        if other == peer:
+            test_base_case(name, peer, torch.float64)
+
+
+def _worked() -> None:
+    for given in WORKED:
+        test_worked_numbers(*given)
+
+
+MISTAKES: list[tuple[str, Any, str, Any, Any]] = [
+    ("inverted weight", weights_module, "_log_weight", _negated_mismatch, lambda: _family("is_correction_on_gspo")),
+    ("arithmetic mean", weights_module, "_log_weight", _arithmetic_mean, lambda: _family("is_correction_on_gspo")),
+    ("raw decision", losses_module, "_decision", _raw_decision, _worked),
+    ("no root of the length", losses_module, "band_width", _length_without_root, _worked),
+    ("k2 for k3", weights_module, "k3", _k2, lambda: test_worked_drift("E04", [0.318, 0.797, 0.416, 0.105])),
+    ("both signs withheld", weights_module, "_token_gates", _gate_both_signs, lambda: _family("opsm_on_gspo")),
+    ("length forgotten", loss_module, "_scale", _floor_of_one, lambda: _base("trl_1.16.0_sequence_grpo")),
+    ("length forgotten", loss_module, "_scale", _floor_of_one, lambda: _family("gmpo")),
+]
+
+
+@pytest.mark.parametrize(("name", "module", "attribute", "mutate", "check"), MISTAKES)
+def test_numbers_notice_the_mistake(name: str, module: Any, attribute: str, mutate: Any, check: Any) -> None:
+    check()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, attribute, mutate(getattr(module, attribute)))
+        with pytest.raises(AssertionError):
+            check()
