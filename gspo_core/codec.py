@@ -24,6 +24,7 @@ The decoded arrays are read-only views of the given bytes; the order keeps them 
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -224,11 +225,15 @@ def _checked_meta(data: bytes, end: int) -> _Meta:
     return meta
 
 
+# An episode sends many segments, interleaved with those of others.
+_key = lru_cache(maxsize=16_384)(EpisodeKey)
+
+
 def _build(
     meta: _Meta, token_ids: NDArray[np.int32], action_mask: NDArray[np.bool_], behavior_logprobs: NDArray[np.float32]
 ) -> Segment:
     try:
-        key = EpisodeKey(meta.job, meta.group, meta.member)
+        key = _key(meta.job, meta.group, meta.member)
         outcome = None if meta.outcome is None else Outcome(*msgspec.structs.astuple(meta.outcome))
     except NonFiniteValue as error:
         raise NonFiniteSegment(str(error)) from error

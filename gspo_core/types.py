@@ -165,6 +165,10 @@ class Segment:
     """Sum of the behaviour log-probs in float64."""
 
     def __post_init__(self) -> None:
+        for name in ("attempt", "branch", "index", "turn", "version"):
+            _check_count(name, getattr(self, name))
+        if type(self.engine_id) is not str:
+            raise InvalidValue(f"engine_id is a string, not {self.engine_id!r}")
         vars(self).update(
             temperature=_number("temperature", self.temperature),
             token_ids=_frozen_array(self.token_ids, "int32", "token_ids"),
@@ -187,13 +191,10 @@ class Segment:
         return segment
 
     def _check(self) -> None:
-        """Check every invariant and derive the two sums."""
-        for count in (self.attempt, self.branch, self.index, self.turn, self.version):
-            if type(count) is not int or not 0 <= count <= MAX_COUNT:
-                for name in ("attempt", "branch", "index", "turn", "version"):
-                    _check_count(name, getattr(self, name))
-        if type(self.engine_id) is not str:
-            raise InvalidValue(f"engine_id is a string, not {self.engine_id!r}")
+        """Check every invariant of values that have the right types, and derive the two sums."""
+        counts = (self.attempt, self.branch, self.index, self.turn, self.version)
+        if min(counts) < 0 or max(counts) > MAX_COUNT:
+            raise InvalidValue(f"attempt, branch, index, turn and version lie from 0 to {MAX_COUNT}, not {counts}")
         if not 0 < self.temperature < math.inf:
             kind = InvalidValue if math.isfinite(self.temperature) else NonFiniteValue
             raise kind(f"the sampling temperature is positive and finite, not {self.temperature}")
@@ -207,7 +208,9 @@ class Segment:
         if not num_tokens and self.outcome is None:
             raise InvalidValue("a segment without tokens must carry the outcome")
         num_actions, logprob_sum = _checked_sums(self.token_ids, self.action_mask, self.behavior_logprobs)
-        vars(self).update(num_actions=num_actions, logprob_sum=logprob_sum)
+        fields = vars(self)
+        fields["num_actions"] = num_actions
+        fields["logprob_sum"] = logprob_sum
 
     @property
     def num_tokens(self) -> int:
@@ -519,6 +522,7 @@ def _checked_sums(
     logprob_sum = float(np.add.reduce(behavior_logprobs, dtype=np.float64))
     if not math.isfinite(logprob_sum):
         raise NonFiniteValue("a behaviour log-prob is infinite")
-    if np.count_nonzero((behavior_logprobs != 0) > action_mask):
+    misplaced = np.greater(behavior_logprobs != np.float32(0), action_mask)
+    if b"\1" in misplaced.tobytes():
         raise InvalidValue("behaviour log-probs are 0 where the action mask is False")
     return int(np.count_nonzero(action_mask)), logprob_sum

@@ -232,7 +232,7 @@ class TestSegment:
     def test_of_exact_checks_what_the_constructor_checks(self) -> None:
         fields = {name: value for name, value in vars(segment()).items() if name not in ("num_actions", "logprob_sum")}
         assert Segment.of_exact(dict(fields)) == segment()
-        for name, value in [("version", -1), ("temperature", 0.0), ("engine_id", b"x"), ("turn_reward", float("nan"))]:
+        for name, value in [("version", -1), ("turn", 2**31), ("temperature", 0.0), ("turn_reward", float("nan"))]:
             with pytest.raises(InvalidValue):
                 Segment.of_exact(fields | {name: value})
         with pytest.raises(InvalidValue):
