@@ -83,6 +83,7 @@ class Learner:
         shares = deal_minibatches(
             len(sequences), self.objective.minibatches, seed=self._seed, step=self.counters.num_steps
         )
+        self._optimizer.zero_grad()  # of a step that failed half-way
         work = [self._prepare(sequences, share) for share in shares]
         self._score_anchors(work)
         stats = LossStats.zero(self._device)
@@ -94,8 +95,9 @@ class Learner:
         stats = LossStats(self._ranks.sum(stats.sums), self._ranks.max(stats.maxima))
         self.alarms = loss_alarms(stats, self.objective, num_updates=len(updates))
         metrics = loss_metrics(stats, self.objective, num_updates=len(updates))
-        metrics["gspo/num_empty"] = float(sum(not s.num_actions for s in sequences))
-        metrics["learner/num_idle_sequences"] = float(sum(not self._acts(s) for s in sequences)) - metrics["gspo/num_empty"]
+        num_empty = sum(not s.num_actions for s in sequences)
+        num_idle = sum(not self._acts(s) for s in sequences) - num_empty
+        metrics |= {"gspo/num_empty": float(num_empty), "learner/num_idle_sequences": float(num_idle)}
         return metrics | self._update_metrics(updates)
 
     def supervised_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -103,6 +105,7 @@ class Learner:
         num_actions = sum(s.num_actions for s in sequences)
         if not num_actions:
             raise ValueError("a supervised step needs at least one action")
+        self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
         for micro_batch in self._split(sequences, range(len(sequences))):
             loss = -self._policy(micro_batch).sum() / num_actions

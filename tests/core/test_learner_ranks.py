@@ -1,0 +1,60 @@
+"""Two ranks under torchrun (FSDP2, gloo) learn what one process learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.core import learner_process
+from tests.core.learner_support import largest_difference, write_model
+
+# Of what the weights moved by; float32 sums in another order, and the clip's rounding near its bounds.
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of all cases, run once: starting processes takes most of the time."""
+    root = tmp_path_factory.mktemp("ranks")
+    write_model(root / "model", tie_word_embeddings=True)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(learner_process.__file__, "ranks", str(root)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=True,
+        timeout=110,
+    )
+    return root
+
+
+@pytest.mark.parametrize("case", learner_process.RANK_CASES)
+def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
+    objective, config, number = learner_process.RANK_CASES[case]
+    learner_process.run_case(two_ranks, tmp_path, objective, config, number)
+    start = load_file(two_ranks / "model/model.safetensors")
+    for stage in ("weights", "supervised"):
+        one, two = (load_file(root / stage / "model.safetensors") for root in (tmp_path, two_ranks / case))
+        moved = largest_difference(start, one)
+        assert moved > 1e-4, "the case must train something"
+        assert largest_difference(one, two) < TOLERANCE * moved
+    one_metrics, two_metrics = (
+        json.loads((root / "metrics.json").read_text()) for root in (tmp_path, two_ranks / case)
+    )
+    assert one_metrics == pytest.approx(two_metrics, rel=1e-3, abs=2e-5)
+
+
+@pytest.mark.parametrize("case", learner_process.RANK_CASES)
+def test_a_state_of_two_ranks_resumes_exactly(two_ranks: Path, case: str) -> None:
+    first, second = (
+        (two_ranks / case / stage / "model.safetensors").read_bytes() for stage in ("supervised", "resumed")
+    )
+    assert first == second
+    assert len(list((two_ranks / case / "state").glob("rank-*.safetensors"))) == 2

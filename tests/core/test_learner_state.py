@@ -1,0 +1,167 @@
+"""A state restores a learner bit for bit, whatever killed it; a damaged one is refused and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gspo_core.learner_config import OptimizerConfig
+from gspo_core.learner_state import MANIFEST, InvalidState
+from tests.core import learner_process
+from tests.core.learner_process import NUM_STEPS, state_directory
+from tests.core.learner_support import (
+    largest_difference,
+    make_learner,
+    make_sequences,
+    weights,
+    with_behavior,
+    write_model,
+)
+
+SHARD = "rank-00000.safetensors"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen3") / "model")
+
+
+@pytest.fixture
+def _one_thread():  # type: ignore[no-untyped-def]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def kill_when(process: subprocess.Popen[bytes], path: Path) -> None:
+    """SIGKILL as soon as a file exists, whatever the process is doing with it."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, "the learner ended before it could be killed"
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.0005)
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_killed_three_times_it_ends_bit_identical(tmp_path: Path) -> None:
+    """The victims are processes; the reference ran undisturbed in this one."""
+    for name in ("whole", "killed"):
+        write_model(tmp_path / name / "model")
+    learner_process.resume(tmp_path / "whole")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, learner_process.__file__, "resume", str(tmp_path / "killed")]
+    steps = sorted(random.Random(7).sample(range(1, NUM_STEPS), 3))
+    for number, step in enumerate(steps):
+        # the first dies with half a state, the others at a step boundary or just after it
+        path = state_directory(tmp_path / "killed", step) / (SHARD if number == 0 else MANIFEST)
+        kill_when(subprocess.Popen(command, env=environment), path)
+    subprocess.run(command, env=environment, check=True, timeout=100)
+    for step in (steps[0], NUM_STEPS):
+        first, second = (state_directory(tmp_path / name, step) for name in ("whole", "killed"))
+        assert (first / SHARD).read_bytes() == (second / SHARD).read_bytes()
+        assert (first / MANIFEST).read_bytes() == (second / MANIFEST).read_bytes()
+
+
+def test_a_state_holds_moments_counters_and_random_state(model_dir: Path, tmp_path: Path) -> None:
+    optimizer = OptimizerConfig(lr=1e-2, schedule="linear", decay_steps=9)
+    first, second = (make_learner(model_dir, optimizer=optimizer, seed=seed) for seed in (0, 0))
+    sequences = make_sequences(8)
+    with_behavior(first, sequences)
+    first.step(sequences)
+    first.save_state(tmp_path / "state")
+    torch.rand(3)
+    expected = first.step(sequences)
+    noise = torch.rand(3)
+    second.load_state(tmp_path / "state")
+    torch.rand(3)
+    assert second.step(sequences) == expected
+    assert torch.equal(torch.rand(3), noise)
+    assert second.counters == first.counters
+    assert largest_difference(weights(first), weights(second)) == 0
+
+
+def test_without_the_moments_it_would_not_go_on_the_same(model_dir: Path, tmp_path: Path) -> None:
+    """The negative of the test above: what it compares does depend on the moments."""
+    first = make_learner(model_dir, optimizer=OptimizerConfig(lr=1e-2))
+    sequences = make_sequences(8)
+    with_behavior(first, sequences)
+    first.step(sequences)
+    first.save_weights(tmp_path / "model")
+    second = make_learner(tmp_path / "model", optimizer=OptimizerConfig(lr=1e-2))
+    second.counters = first.counters
+    first.step(sequences)
+    second.step(sequences)
+    assert largest_difference(weights(first), weights(second)) > 1e-4
+
+
+def flip_a_byte(directory: Path) -> None:
+    content = bytearray((directory / SHARD).read_bytes())
+    content[-5] ^= 1
+    (directory / SHARD).write_bytes(content)
+
+
+def cut_the_manifest(directory: Path) -> None:
+    (directory / MANIFEST).write_text((directory / MANIFEST).read_text()[:-20])
+
+
+def change(key: str, value: object) -> object:
+    def damage(directory: Path) -> None:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        (directory / MANIFEST).write_text(json.dumps({**manifest, key: value}))
+
+    return damage
+
+
+DAMAGES = {
+    "no manifest": (lambda directory: (directory / MANIFEST).unlink(), "no complete state"),
+    "half a manifest": (cut_the_manifest, "damaged"),
+    "a flipped byte": (flip_a_byte, "not what its manifest says"),
+    "no shard": (lambda directory: (directory / SHARD).unlink(), "not what its manifest says"),
+    "other ranks": (change("num_ranks", 2), "2 ranks"),
+    "another format": (change("format", 99), "format 99"),
+    "another model": (change("content", {"model": "?", "counters": {}}), "another model"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_foreign_state_is_refused_and_changes_nothing(
+    model_dir: Path, tmp_path: Path, damage: str
+) -> None:
+    spoil, reason = DAMAGES[damage]
+    learner = make_learner(model_dir)
+    sequences = make_sequences(4)
+    with_behavior(learner, sequences)
+    learner.save_state(tmp_path / "state")
+    learner.step(sequences)
+    before, counters = weights(learner), learner.counters
+    spoil(tmp_path / "state")  # type: ignore[operator]
+    with pytest.raises(InvalidState, match=reason):
+        learner.load_state(tmp_path / "state")
+    assert largest_difference(before, weights(learner)) == 0
+    assert learner.counters == counters
+
+
+def test_a_state_of_other_shapes_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    from gspo_core.learner_config import LoraConfig
+
+    make_learner(model_dir, lora=LoraConfig(rank=2)).save_state(tmp_path / "state")
+    with pytest.raises(InvalidState, match="does not fit"):
+        make_learner(model_dir, lora=LoraConfig(rank=3)).load_state(tmp_path / "state")
+
+
+def test_a_state_is_written_once(model_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner(model_dir)
+    learner.save_state(tmp_path / "state")
+    with pytest.raises(InvalidState, match="written once"):
+        learner.save_state(tmp_path / "state")
