@@ -26,7 +26,7 @@ from gspo_core.types import EpisodeKey, Split
 from services.functions import Functions
 from services.keys import bus_keys, job_key, service_key, service_keys
 from services.leases import BeatWatch
-from services.redis_server import MAX_BLOCK_MS
+from services.redis_client import MAX_BLOCK_MS
 from services.refusals import Conflict, Fenced, Gap
 
 __all__ = ["Append", "Bus", "Conflict", "EpisodeLease", "Fenced", "Gap", "ReadyGroup"]

@@ -17,7 +17,7 @@ from uuid import uuid4
 from services.functions import Functions
 from services.jobs import InvalidCursor
 from services.keys import job_key, job_keys
-from services.redis_server import MAX_BLOCK_MS
+from services.redis_client import MAX_BLOCK_MS
 
 _POSITION = re.compile(r"\d{1,16}(-\d{1,16})?")
 

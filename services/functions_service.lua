@@ -1,6 +1,6 @@
 -- What belongs to no job: the list of jobs, idempotency keys, engines, workers and their leases.
 
--- digest of the client's key, "job id/digest of the body" -> what holds from now on
+-- digest of the client's key, job id -> the job id that this key names from now on
 register("reserve", {}, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
   redis.call("HSETNX", K.idempotency, args[1], args[2])

@@ -31,7 +31,7 @@ from services.jobs import (
     new_job_id,
     sources_of,
 )
-from services.keys import InvalidJobId, job_key, job_keys, service_key, service_keys
+from services.keys import InvalidJobId, check_job_id, job_key, job_keys, service_key, service_keys
 from services.leases import BeatWatch
 from services.refusals import Conflict, Forbidden, Missing
 
@@ -54,17 +54,13 @@ class JobTable:
     async def create(self, spec: BaseModel | str, idempotency_key: str | None, job_id: str | None) -> Job:
         text, digest = _canonical(spec)
         job = job_id or new_job_id(self._now())
-        keys = job_keys(job)
+        check_job_id(job)
         if idempotency_key is not None:
             key_digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
-            held = await self._functions.call("reserve", service_keys(), key_digest, f"{job}/{digest}")
-            job, _, held_digest = held.decode().partition("/")
-            if held_digest != digest:
-                raise JobConflict(job)
-            keys = job_keys(job)
+            job = (await self._functions.call("reserve", service_keys(), key_digest, job)).decode()
         reason = default_reason(JobStatus.QUEUED)
         try:
-            await self._functions.call("create", keys, text, digest, self._time(), reason.code, reason.message)
+            await self._functions.call("create", job_keys(job), text, digest, self._time(), reason.code, reason.message)
         except Conflict:
             raise JobConflict(job) from None
         # Last, so that who finds it in the list finds it whole. Until here nothing was acknowledged.

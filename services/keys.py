@@ -40,7 +40,7 @@ JOB_KEYS = (
 SERVICE_KEYS = (
     "jobs",  # sorted set, all scores 0: every job id (ids sort by time)
     "open_jobs",  # set: jobs that may not be terminal yet
-    "idempotency",  # hash: digest of the client's key -> "job id/digest of the request"
+    "idempotency",  # hash: digest of the client's key -> job id
     "engines",  # hash: engine id -> record as JSON
     "engine_beats",  # hash: engine id -> how often it registered
     "engine_bindings",  # hash: engine id -> "job/epoch/token"

@@ -112,6 +112,23 @@ async def test_an_episode_resumes_after_its_last_appended_segment(bus: Bus, clai
     assert len(await payloads(bus, job)) == 3
 
 
+async def test_who_has_handed_back_is_fenced_even_before_another_leases(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=1)
+    token = await bus.join("w")
+    [lease] = await bus.lease(job, "w", token, 1)
+    await bus.append(job, token, [segment(lease, 0)])
+    await bus.hand_back(job, token, [lease.key])
+    for late in (segment(lease, 0), segment(lease, 1)):
+        with pytest.raises(Fenced):
+            await bus.append(job, token, [late])
+    with pytest.raises(Fenced):
+        await bus.restart(lease.key, token, 1)
+    await bus.hand_back(job, token, [lease.key])
+    [again] = await bus.lease(job, "w", token, 5)
+    assert again.num_segments == 1
+
+
 async def test_only_the_holder_hands_back(bus: Bus, claim: Claim) -> None:
     job = claim.job_id
     await dispatch(bus, claim, 0, size=1)

@@ -16,7 +16,7 @@ import pytest
 import redis
 import structlog.testing
 
-from services import redis_server as redis_server_module
+from services import redis_child
 from services.redis_server import RedisServer, RedisUnsuitable, connect, find_binary
 
 WAIT_S = 20.0
@@ -104,7 +104,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
 
 
 def test_one_directory_has_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server_module, "STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(redis_child, "STOP_TIMEOUT_S", 0.05)
     with RedisServer.spawn(tmp_path) as server:
         with pytest.raises(RedisUnsuitable, match=f"process {os.getpid()}"):
             RedisServer.spawn(tmp_path)
@@ -116,7 +116,7 @@ def test_a_path_too_long_for_a_socket_gets_a_short_private_one(tmp_path: Path) -
     data_dir = tmp_path / ("long-" * 24)
     with RedisServer.spawn(data_dir) as server, client_of(server) as client:
         socket = Path(server.url.removeprefix("unix://"))
-        assert len(str(socket)) <= redis_server_module.MAX_SOCKET_PATH_BYTES
+        assert len(str(socket)) <= redis_child.MAX_SOCKET_PATH_BYTES
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
         assert client.config_get("dir")["dir"] == str(data_dir)
     with RedisServer.spawn(data_dir) as again:
@@ -125,7 +125,7 @@ def test_a_path_too_long_for_a_socket_gets_a_short_private_one(tmp_path: Path) -
 
 
 def test_a_short_directory_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server_module.tempfile, "gettempdir", lambda: str(tmp_path / "t"))
+    monkeypatch.setattr(redis_child.tempfile, "gettempdir", lambda: str(tmp_path / "t"))
     (tmp_path / "t").mkdir()
     data_dir = tmp_path / ("long-" * 24)
     with RedisServer.spawn(data_dir) as server:

@@ -70,7 +70,7 @@ async def test_a_new_job_is_queued_with_a_reason(store: Store) -> None:
 
 
 async def test_ids_sort_by_time() -> None:
-    ids = [new_job_id(time_s) for time_s in (0.0, 1.0, 1.001, 1_795_000_000.0, 4_000_000_000.0)]
+    ids = [new_job_id(time_s) for time_s in (0.0, 1.0, 1.5, 1_795_000_000.0, 4_000_000_000.0)]
     assert ids == sorted(ids)
     assert len({new_job_id(1.0) for _ in range(100)}) == 100
     assert all(identifier.startswith("job_") for identifier in ids)
