@@ -22,7 +22,7 @@ from gspo_core.learner_state import MANIFEST
 from gspo_core.objective_config import ObjectiveConfig
 from tests.core.learner_support import GATED, make_learner, make_sequences, with_behavior
 
-NUM_STEPS = 8
+NUM_STEPS = 6
 RESUMED = LearnerConfig(
     optimizer=OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=2), total_steps=NUM_STEPS, micro_batch_tokens=300
 )
