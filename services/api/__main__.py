@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -77,9 +78,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host.strip("[]"), port), family=family, backlog=512)
     except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {host}:{port} (GSPO_API_HOST, GSPO_API_PORT): {error.strerror}"
-        ) from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise SettingsError(f"cannot listen on {host}:{port} (GSPO_API_HOST, GSPO_API_PORT): {reason}") from None
 
 
 def main() -> int:

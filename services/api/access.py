@@ -93,20 +93,22 @@ class AccessMiddleware:
 
 def _refuse_foreign_pages(headers: Headers, *, must_be_local: bool) -> None:
     host = headers.get("host", "")
-    if must_be_local and _name(f"//{host}") not in LOCAL_NAMES:
+    if must_be_local and _parts(f"//{host}")[0] not in LOCAL_NAMES:
         raise ApiError(
             403, "host_not_allowed", f"without keys this API answers on loopback names only, not as {host[:100]!r}"
         )
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and _parts(origin)[1] != host:
         raise ApiError(403, "origin_not_allowed", "web pages of other origins may not use this API")
 
 
-def _name(url: str) -> str:
+def _parts(url: str) -> tuple[str, str]:
+    """Name and network location of an address, empty for what is none."""
     try:
-        return (urlsplit(url).hostname or "").lower()
+        parts = urlsplit(url)
+        return (parts.hostname or "").lower(), parts.netloc
     except ValueError:
-        return ""
+        return "", ""
 
 
 def _digest(key: str) -> bytes:

@@ -24,6 +24,7 @@ from services.api.routes import events, health, jobs, metrics, workers
 from services.api.sse import PING_S
 
 LEASE_S = 30.0
+CANCEL_AGAIN_S = 0.1
 
 
 def create_app(
@@ -48,8 +49,11 @@ def create_app(
             try:
                 yield
             finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                # Once is not enough: on Python 3.11 asyncio.wait_for, which the Redis client writes through, forgets a
+                # cancellation that comes when it has just finished.
+                while not watching.done():
+                    watching.cancel()
+                    await asyncio.wait({watching}, timeout=CANCEL_AGAIN_S)
 
     app = FastAPI(
         title="GSPO",

@@ -7,6 +7,7 @@ failure of ours leaves without an answer in the one shape and a line in the log 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -48,7 +49,9 @@ class RequestMiddleware:
         except Exception as error:
             answer = translate(error)
             if answer.status_code == 500:
-                get_logger().exception("request failed", request_id=request_id, path=scope["path"])
+                # As plain text: renderers that show local variables would show the headers, and keys with them.
+                trace = "".join(traceback.format_exception(error))
+                get_logger().error("request failed", request_id=request_id, path=scope["path"], trace=trace)
             if status:  # half an answer is out; only the end of the connection can tell
                 raise
             await error_response(answer, request_id)(scope, receive, send_named)

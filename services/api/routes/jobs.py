@@ -25,7 +25,7 @@ class SubmittedSpec(JobSpec):
     """What a job is, as its user writes it."""
 
     # Built with the routes: the framework hushes warnings about its own use of fields at that moment only.
-    model_config = ConfigDict(defer_build=False, title="JobSpec")
+    model_config = ConfigDict(defer_build=False)
 
 
 class SubmitQuery(BaseModel):

@@ -1,0 +1,107 @@
+"""What the tests of the API share: an application in this process, and one in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from services.api.app import create_app
+from services.children import die_with_parent
+from services.store import Store
+
+SPEC: dict[str, Any] = {"model": "m", "environments": [{"ref": "environments.calculator:Calculator"}]}
+JSON = {"Content-Type": "application/json"}
+DEADLINE_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def application(store: Store, **options: Any) -> AsyncIterator[FastAPI]:
+    """An application on the given store, started."""
+    app = create_app(lambda: contextlib.nullcontext(store), **options)
+    async with app.router.lifespan_context(app):
+        yield app
+
+
+@contextlib.asynccontextmanager
+async def http_to(app: FastAPI, *, host: str = "127.0.0.1", key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}", headers=headers) as http:
+        yield http
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, once its shape is known to be the one shape."""
+    body = answer.json()
+    assert list(body) == ["error"], body
+    error: dict[str, Any] = body["error"]
+    assert {"type", "code", "message", "param", "request_id", "retry_after_s"} <= error.keys()
+    assert error["request_id"] == answer.headers["x-request-id"]
+    assert error["request_id"].startswith("req_")
+    return error
+
+
+class ApiProcess:
+    """`python -m services.api` on a free port of this machine."""
+
+    def __init__(self, redis_url: str, **settings: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
+        environment |= {"GSPO_REDIS_URL": redis_url, "GSPO_API_PORT": "0", "GSPO_LOG_FORMAT": "json"} | settings
+        # A file, since a pipe that nobody reads would stop the process in the middle.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed at the end of the process
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "services.api"],
+            env=environment,
+            stderr=self._log,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),
+        )
+
+    def __enter__(self) -> ApiProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+    @property
+    def url(self) -> str:
+        """Where it listens, as soon as it does."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            for line in self.log():
+                if '"listening"' in line:
+                    return str(json.loads(line)["url"])
+            time.sleep(0.02)
+        raise AssertionError("the API does not listen:\n" + "\n".join(self.log()))
+
+    def log(self) -> list[str]:
+        """The whole lines that it has logged so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode().split("\n")[:-1]
+
+    def end(self) -> tuple[int, list[str]]:
+        """The status with which it ends by itself, and its log."""
+        return self.process.wait(DEADLINE_S), self.log()
+
+
+def parse_frames(lines: Sequence[str]) -> list[dict[str, str]]:
+    """Server-sent events by an independent reading: blocks of `name: value` between empty lines."""
+    blocks = "\n".join(lines).split("\n\n")
+    frames = []
+    for block in blocks:
+        pairs = [line.split(": ", 1) for line in block.splitlines() if line and not line.startswith(":")]
+        frames.append({name: value for name, value in pairs})
+    return [one for one in frames if one]
