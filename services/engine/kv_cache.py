@@ -78,10 +78,10 @@ class KVCache:
         self.keys[:, row, :, :, :length] = prefix.keys[..., :length]
         self.values[:, row, :, :length] = prefix.values[:, :, :length]
 
-    def clear(self) -> None:
-        """Overwrites everything, so that no number of a broken model stays behind."""
-        self.keys.zero_()
-        self.values.zero_()
+    def erase(self, row: int) -> None:
+        """Overwrites a row that holds numbers that are not finite: even masked they would spoil a later request."""
+        self.keys[:, row] = 0
+        self.values[:, row] = 0
 
 
 def _doubled(size: int, needed: int) -> int:

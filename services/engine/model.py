@@ -78,6 +78,7 @@ class Decoder:
         reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
         reference = reference.eval().to(device)
         self.config = config = reference.config
+        _check_config(config)
         self.device, self.dtype = device, dtype
         self.vocab_size: int = config.vocab_size
         self.context_length: int = min(context_length or config.max_position_embeddings, config.max_position_embeddings)
@@ -86,7 +87,6 @@ class Decoder:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self._eps: float = config.rms_norm_eps
         self._scale = self.head_dim**-0.5
-        self._check_config()
         self.parameters: dict[str, Tensor] = {}
         self._take_weights({name: tensor.detach() for name, tensor in reference.state_dict().items()})
         with torch.inference_mode():
@@ -132,12 +132,6 @@ class Decoder:
         x32 = x.float()
         mean_square: Tensor = torch.linalg.vecdot(x32, x32).unsqueeze(-1).mul_(1 / x.shape[-1])
         return (x32 * mean_square.add_(self._eps).rsqrt_()).to(x.dtype).mul_(weight)
-
-    def _check_config(self) -> None:
-        config = self.config
-        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope not in _STATIC_ROPE or config.hidden_act != "silu" or getattr(config, "use_sliding_window", False):
-            raise UnsupportedModel(f"{config.model_type} with {rope=}, {config.hidden_act=} or a sliding window")
 
     def _take_weights(self, state: dict[str, Tensor]) -> None:
         """Copies the weights into fused, transposed tensors and registers a view for each original name."""
@@ -210,6 +204,19 @@ class Decoder:
         deviation = (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max().item()
         if not deviation <= _MAX_DEVIATION.get(self.dtype, 0.3):
             raise UnsupportedModel(f"{self.config.model_type}: log-probs are {deviation:.2g} off those of transformers")
+
+
+def _check_config(config: Any) -> None:
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    known = {
+        "rms_norm_eps": hasattr(config, "rms_norm_eps"),
+        "num_key_value_heads": hasattr(config, "num_key_value_heads"),
+        "hidden_act": getattr(config, "hidden_act", None) == "silu",
+        "rope_type": rope in _STATIC_ROPE,
+        "use_sliding_window": not getattr(config, "use_sliding_window", False),
+    }
+    if strange := [name for name, is_known in known.items() if not is_known]:
+        raise UnsupportedModel(f"{config.model_type}: no support for its {', '.join(strange)}")
 
 
 class _Chunk(NamedTuple):

@@ -273,6 +273,7 @@ class Scheduler:
             finish = leaving[row]
             if isinstance(finish, RequestFailed):
                 self._forget(request)
+                self._cache.erase(row)
             else:
                 self._keep_prefix(request, row)
             if row != last:
@@ -283,8 +284,6 @@ class Scheduler:
                     moved.entry.row = row
             self.running.pop()
             self._finish(request, finish)
-        if any(isinstance(finish, RequestFailed) for finish in leaving.values()) and not self.running:
-            self._cache.clear()
 
     def _keep_prefix(self, request: Request, row: int) -> None:
         if request.entry is None:

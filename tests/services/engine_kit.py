@@ -119,7 +119,8 @@ class EngineProcess:
 
 
 async def load_of(client: EngineClient) -> dict[str, Any]:
-    return (await client.loads())["loads"][0]
+    load: dict[str, Any] = (await client.loads())["loads"][0]
+    return load
 
 
 async def until_load(client: EngineClient, name: str, at_least: int) -> None:
