@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ def _load(spec_text: str) -> LoadedJob:
             # An engine can die of an id that its model does not have.
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {config['vocab_size']}")
         codec = HermesCodec(tokenizer)
+        _check_ends(config, codec.stop_ids)
     except InvalidEnvironment as error:
         raise JobNotServable(str(error)) from error
     except ValidationError as error:
@@ -67,6 +68,14 @@ def _load(spec_text: str) -> LoadedJob:
     except (OSError, ValueError) as error:
         raise JobNotServable(f"the model directory {model_dir} cannot be used: {error}") from error
     return LoadedJob(spec, environments, codec, context_tokens)
+
+
+def _check_ends(config: Any, stop_ids: Collection[int]) -> None:
+    """Engines also stop at the model's own end tokens; a turn that ends so must count as ended here."""
+    given = config.get("eos_token_id")
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    if not set(ends) <= set(stop_ids):
+        raise ValueError(f"its config.json has eos_token_id {given}, but the chat format ends turns with {stop_ids}")
 
 
 def _number(config: Any, name: str) -> int:

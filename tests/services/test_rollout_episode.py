@@ -659,6 +659,7 @@ async def test_a_world_that_ends_earlier_in_a_replay_starts_again(
     setting = make_setting(table, codec, ScriptedPolicy([call, say]))
     assert await Episode(setting, make_order(lease, world(Hasty))).run() is StopReason.COMPLETED
     assert {segment.attempt for segment in await table.segments(lease.key)} == {1}
+    assert setting.counters["attempts/LedgerConflict_failed"] == 1
 
 
 async def test_a_history_that_cannot_be_continued_goes_on_in_a_new_branch(
