@@ -16,6 +16,8 @@ from typing import Any, Protocol
 from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema
 
 __all__ = [
+    "TOOLS_FOOTER",
+    "TOOLS_HEADER",
     "CallStatus",
     "HermesCodec",
     "Message",
@@ -28,13 +30,13 @@ __all__ = [
 ]
 
 # The wording that Qwen models were trained to read around their tools.
-_TOOLS_HEADER = """# Tools
+TOOLS_HEADER = """# Tools
 
 You may call one or more functions to assist with the user query.
 
 You are provided with function signatures within <tools></tools> XML tags:
 <tools>"""
-_TOOLS_FOOTER = """
+TOOLS_FOOTER = """
 </tools>
 
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
@@ -235,7 +237,7 @@ def _required(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _tools_block(tools: Sequence[ToolSchema]) -> str:
-    return _TOOLS_HEADER + "".join(f"\n{_to_json(tool)}" for tool in tools) + _TOOLS_FOOTER
+    return TOOLS_HEADER + "".join(f"\n{_to_json(tool)}" for tool in tools) + TOOLS_FOOTER
 
 
 def _written_calls(message: Message) -> str:

@@ -1,0 +1,245 @@
+"""Makes the demo's model: about a million parameters in the shape of Qwen3, a tokenizer, and a mediocre warm start.
+
+Rule: the same seed on the same machine gives the same model, nothing is downloaded, and a directory is complete or
+absent. The warm start imitates an oracle that errs (``demonstrations``), on training tasks alone, until the model has
+every skill and every bad habit; sharpening is left to the demo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from environments import calculator
+from gspo_core.chat import HermesCodec, Message, load_tokenizer
+from gspo_core.env import PlainEnvironment, load_environment
+from gspo_core.env.prompt import first_messages
+from services.local import demo_tokenizer, demonstrations
+from services.local.demonstrations import NO_MISTAKES, Mistakes, demonstrate
+
+if TYPE_CHECKING:
+    from gspo_core.batch import TrainSequence
+
+ENVIRONMENT = "environments.calculator:Calculator"
+STAMP_FILE = "demo_model.json"
+
+NUM_CLEAN_STEPS = 100
+"""First the skills: with neither mistakes nor the system prompt in the way, copying is learned several times faster."""
+NUM_NOISY_STEPS = 50
+"""Then the habits."""
+BATCH_SIZE = 32
+PEAK_LR = 3e-3
+
+_ARCHITECTURE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    # Measured: with the usual 0.02 a model of this width needs about three times as many steps to learn to copy.
+    "initializer_range": 0.05,
+}
+
+
+class NotADemoModel(Exception):
+    """The directory holds something that this module did not make, so it is not replaced."""
+
+
+def make_demo_model(directory: Path, seed: int = 0, *, say: Callable[[str], None] = print) -> None:
+    """Leave the demo model in ``directory``. Returns at once where it is already, made by this recipe and seed."""
+    directory = Path(directory).resolve()
+    stamp = {"made_by": "services.local.demo_model", "seed": seed, "recipe": _recipe()}
+    found = _read_stamp(directory)
+    if found == stamp:
+        return
+    if directory.exists() and (found is None or found.get("made_by") != stamp["made_by"]):
+        raise NotADemoModel(f"{directory} exists and is not a demo model; name another directory or remove it")
+    started = time.monotonic()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        made = Path(scratch) / "made"
+        _make(made, Path(scratch) / "random", seed, say)
+        (made / STAMP_FILE).write_text(json.dumps(stamp, indent=2) + "\n")
+        if found is not None:
+            os.rename(directory, Path(scratch) / "outdated")
+        os.rename(made, directory)
+    say(f"demo model: ready after {time.monotonic() - started:.0f} s")
+
+
+def _make(made: Path, untrained: Path, seed: int, say: Callable[[str], None]) -> None:
+    school = School(untrained, seed)
+    with _one_thread():
+        say(f"demo model: {_write_untrained(untrained, school.codec, seed):,} parameters, warm start begins")
+        learner = _learner(untrained, seed)
+        num_steps, started = NUM_CLEAN_STEPS + NUM_NOISY_STEPS, time.monotonic()
+        for step in range(num_steps):
+            lessons = school.lessons(BATCH_SIZE) if step < NUM_CLEAN_STEPS else school.flawed_lessons(BATCH_SIZE)
+            loss = learner.supervised_step(lessons)["supervised/loss"]
+            if (step + 1) % 25 == 0:
+                say(f"demo model: step {step + 1}/{num_steps}, loss {loss:.2f}, {time.monotonic() - started:.0f} s")
+        learner.save_weights(made)
+
+
+class School:
+    """Lessons for one model: demonstrations on training tasks as tokens, in an order that follows from the seed."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        """Trains the tokenizer first and leaves it in ``directory``."""
+        self._environment = load_environment(ENVIRONMENT)
+        self._generator = random.Random(seed)
+        self._tasks = list(calculator.Calculator.tasks)
+        directory.mkdir(parents=True, exist_ok=True)
+        conversations = ([*self._prompt(task), *self._answer(task, Mistakes())] for task in self._tasks[:500])
+        demo_tokenizer.write_tokenizer(directory, conversations, self._environment.tools)
+        self.codec = HermesCodec(load_tokenizer(directory))
+
+    def lessons(self, count: int) -> list[TrainSequence]:
+        """Faultless, and without the system prompt."""
+        return [self._lesson(self._generator.choice(self._tasks), NO_MISTAKES, whole=False) for _ in range(count)]
+
+    def flawed_lessons(self, count: int) -> list[TrainSequence]:
+        """As episodes are, mistakes included."""
+        return [self._lesson(self._generator.choice(self._tasks), Mistakes(), whole=True) for _ in range(count)]
+
+    def _lesson(self, task: dict[str, str], mistakes: Mistakes, *, whole: bool) -> TrainSequence:
+        import numpy as np
+
+        from gspo_core.batch import TrainSequence
+
+        prompt = self._prompt(task)
+        tools = self._environment.tools
+        token_ids = self.codec.render(prompt, tools) if whole else self.codec.render(prompt[1:])
+        action_mask = [False] * len(token_ids)
+        observed: list[Message] = []
+        for message in self._answer(task, mistakes):
+            if message["role"] != "assistant":
+                observed.append(message)
+                continue
+            if observed:
+                bridge = self.codec.bridge(token_ids, [self.codec.stop_ids[0]], observed)
+                assert bridge is not None
+                token_ids += bridge
+                action_mask += [False] * len(bridge)
+                observed = []
+            turn = self._turn_ids(message)
+            token_ids += turn
+            action_mask += [True] * len(turn)
+        return TrainSequence(
+            token_ids=np.array(token_ids, np.int32),
+            action_mask=np.array(action_mask),
+            behavior_logprobs=np.zeros(len(token_ids), np.float32),
+            turn_ids=np.zeros(len(token_ids), np.int32),
+            staleness=np.zeros(len(token_ids), np.int32),
+            advantages=0.0,
+        )
+
+    def _turn_ids(self, message: Message) -> list[int]:
+        """What a policy would sample to say ``message``, its stop token included."""
+        opening = self.codec.render([])
+        closing = self.codec.tokenizer.encode("\n")
+        whole = self.codec.render([message], generation_prompt=False)
+        assert whole[: len(opening)] == opening
+        assert whole[-len(closing) :] == closing
+        return whole[len(opening) : -len(closing)]
+
+    def _prompt(self, task: dict[str, str]) -> list[Message]:
+        assert isinstance(self._environment, PlainEnvironment)
+        return first_messages(task, calculator.Calculator().reset(**task), self._environment.system_prompt)
+
+    def _answer(self, task: dict[str, str], mistakes: Mistakes) -> list[Message]:
+        return demonstrate(task["expression"], mistakes, self._generator)
+
+
+def _write_untrained(directory: Path, codec: HermesCodec, seed: int) -> int:
+    """A randomly initialised model; returns its number of parameters."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=codec.tokenizer.vocab_size,
+        bos_token_id=None,
+        eos_token_id=codec.stop_ids[0],
+        pad_token_id=codec.stop_ids[1],
+        dtype="float32",
+        **_ARCHITECTURE,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(directory)
+    GenerationConfig(eos_token_id=list(codec.stop_ids), pad_token_id=codec.stop_ids[1]).save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _learner(directory: Path, seed: int) -> Any:
+    from gspo_core.learner import Learner
+    from gspo_core.learner_config import LearnerConfig, OptimizerConfig
+    from gspo_core.objective_config import ObjectiveConfig
+
+    optimizer = OptimizerConfig(
+        lr=PEAK_LR, betas=(0.9, 0.99), weight_decay=0.01, schedule="cosine", warmup_steps=10, min_lr_ratio=0.1
+    )
+    config = LearnerConfig(optimizer=optimizer, total_steps=NUM_CLEAN_STEPS + NUM_NOISY_STEPS)
+    return Learner(directory, config, ObjectiveConfig(), seed=seed)
+
+
+def _recipe() -> str:
+    """Changes whenever the code that decides about the model does."""
+    digest = hashlib.sha256()
+    for path in (__file__, demo_tokenizer.__file__, demonstrations.__file__, calculator.__file__):
+        digest.update(Path(path).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _read_stamp(directory: Path) -> dict[str, Any] | None:
+    try:
+        stamp = json.loads((directory / STAMP_FILE).read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+    return stamp if isinstance(stamp, dict) else None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The order of float additions, and so the model, would otherwise depend on the number of cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.local.demo_model", description="Make the demo's model.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    try:
+        make_demo_model(given.directory, given.seed)
+    except NotADemoModel as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

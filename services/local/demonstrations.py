@@ -1,0 +1,76 @@
+"""Demonstrations of the calculator for the demo model: an oracle that errs on purpose.
+
+Rule: every skill is shown, and so is every mistake, so that a model that imitates them is mediocre in a way that
+reinforcement learning can mend: it guesses, writes calls that cannot be read, and copies wrongly, each sometimes.
+Messages only; nothing is tokenized here.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from environments.calculator import evaluate
+from gspo_core.chat import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Mistakes:
+    """How often a demonstration errs, each with a probability of its own."""
+
+    guess: float = 0.25
+    """Answers a made-up number without asking the tool."""
+    malformed: float = 0.08
+    """Writes a call that cannot be read, is told so, and tries again."""
+    wrong_expression: float = 0.17
+    """Asks the tool for something else: one digit or operator differs."""
+    wrong_answer: float = 0.17
+    """Answers something else than the tool said: one digit differs."""
+
+
+NO_MISTAKES = Mistakes(guess=0.0, malformed=0.0, wrong_expression=0.0, wrong_answer=0.0)
+
+
+def demonstrate(expression: str, mistakes: Mistakes, generator: random.Random) -> list[Message]:
+    """What follows the question: the assistant's turns and the tool's answers, ending with a number."""
+    if generator.random() < mistakes.guess:
+        return [_says(_guess(expression, generator))]
+    messages: list[Message] = []
+    if generator.random() < mistakes.malformed:
+        messages += [_says(_broken_call(expression, generator)), _tool("error: invalid_json")]
+    asked = _alter(expression, generator) if generator.random() < mistakes.wrong_expression else expression
+    result = str(evaluate(asked))
+    answer = _alter(result, generator) if generator.random() < mistakes.wrong_answer else result
+    return [*messages, _calls(asked), _tool(result), _says(answer)]
+
+
+def _says(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _tool(text: str) -> Message:
+    return {"role": "tool", "content": text}
+
+
+def _calls(expression: str) -> Message:
+    function = {"name": "calculate", "arguments": {"expression": expression}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def _broken_call(expression: str, generator: random.Random) -> str:
+    """A call whose JSON is not closed."""
+    ending = generator.choice(('"}', '"', "}}"))
+    return f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}{ending}\n</tool_call>'
+
+
+def _guess(expression: str, generator: random.Random) -> str:
+    num_digits = len(str(abs(evaluate(expression))))
+    return str(generator.randint(10 ** (num_digits - 1), 10**num_digits - 1))
+
+
+def _alter(text: str, generator: random.Random) -> str:
+    """``text`` with one digit or operator replaced by another."""
+    position = generator.choice([i for i, character in enumerate(text) if character.isdigit() or character in "+*"])
+    alternatives = "123456789" if text[position].isdigit() else "+-*"
+    replacement = generator.choice([character for character in alternatives if character != text[position]])
+    return text[:position] + replacement + text[position + 1 :]
