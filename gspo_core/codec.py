@@ -96,14 +96,14 @@ class IntegrityMismatch(SegmentRejected):
     """The recorded sum of log-probs or number of actions is not that of the arrays."""
 
 
-class _OutcomeMeta(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+class _OutcomeMeta(msgspec.Struct, array_like=True, gc=False):
     stop_reason: StopReason
     reward: float | None
     reward_parts: dict[str, float]
     metrics: dict[str, float]
 
 
-class _Meta(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+class _Meta(msgspec.Struct, array_like=True, gc=False):
     job: str
     group: int
     member: int

@@ -111,7 +111,7 @@ def histories(draw: st.DrawFn) -> History:
 
 
 class TestAgainstAWrittenHistory:
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(history=histories(), data=st.data())
     def test_age_counts_from_the_last_step_in_common(self, history: History, data: st.DataObject) -> None:
         epochs = st.integers(0, len(history.lines) - 1)
@@ -127,7 +127,7 @@ class TestAgainstAWrittenHistory:
         assert shared_step(version, current, history.forks) == shared
         assert staleness(version, current, history.forks) == current.step - shared >= 0
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(
         forks=st.dictionaries(st.integers(1, 6), st.builds(Position, st.integers(0, 5), st.integers(0, 20))),
         version=st.builds(Position, st.integers(0, 6), st.integers(0, 20)),
@@ -276,7 +276,7 @@ class Pacing(RuleBasedStateMachine):
 
 
 TestPacing = Pacing.TestCase
-TestPacing.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestPacing.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.parametrize("published", [3, 2, 1])
