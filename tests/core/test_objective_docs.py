@@ -1,0 +1,66 @@
+"""What the page on the objective says is true: its code runs, and it names every key, metric and alarm."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gspo_core.objective import AlarmKind, LossStats, ObjectiveConfig, loss_metrics
+from gspo_core.objective_config import AdvantageConfig
+from tests.core.objective_support import CONFIGS, random_example, run
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "objective.md").read_text()
+
+
+def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """As one script, since later blocks use what earlier ones defined."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(blocks) == 4
+    exec(compile("\n".join(blocks), "docs/objective.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "clip_low, clip_high: 0.0003/0.0004 on a token ratio" in printed
+    assert "[1.154" in printed
+
+
+@pytest.mark.parametrize("model", [ObjectiveConfig, AdvantageConfig])
+def test_every_key_is_on_the_page(model: type[ObjectiveConfig]) -> None:
+    missing = [name for name in model.model_fields if f"`{name}`" not in PAGE and f"`{name}:" not in PAGE]
+    assert missing == []
+
+
+def test_every_metric_and_alarm_is_on_the_page_and_nothing_else() -> None:
+    config = CONFIGS["sequence_kl"].model_copy(
+        update={"geometric_gate": 2.0, "correction": "token_mask", "dual_clip": 2.0}
+    )
+    total = sum((run(config, random_example(seed)).stats for seed in range(10)), LossStats.zero())
+    emitted = {name.split("/staleness_")[0] for name in loss_metrics(total, config)}
+    named = set(re.findall(r"`((?:gspo|staleness)/[a-z0-9_]+)`", PAGE))
+    assert emitted == named
+    assert all(f"`{kind}`" in PAGE for kind in AlarmKind)
+
+
+def test_the_page_shows_the_defaults() -> None:
+    config = ObjectiveConfig()
+    rows = dict(re.findall(r"^\| (`[^|]+`) \| ([^|]+?) \|", PAGE, flags=re.MULTILINE))
+    assert rows["`clip_low`, `clip_high`"] == "3e-4, 4e-4"
+    assert (config.clip_low, config.clip_high) == (3e-4, 4e-4)
+    for key in (
+        "minibatches",
+        "ratio",
+        "gradient",
+        "aggregate",
+        "anchor",
+        "advantage_reduction",
+        "loss",
+        "off_policy_gate",
+    ):
+        shown = next(value for keys, value in rows.items() if keys.startswith(f"`{key}`"))
+        assert shown.split(",")[0].strip("`") in (str(getattr(config, key)), "see below"), key
+
+
+def test_the_plot_is_there() -> None:
+    (path,) = re.findall(r"!\[.*?\]\((.*?)\)", PAGE)
+    assert (ROOT / "docs" / path).resolve().read_bytes().startswith(b"\x89PNG")
