@@ -55,7 +55,7 @@ def _load_module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise InvalidEnvironment(f"there is no module {error.name!r} on the import path") from error
         raise InvalidEnvironment(f"{name} needs the module {error.name!r}, which is not installed") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidEnvironment(f"importing {name} failed: {type(error).__name__}: {error}") from error
 
 
@@ -72,7 +72,7 @@ def _load_file(name: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise InvalidEnvironment(f"running {name} failed: {type(error).__name__}: {error}") from error
     return module

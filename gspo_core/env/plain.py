@@ -50,7 +50,7 @@ class PlainEnvironment:
         self._factory = factory
         self._example: Any = None
         if not inspect.isclass(factory):
-            self._example = self.make()
+            self._example = self._make_example()
         self.cls: type = factory if inspect.isclass(factory) else type(self._example)
         self._check_class()
         self.system_prompt = docstring_prompt(self.cls) if use_docstring else None

@@ -1,0 +1,1 @@
+"""The whole stack on one machine, and the demo that shows it learning."""
