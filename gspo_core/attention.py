@@ -7,6 +7,7 @@ causal and sliding-window attention is refused, never ignored. It makes no masks
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from gspo_core.packing import Packing, Piece
+from gspo_core.packing import Packing
 
 PACKED = "gspo_packed"
 # Arguments that models pass along and that do not change plain causal attention.
@@ -53,53 +54,53 @@ def packed_attention(
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _by_kernel(query, key, value, packing, scaling, window), None
-    blocks = [
-        _block(query, key, value, piece, start, scaling, window)
-        for piece in packing.pieces
-        for start in range(0, piece.length, _block_rows(piece, window))
-    ]
-    return torch.cat(blocks, dim=1), None
+    return torch.cat(_by_pieces(query, key, value, packing, scaling, window), dim=2).transpose(1, 2), None
 
 
 def _is_off(argument: Any) -> bool:
     return argument is None or argument is False
 
 
-def _block_rows(piece: Piece, window: int | None) -> int:
-    """Plain causal attention needs no mask in memory; with one, rows are taken in blocks to bound it."""
-    return piece.length if window is None and not piece.context else MAX_MASK_ROWS
+def _by_pieces(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> list[Tensor]:
+    """(1, heads, rows, width) of each piece, by itself.
+
+    Tensors are split once, because the backward pass of every slice would fill them whole.
+    """
+    sizes = [piece.length for piece in packing.pieces]
+    starts = [piece.start for piece in packing.pieces]
+    queries, keys, values = (dict(zip(starts, torch.split(x, sizes, dim=2), strict=True)) for x in (query, key, value))
+    attend = partial(F.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    results = []
+    for piece in packing.pieces:
+        seen = [*(start for start, _ in piece.context), piece.start]
+        k, v = (_joined([states[start] for start in seen]) for states in (keys, values))
+        if window is None and piece.context_length < piece.length:
+            # the context's own rows are computed again and dropped: cheaper than a mask
+            q = _joined([queries[start] for start in seen])
+            results.append(attend(q, k, v, is_causal=True)[:, :, piece.context_length :])
+            continue
+        first = piece.context_length
+        for q in torch.split(queries[piece.start], MAX_MASK_ROWS, dim=2):
+            end = first + q.shape[2]
+            results.append(attend(q, k[:, :, :end], v[:, :, :end], attn_mask=_mask(first, end, window, q)))
+            first = end
+    return results
 
 
-def _block(
-    query: Tensor, key: Tensor, value: Tensor, piece: Piece, start: int, scaling: float | None, window: int | None
-) -> Tensor:
-    """(1, rows, heads, width): what the rows of a piece from `start` on see."""
-    end = min(start + _block_rows(piece, window), piece.length)
-    spans = (*piece.context, (piece.start, end))
-    keys, values = (_gather(x, spans) for x in (key, value))
-    causal = window is None and not piece.context
-    mask = None if causal else _mask(piece.context_length + start, piece.context_length + end, window, query.device)
-    output = F.scaled_dot_product_attention(
-        query[:, :, piece.start + start : piece.start + end],
-        keys,
-        values,
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2)
-
-
-def _gather(states: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
-    parts = [states[:, :, start : start + length] for start, length in spans]
+def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _mask(first: int, end: int, window: int | None, device: torch.device) -> Tensor:
-    """What the rows at positions `first` to `end` of a sequence see of its tokens up to `end`."""
-    distance = torch.arange(first, end, device=device)[:, None] - torch.arange(end, device=device)[None, :]
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+def _mask(first: int, end: int, window: int | None, like: Tensor) -> Tensor:
+    """What the rows at positions `first` to `end` of a sequence see of its tokens up to `end`, as 0 and -inf.
+
+    (1, 1, rows, end): in this form, and in no other, the CPU's fast kernel accepts it.
+    """
+    mask = torch.full((end - first, end), -torch.inf, dtype=like.dtype, device=like.device)
+    later = mask.triu(first + 1)
+    return (later if window is None else later + mask.tril(first - window))[None, None]
 
 
 def _by_kernel(
