@@ -39,6 +39,7 @@ NUM_NOISY_STEPS = 50
 """Then the habits."""
 BATCH_SIZE = 32
 PEAK_LR = 3e-3
+WARMUP_STEPS = 10
 
 _ARCHITECTURE = {
     "hidden_size": 128,
@@ -86,7 +87,10 @@ def _make(made: Path, untrained: Path, seed: int, say: Callable[[str], None]) ->
         learner = _learner(untrained, seed)
         num_steps, started = NUM_CLEAN_STEPS + NUM_NOISY_STEPS, time.monotonic()
         for step in range(num_steps):
-            lessons = school.lessons(BATCH_SIZE) if step < NUM_CLEAN_STEPS else school.flawed_lessons(BATCH_SIZE)
+            if step < NUM_CLEAN_STEPS:
+                lessons = school.lessons(BATCH_SIZE, NO_MISTAKES, whole=False)
+            else:
+                lessons = school.lessons(BATCH_SIZE, Mistakes())
             loss = learner.supervised_step(lessons)["supervised/loss"]
             if (step + 1) % 25 == 0:
                 say(f"demo model: step {step + 1}/{num_steps}, loss {loss:.2f}, {time.monotonic() - started:.0f} s")
@@ -106,13 +110,9 @@ class School:
         demo_tokenizer.write_tokenizer(directory, conversations, self._environment.tools)
         self.codec = HermesCodec(load_tokenizer(directory))
 
-    def lessons(self, count: int) -> list[TrainSequence]:
-        """Faultless, and without the system prompt."""
-        return [self._lesson(self._generator.choice(self._tasks), NO_MISTAKES, whole=False) for _ in range(count)]
-
-    def flawed_lessons(self, count: int) -> list[TrainSequence]:
-        """As episodes are, mistakes included."""
-        return [self._lesson(self._generator.choice(self._tasks), Mistakes(), whole=True) for _ in range(count)]
+    def lessons(self, count: int, mistakes: Mistakes, *, whole: bool = True) -> list[TrainSequence]:
+        """``whole``: as episodes are; else without the system prompt and its tools."""
+        return [self._lesson(self._generator.choice(self._tasks), mistakes, whole=whole) for _ in range(count)]
 
     def _lesson(self, task: dict[str, str], mistakes: Mistakes, *, whole: bool) -> TrainSequence:
         import numpy as np
@@ -193,7 +193,7 @@ def _learner(directory: Path, seed: int) -> Any:
     from gspo_core.objective_config import ObjectiveConfig
 
     optimizer = OptimizerConfig(
-        lr=PEAK_LR, betas=(0.9, 0.99), weight_decay=0.01, schedule="cosine", warmup_steps=10, min_lr_ratio=0.1
+        lr=PEAK_LR, betas=(0.9, 0.99), weight_decay=0.01, schedule="cosine", warmup_steps=WARMUP_STEPS, min_lr_ratio=0.1
     )
     config = LearnerConfig(optimizer=optimizer, total_steps=NUM_CLEAN_STEPS + NUM_NOISY_STEPS)
     return Learner(directory, config, ObjectiveConfig(), seed=seed)
