@@ -113,12 +113,12 @@ def redis_unavailable() -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error of the application an answer in the one shape."""
+    """Gives what the framework refuses the one shape; all other errors pass up to `services.api.requests`."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return error_response(translate(error), request.scope.get("request_id"))
 
-    for kind in (HTTPException, RequestValidationError, *_TRANSLATED, *REDIS_AWAY):
+    for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer)
 
 
