@@ -50,6 +50,15 @@ def _numbers(value: Any) -> Iterator[float]:
             yield from _numbers(item)
 
 
+def _whole_vocabulary(top_p: float) -> float:
+    if top_p != 1:
+        raise ValueError(
+            "only 1 can be trained: engines report the log-probs of the whole vocabulary, so every ratio would be off "
+            "by the probability that is cut away"
+        )
+    return top_p
+
+
 FreeForm = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 
 
@@ -143,9 +152,9 @@ class RolloutSpec(Documented):
     """Steps by which sampling may run ahead of the published weights. 0 is exactly synchronous."""
     staleness_cap: Count = Field(default_factory=lambda given: STALENESS_CAP_FACTOR * given["max_staleness"])
     """No token older than so many steps is trained. Left out: 4 times `max_staleness`."""
-    on_stale: Literal["mask", "drop", "wait"] = "mask"
+    on_stale: Literal["mask", "drop"] = "mask"
     """What happens to an episode beyond the cap: `mask` withholds the old tokens and keeps the reward in its group's
-    baseline, `drop` drops the group, `wait` holds the step back until the episode is finished."""
+    baseline, `drop` drops the group."""
     on_partial_group: Annotated[str, StringConstraints(pattern=r"^(all|drop|min_viable:[1-9][0-9]*)$")] = "all"
     """A group with a member that cannot be finished: `all` waits for every member within its retries, `min_viable:k`
     trains the group from k finished members on, `drop` drops the group."""
@@ -179,8 +188,8 @@ class SamplingSpec(Documented):
     """Of the distribution that tokens are drawn from; the trainer uses the same."""
     max_new_tokens: PositiveInt = 1024
     """Sampled tokens of one turn."""
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    """Draw from the likeliest tokens only that hold this much probability together. 1 draws from all of them."""
+    top_p: Annotated[float, AfterValidator(_whole_vocabulary)] = 1.0
+    """Always 1, all of the vocabulary: the recorded log-probs describe no other distribution."""
 
 
 class EvaluationSpec(Documented):
@@ -276,19 +285,10 @@ class JobSpec(Documented):
 def spec_warnings(spec: JobSpec) -> list[str]:
     """What is legal but known to be wrong or easily misunderstood, one sentence each, naming the key."""
     warnings = [f"objective.{warning}" for warning in config_warnings(spec.objective)]
-    if spec.sampling.top_p < 1:
-        warnings.append(
-            f"sampling.top_p: {spec.sampling.top_p:g} draws from another distribution than the recorded log-probs "
-            "describe, so every ratio is off by the mass that was cut away; train with 1"
-        )
     if spec.rollout.max_staleness > 0 and spec.objective.correction == "none" and spec.objective.anchor == "proximal":
         warnings.append(
             f"objective.correction: none leaves what up to {spec.rollout.staleness_cap} steps of staleness change "
             "uncorrected; set rollout.max_staleness to 0 or a correction"
-        )
-    if spec.rollout.on_stale == "wait":
-        warnings.append(
-            "rollout.on_stale: wait holds every step back for the longest episodes and can cost most of the throughput"
         )
     episode_tokens = spec.limits.max_episode_tokens
     if episode_tokens is not None and episode_tokens < spec.sampling.max_new_tokens:

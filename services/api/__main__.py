@@ -16,7 +16,7 @@ from services.api.access import Access, AccessRefused, require_safe_bind
 from services.api.app import create_app
 from services.api.errors import REDIS_AWAY
 from services.process import run_until_signalled
-from services.redis_server import connect
+from services.redis_client import connect
 from services.settings import Settings, SettingsError, load_settings
 from services.store import Store
 from services.telemetry import configure_logging, get_logger

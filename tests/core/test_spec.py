@@ -127,6 +127,12 @@ def test_objectives_that_a_job_must_not_run_are_refused():
     assert spec_of(objective=one_sided | {"allow_one_sided_clip": True})
 
 
+@pytest.mark.parametrize("top_p", [0.0, 0.95, 1.5, math.nan])
+def test_sampling_that_the_recorded_log_probs_do_not_describe_is_refused(top_p: float):
+    assert refusal(sampling={"top_p": top_p}).startswith("sampling.top_p: only 1 can be trained")
+    assert spec_of(sampling={"top_p": 1}).sampling.top_p == 1
+
+
 def test_a_schedule_without_steps_left_is_refused():
     optimizer = {"schedule": "linear", "warmup_steps": 50}
     assert "leaves nothing of 50 steps" in refusal(optimizer=optimizer, steps=50)
@@ -236,8 +242,6 @@ def test_stated_defaults_of_limits_are_the_defaults_that_hold():
         ({"objective": {"anchor": "behavior"}}, "objective.anchor"),
         ({"objective": {"minibatches": 1}}, "objective.minibatches"),
         ({"objective": {"correction": "none"}}, "objective.correction"),
-        ({"sampling": {"top_p": 0.95}}, "sampling.top_p"),
-        ({"rollout": {"on_stale": "wait"}}, "rollout.on_stale"),
         ({"limits": {"max_episode_tokens": 100}}, "limits.max_episode_tokens"),
     ],
 )

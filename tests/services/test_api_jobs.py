@@ -44,13 +44,13 @@ async def test_a_submitted_job_is_queued_and_says_why_it_waits(http: httpx.Async
 
 
 async def test_the_stored_specification_spells_every_default_out(http: httpx.AsyncClient, store: Store):
-    job = (await submit(http, sampling={"top_p": 0.9})).json()
+    job = (await submit(http, objective={"minibatches": 1})).json()
     config = (await http.get(job["links"]["config"])).json()
     assert config["config"]["rollout"]["staleness_cap"] == 16
     assert config["config"]["sampling"]["temperature"] == 1.0
-    assert config["warnings"][0].startswith("sampling.top_p")
+    assert config["warnings"][0].startswith("objective.minibatches")
     stored = JobSpec.model_validate_json((await store.get_job(job["id"])).spec)
-    assert stored == JobSpec.model_validate(SPEC | {"sampling": {"top_p": 0.9}})
+    assert stored == JobSpec.model_validate(SPEC | {"objective": {"minibatches": 1}})
 
 
 async def test_dry_run_answers_like_a_submission_and_creates_nothing(http: httpx.AsyncClient):
