@@ -123,7 +123,10 @@ class TestWriteAndRead:
 
     @pytest.mark.parametrize(
         "extra",
-        [{1: "x"}, {"a": {2: 0}}, {"a": float("nan")}, {"a": (1, 2)}, {"a": np.float32(1)}, {"a": b"x"}, {"a": {1, 2}}],
+        [
+            *({1: "x"}, {"a": {2: 0}}, {"a": float("nan")}, {"a": float("inf")}, {"a": (1, 2)}),
+            *({"a": np.float32(1)}, {"a": b"x"}, {"a": {1, 2}}),
+        ],
     )
     def test_refuses_an_extra_that_json_would_change(self, log: BatchLog, job_dir: Path, extra: Any) -> None:
         with pytest.raises(InvalidValue, match="extra mapping"):

@@ -277,6 +277,12 @@ class TestVerify:
             store.verify(other)
         assert caught.value.file == MANIFEST_NAME
 
+    def test_a_manifest_of_another_release(self, store: WeightStore, manifest: WeightsManifest) -> None:
+        path = store.path(0) / MANIFEST_NAME
+        path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 2'))
+        with pytest.raises(DamagedVersion, match="format 2"):
+            store.manifest(0)
+
     def test_a_version_that_is_not_there(self, store: WeightStore, manifest: WeightsManifest) -> None:
         with pytest.raises(VersionNotFound):
             store.verify(WeightsManifest("job-1", 1, 0, 0, manifest.files))
