@@ -20,6 +20,7 @@ import httpx
 import msgspec
 
 from gspo_core.types import MAX_LOGPROB
+from services.engine_http import EngineTransport
 
 PauseMode = Literal["abort", "retract", "in_place"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -109,9 +110,11 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 def open_http(*, max_connections: int = 512) -> httpx.AsyncClient:
-    """A connection pool fit for engines: at least one connection per concurrent request, kept alive, no proxies."""
-    limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
-    return httpx.AsyncClient(limits=limits, timeout=_GENERATE_TIMEOUT, trust_env=False)
+    """A connection pool fit for engines: one connection per concurrent request, kept alive, no proxies.
+
+    A request beyond ``max_connections`` waits; leave room for control calls beside the generate calls.
+    """
+    return httpx.AsyncClient(transport=EngineTransport(max_connections), timeout=_GENERATE_TIMEOUT, trust_env=False)
 
 
 class EngineClient:

@@ -37,6 +37,7 @@ class PrefixCache:
         self._used_bytes = 0
         self._finished: OrderedDict[int, Entry] = OrderedDict()
         self._entries: list[Entry | None] = []
+        self._free: list[int] = []
         self._tokens = np.full((16, 256), _NO_TOKEN, dtype=np.int32)
         self._spaces = np.full(16, -1, dtype=np.int64)
         self._ready = np.zeros(16, dtype=np.bool_)
@@ -67,8 +68,10 @@ class PrefixCache:
 
     def start(self, tokens: NDArray[np.int32], space: str | None, row: int) -> Entry:
         """An entry for a request whose tokens are being computed; ``ready`` says when they are."""
-        slot = next((slot for slot, entry in enumerate(self._entries) if entry is None), len(self._entries))
-        if slot == len(self._entries):
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = len(self._entries)
             self._entries.append(None)
         self._reserve(slot + 1, len(tokens))
         self._tokens[slot] = _NO_TOKEN
@@ -95,6 +98,7 @@ class PrefixCache:
         if self._entries[entry.slot] is not entry:
             return
         self._entries[entry.slot] = None
+        self._free.append(entry.slot)
         self._spaces[entry.slot] = -1
         self._ready[entry.slot] = False
         if entry.kv is not None:
@@ -105,6 +109,7 @@ class PrefixCache:
         for entry in [entry for entry in self._entries if entry is not None]:
             self.drop(entry)
         self._entries.clear()
+        self._free.clear()
         self._space_ids.clear()
 
     def _reserve(self, num_slots: int, width: int) -> None:
