@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from services.telemetry import get_logger
 
+# What a cancelled service may take to clean up before it is cancelled again.
+CLEANING_UP_S = 5.0
+
 
 class Main(Protocol):
     """What a service does: returns when it is done, or soon after ``stop`` is set."""
@@ -47,11 +50,19 @@ async def _supervise(main: Main, grace_s: float) -> int:
         get_logger().error("cancelled: not drained within the grace", grace_s=grace_s)
         return 1
     finally:
-        for task in (running, too_late):
-            task.cancel()
-        await asyncio.gather(running, too_late, return_exceptions=True)
+        await _end(too_late)
+        await _end(running)
         for number in signals:
             loop.remove_signal_handler(number)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancels until it is over: before Python 3.12 ``asyncio.wait_for`` may swallow a cancellation."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CLEANING_UP_S)
+    if not task.cancelled():
+        task.exception()  # looked at, so that it is not reported as never retrieved
 
 
 async def _grace_is_over(stop: asyncio.Event, hurry: asyncio.Event, grace_s: float) -> None:

@@ -8,7 +8,6 @@ Engines are bound and given new weights elsewhere; here they are only watched an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 from gspo_core.types import WeightsManifest
 from services.engine_client import EngineClient, EngineError, EngineRejected, Generation
 from services.rollout.counters import Counters
-from services.rollout.patience import UNREACHABLE, Patience
+from services.rollout.patience import Patience
 from services.rollout.policy import Drained, InvalidAnswer, Sampled, VersionSpan
 from services.telemetry import get_logger
 
@@ -80,10 +79,12 @@ class EngineTable:
         urls: Collection[str],
         connect: Callable[[str], EngineClient],
         clock: Callable[[], float],
+        patience: Patience,
         *,
         silence_s: float = SILENCE_S,
     ) -> None:
         self._store = store
+        self._patience = patience
         self._static_urls = tuple(urls)
         self._connect = connect
         self._clock = clock
@@ -98,8 +99,9 @@ class EngineTable:
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        with contextlib.suppress(*UNREACHABLE):  # what was known before holds on
-            self._update(await self._store.engines())
+        records = await self._patience.try_once(self._store.engines)
+        if records is not None:  # else what was known before holds on
+            self._update(records)
         await asyncio.gather(*(self._read_label(engine) for engine in self._engines.values()))
         async with self.changed:
             self.changed.notify_all()
@@ -171,12 +173,11 @@ class JobEngines:
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        with contextlib.suppress(*UNREACHABLE):
-            current = await self._store.current_version(self._job)
-            if current is not None and current.version not in self._steps:
-                manifests = await self._store.versions(self._job)
-                self._steps = {manifest.version: manifest.step for manifest in manifests}
-                self._published = current
+        current = await self._patience.try_once(self._store.current_version, self._job)
+        if current is not None and current.version not in self._steps:
+            manifests = await self._patience.keep_trying(self._store.versions, self._job)
+            self._steps = {manifest.version: manifest.step for manifest in manifests}
+            self._published = current
         self._avoided.clear()
         async with self._table.changed:
             self._table.changed.notify_all()

@@ -47,11 +47,35 @@ class Patience:
         attempt = 0
         while True:
             try:
-                return await call(*args, **kwargs)
+                return await _cancellable(call(*args, **kwargs))
             except UNREACHABLE:
                 self._counters.add("redis/retries")
             await self.pause(attempt)
             attempt += 1
 
+    async def try_once(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """The answer of ``call``, or None when there is none now: for what is asked again soon anyway."""
+        try:
+            return await _cancellable(call(*args, **kwargs))
+        except UNREACHABLE:
+            self._counters.add("redis/retries")
+            return None
+
     async def pause(self, attempt: int) -> None:
         await asyncio.sleep(self._backoff.wait_s(attempt, self._rng.random()))
+
+
+async def _cancellable(answer: Awaitable[T]) -> T:
+    """Raises the cancellation that ``answer`` swallowed, if it did.
+
+    The Redis client sends through ``asyncio.wait_for``, which before Python 3.12 forgets a cancellation that comes in
+    the instant in which the sending is done. A loop that asks again and again would then never end.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels = task.cancelling()
+    try:
+        return await answer
+    finally:
+        if task.cancelling() > num_cancels:
+            raise asyncio.CancelledError

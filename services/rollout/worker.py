@@ -72,7 +72,9 @@ class Worker:
         self._clock = clock
         self.counters = Counters()
         self._patience = Patience(self.counters, rng)
-        self._table = EngineTable(store, config.engine_urls, connect, clock, silence_s=config.engine_silence_s)
+        self._table = EngineTable(
+            store, config.engine_urls, connect, clock, self._patience, silence_s=config.engine_silence_s
+        )
         self._jobs: dict[str, JobRollout] = {}
         self._leaving: dict[str, asyncio.Event] = {}
         """Every job that is being served, also while it is loading."""
@@ -134,10 +136,14 @@ class Worker:
                     for job in self._leaving.keys() - running:
                         self._leaving[job].set()
                     await asyncio.wait({stopping}, timeout=JOBS_POLL_S)
-                for leaving in self._leaving.values():
-                    leaving.set()
+                self._leave_all()
         finally:
+            self._leave_all()
             stopping.cancel()
+
+    def _leave_all(self) -> None:
+        for leaving in self._leaving.values():
+            leaving.set()
 
     async def _serve(self, job: str, token: str, leaving: asyncio.Event) -> None:
         log = get_logger().bind(job=job)

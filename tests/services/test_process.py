@@ -76,6 +76,14 @@ def test_who_does_not_leave_in_time_is_cancelled_and_has_status_1(start: Start) 
     assert "not drained" in err
 
 
+def test_a_service_that_swallows_a_cancellation_still_ends(start: Start) -> None:
+    body = "\n    try: await asyncio.Event().wait()\n    except BaseException: pass\n    await asyncio.Event().wait()"
+    child = start(body, grace_s=0.1)
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=20)
+    assert child.returncode == 1
+
+
 def test_a_second_signal_hurries(start: Start) -> None:
     child = start("await stop.wait(); print('asked', flush=True); await asyncio.Event().wait()", grace_s=600)
     child.send_signal(signal.SIGTERM)

@@ -529,6 +529,23 @@ async def test_a_broken_connection_is_answered_by_sending_the_same_again(
     assert play.setting.counters["redis/retries"] == 3
 
 
+async def test_a_cancellation_that_the_redis_client_swallows_still_ends_the_loop(
+    table: Table, codec: HermesCodec
+) -> None:
+    setting = make_setting(table, codec, ScriptedPolicy([]))
+
+    async def keep_asking() -> None:
+        while True:
+            await setting.patience.keep_trying(table.redis.ping)
+
+    for number in range(50):
+        asking = asyncio.create_task(keep_asking())
+        await asyncio.sleep(0.0001 * number)
+        asking.cancel()
+        done, _ = await asyncio.wait({asking}, timeout=10.0)
+        assert done
+
+
 async def test_a_rolled_back_server_is_noticed(table: Table, codec: HermesCodec, speech: Speech) -> None:
     async def roll_back(input_ids: list[int]) -> Sampled:
         for name in await table.redis.keys("*"):

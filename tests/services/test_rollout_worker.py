@@ -413,7 +413,7 @@ async def test_sigterm_hands_everything_back_at_once_and_ends_with_status_0(stag
 
 
 async def test_a_worker_that_lost_its_lease_drops_its_episodes_and_joins_again(stage: Stage) -> None:
-    claim = await stage.submit(config={"replies": 30})
+    claim = await stage.submit(config={"replies": 30}, sampling={"max_new_tokens": 200})
     await stage.publish(claim, stage.place.chatty)
     await stage.dispatch(claim, 4)
 
@@ -423,10 +423,23 @@ async def test_a_worker_that_lost_its_lease_drops_its_episodes_and_joins_again(s
     async with stage.working(stage.worker("twin")) as worker:
         await until(begun)
         await stage.bus.join("twin")  # its name is taken by another: the old token is void
+        await until(lambda: worker.counters["worker/fenced"] == 1)
         await stage.all_ready(claim, 4)
-        assert worker.counters["worker/fenced"] == 1
     for trajectory in await stage.trajectories(claim, 4):
         assert_stitched(trajectory, stage.place.codec, {"replies": 30})
+
+
+async def test_a_worker_that_is_cancelled_at_any_moment_ends(stage: Stage) -> None:
+    claim = await stage.submit(config={"replies": 30})
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 4)
+    rng = random.Random(0)
+    for number in range(20):
+        running = asyncio.create_task(stage.worker(f"worker-{number}").run(asyncio.Event()))
+        await asyncio.wait({running}, timeout=0.3 * rng.random())
+        running.cancel()
+        done, _ = await asyncio.wait({running}, timeout=10.0)
+        assert done
 
 
 async def test_a_failing_world_and_a_job_that_cannot_be_loaded_do_not_touch_the_healthy_job(stage: Stage) -> None:
