@@ -71,8 +71,9 @@ class LearnerConfig(Documented):
     """How sequences lie in a micro-batch. `shared`: end to end, and what they have in common from the start (system
     prompt, question) once; `packed`: end to end; `padded`: side by side, for models whose attention cannot be
     replaced. All three compute the same."""
-    logprob_chunk_tokens: PositiveInt = 1_024
-    """Rows of the head's output that exist at once."""
+    logprob_chunk_tokens: PositiveInt | None = None
+    """Rows of the head's output (each as long as the vocabulary) that exist at once. Unset: 64 MiB of them on a CPU,
+    1 GiB on a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward and backward pass; `auto` is bfloat16 on a GPU and float32 on a CPU. The weights that the
     optimizer updates are float32 in either case."""

@@ -24,6 +24,8 @@ from gspo_core.low_rank import add_low_rank, merged
 from gspo_core.model_directory import UnsupportedModel, load_model
 from gspo_core.ranks import Ranks
 
+# Of the head's output in float32; enough rows that the product with the head runs at full speed.
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 # Of log-probs in float32 by two paths; a wrong scale or a leak between sequences is orders of magnitude larger.
 MAX_FORWARD_DIFFERENCE = 1e-3
 
@@ -82,7 +84,8 @@ class PolicyModel(nn.Module):
 def load_policy(model_dir: Path, config: LearnerConfig, device: torch.device, ranks: Ranks) -> PolicyModel:
     """The model at `model_dir`, ready to be trained as `config` says, on this rank's share."""
     model = load_model(model_dir, config.layout).to(device)
-    policy = PolicyModel(model, dtype=torch.float32, chunk_tokens=config.logprob_chunk_tokens)
+    chunk_tokens = config.logprob_chunk_tokens or _chunk_tokens(model, device)
+    policy = PolicyModel(model, dtype=torch.float32, chunk_tokens=chunk_tokens)
     _check_forward(policy, config.layout, device)
     if config.lora is not None:
         add_low_rank(model, config.lora)
@@ -97,6 +100,11 @@ def _compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+def _chunk_tokens(model: Any, device: torch.device) -> int:
+    vocabulary = len(model.get_output_embeddings().weight)
+    return max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // (4 * vocabulary))
 
 
 def _layers(model: Any) -> list[nn.Module]:
