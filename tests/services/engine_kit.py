@@ -50,7 +50,11 @@ def make_model(directory: Path, *, seed: int, hidden_size: int = 64) -> Path:
         bos_token_id=None,
         pad_token_id=None,
     )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    model = Qwen3ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms start as ones in every version, which would hide one that is not loaded
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
     return directory
 
 

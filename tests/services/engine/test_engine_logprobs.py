@@ -11,7 +11,7 @@ import torch
 
 from services.engine.sampling import sample, uniforms
 from services.engine_client import EngineClient, Generation
-from tests.services.engine_kit import VOCAB_SIZE, Models, random_prompt
+from tests.services.engine_kit import VOCAB_SIZE, Models, random_prompt, until_load
 
 TOLERANCE = 1e-4
 TEMPERATURES = (0.5, 1.0, 2.0)
@@ -59,12 +59,37 @@ async def test_later_turns_reuse_the_tokens_of_earlier_ones(engine: EngineClient
 
 async def test_members_of_a_group_share_their_prompt(engine: EngineClient, models: Models) -> None:
     prompt = random_prompt(random.Random(2), 150)
-    members = await asyncio.gather(
-        *(engine.generate(prompt, max_new_tokens=10, temperature=1.0, stop_token_ids=[]) for _ in range(8))
-    )
+    await engine.pause("retract")  # so that all of them wait when the next step begins
+    calls = [
+        asyncio.create_task(engine.generate(prompt, max_new_tokens=10, temperature=1.0, stop_token_ids=[]))
+        for _ in range(8)
+    ]
+    await until_load(engine, "num_waiting_reqs", 8)
+    await engine.resume()
+    members = await asyncio.gather(*calls)
     assert sorted(member.cached_tokens for member in members) == [0] + [len(prompt) - 1] * 7
     assert len({tuple(member.output_ids) for member in members}) > 1
     assert all(models.deviation(0, prompt, member, 1.0) < TOLERANCE for member in members)
+
+
+async def test_a_prefix_is_found_where_its_request_has_moved(engine: EngineClient, models: Models) -> None:
+    generator = random.Random(8)
+    first, shared, other = (random_prompt(generator, 40) for _ in range(3))
+
+    async def ask(prompt: list[int], length: int) -> Generation:
+        return await engine.generate(prompt, max_new_tokens=length, temperature=1.0, stop_token_ids=[])
+
+    leaving = asyncio.create_task(ask(first, 30))
+    await until_load(engine, "num_running_reqs", 1)
+    moving = asyncio.create_task(ask(shared, 450))
+    await leaving  # whoever runs behind it takes its row
+    beside = asyncio.create_task(ask(other, 450))
+    await until_load(engine, "num_running_reqs", 2)
+    copied = await ask(shared, 20)
+    assert copied.cached_tokens == 39
+    assert models.deviation(0, shared, copied, 1.0) < TOLERANCE
+    for prompt, generation in ((shared, await moving), (other, await beside)):
+        assert models.deviation(0, prompt, generation, 1.0) < TOLERANCE
 
 
 async def test_cache_spaces_do_not_mix(engine: EngineClient) -> None:

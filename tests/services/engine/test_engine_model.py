@@ -128,16 +128,18 @@ async def test_numbers_that_are_not_finite_fail_the_request_and_leave_nothing_be
     tensors["model.layers.0.self_attn.v_proj.weight"] *= 1e38
     save_file(tensors, tmp_path / "model.safetensors")
     await engine.load_weights(tmp_path, "job/0/1")
-    calls = [engine.generate([1, 2, 3], max_new_tokens=5, temperature=1.0, stop_token_ids=[]) for _ in range(3)]
+    calls = [engine.generate([1] * 60, max_new_tokens=5, temperature=1.0, stop_token_ids=[]) for _ in range(3)]
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(outcome, EngineUnavailable)
         assert "not finite" in str(outcome)
     await engine.load_weights(models.paths[0], "job/0/2")
+    # short requests beside a long one: what lies behind their own tokens is read, and masked
+    prompts = [[7], [8], [9] * 100]
     answers = await asyncio.gather(
-        *(engine.generate([7 + i], max_new_tokens=20, temperature=1.0, stop_token_ids=[]) for i in range(3))
+        *(engine.generate(prompt, max_new_tokens=100, temperature=1.0, stop_token_ids=[]) for prompt in prompts)
     )
-    for i, generation in enumerate(answers):
-        assert models.deviation(0, [7 + i], generation, 1.0) < 1e-4
+    for prompt, generation in zip(prompts, answers, strict=True):
+        assert models.deviation(0, prompt, generation, 1.0) < 1e-4
 
 
 def prefix_of(length: int) -> KVPrefix:
