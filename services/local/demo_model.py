@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 ENVIRONMENT = "environments.calculator:Calculator"
 STAMP_FILE = "demo_model.json"
 
-NUM_CLEAN_STEPS = 100
+NUM_CLEAN_STEPS = 150
 """First the skills: with neither mistakes nor the system prompt in the way, copying is learned several times faster."""
-NUM_NOISY_STEPS = 50
+NUM_NOISY_STEPS = 40
 """Then the habits."""
 BATCH_SIZE = 32
 PEAK_LR = 3e-3

@@ -16,31 +16,38 @@ from gspo_core.chat import Message
 
 @dataclass(frozen=True, slots=True)
 class Mistakes:
-    """How often a demonstration errs, each with a probability of its own."""
+    """How often a demonstration errs, each with a probability of its own.
 
-    guess: float = 0.25
+    Most are decisions that a policy takes at one token: a few hundred episodes show which way is better.
+    """
+
+    guess: float = 0.15
     """Answers a made-up number without asking the tool."""
     malformed: float = 0.08
     """Writes a call that cannot be read, is told so, and tries again."""
-    wrong_expression: float = 0.17
-    """Asks the tool for something else: one digit or operator differs."""
-    wrong_answer: float = 0.17
-    """Answers something else than the tool said: one digit differs."""
+    shortened: float = 0.10
+    """Asks the tool for the expression without its last operand."""
+    talkative: float = 0.20
+    """Answers in words, although the number alone is asked for."""
+    slip: float = 0.04
+    """Copies one digit of the tool's result wrongly."""
 
 
-NO_MISTAKES = Mistakes(guess=0.0, malformed=0.0, wrong_expression=0.0, wrong_answer=0.0)
+NO_MISTAKES = Mistakes(guess=0.0, malformed=0.0, shortened=0.0, talkative=0.0, slip=0.0)
 
 
 def demonstrate(expression: str, mistakes: Mistakes, generator: random.Random) -> list[Message]:
-    """What follows the question: the assistant's turns and the tool's answers, ending with a number."""
+    """What follows the question: the assistant's turns and the tool's answers, ending with an answer."""
     if generator.random() < mistakes.guess:
         return [_says(_guess(expression, generator))]
     messages: list[Message] = []
     if generator.random() < mistakes.malformed:
         messages += [_says(_broken_call(expression, generator)), _tool("error: invalid_json")]
-    asked = _alter(expression, generator) if generator.random() < mistakes.wrong_expression else expression
+    asked = _shorten(expression) if generator.random() < mistakes.shortened else expression
     result = str(evaluate(asked))
-    answer = _alter(result, generator) if generator.random() < mistakes.wrong_answer else result
+    answer = _alter(result, generator) if generator.random() < mistakes.slip else result
+    if generator.random() < mistakes.talkative:
+        answer = f"It is {answer}."
     return [*messages, _calls(asked), _tool(result), _says(answer)]
 
 
@@ -68,9 +75,13 @@ def _guess(expression: str, generator: random.Random) -> str:
     return str(generator.randint(10 ** (num_digits - 1), 10**num_digits - 1))
 
 
+def _shorten(expression: str) -> str:
+    """Without the last operator and operand."""
+    return expression.rsplit(" ", 2)[0]
+
+
 def _alter(text: str, generator: random.Random) -> str:
-    """``text`` with one digit or operator replaced by another."""
-    position = generator.choice([i for i, character in enumerate(text) if character.isdigit() or character in "+*"])
-    alternatives = "123456789" if text[position].isdigit() else "+-*"
-    replacement = generator.choice([character for character in alternatives if character != text[position]])
+    """``text`` with one digit replaced by another."""
+    position = generator.choice([i for i, character in enumerate(text) if character.isdigit()])
+    replacement = generator.choice([digit for digit in "123456789" if digit != text[position]])
     return text[:position] + replacement + text[position + 1 :]
