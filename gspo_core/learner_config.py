@@ -20,8 +20,8 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Documented):
     """AdamW, its learning-rate schedule and the clipping of the gradient."""
 
-    lr: PositiveFloat = 1e-6
-    """The highest learning rate of the schedule."""
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    """The highest learning rate of the schedule. 0 trains nothing: a control."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     """Decay of the running mean of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
