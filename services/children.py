@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """For ``Popen(preexec_fn=...)``. Start such children from the main thread: the starting thread is what is watched."""
+    """For ``Popen(preexec_fn=...)``. The kernel watches the thread that starts the child: let it live as long."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

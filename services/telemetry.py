@@ -28,7 +28,7 @@ def configure_logging(
     """
     output = stream or sys.stderr
     rendering: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=output.isatty())]
+        [_console(output)]
         if log_format == "console" or (log_format is None and output.isatty())
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     )
@@ -49,6 +49,11 @@ def configure_logging(
     )
     # Libraries keep to the standard logging module; their warnings join the same stream.
     logging.basicConfig(level=logging.WARNING, stream=output, format="%(levelname)s %(name)s: %(message)s", force=True)
+
+
+def _console(output: TextIO) -> Processor:
+    # The default formatter prints local variables, and with them keys and tokens.
+    return structlog.dev.ConsoleRenderer(colors=output.isatty(), exception_formatter=structlog.dev.plain_traceback)
 
 
 def get_logger() -> FilteringBoundLogger:

@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gspo_core import strict_json
+from gspo_core.spec_file import strict_json
 from services.api.errors import ApiError, error_response, translate
 from services.jobs import new_job_id
 from services.telemetry import get_logger

@@ -1,1 +1,1 @@
-"""The whole stack on one machine, and the demo that shows it learning."""
+"""The whole system on one machine: ``stack`` (processes), ``up`` (``gspo up``), ``demo`` (``make demo``)."""

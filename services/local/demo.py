@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from services.local.demo_model import make_demo_model
-
 from gspo_core.cli.watch import JobView, follow, sparkline
 from gspo_core.client import Client
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
+from services.local.demo_model import make_demo_model
 from services.local.provenance import Provenance, check_provenance
 from services.local.stack import Stack, StackConfig, StackError, terminate_as_interrupt
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from services.local.demo_model import make_demo_model
-
 from services.local.stack import Stack, StackConfig, StackError, terminate_as_interrupt
 
 CHECK_S = 0.5

@@ -44,13 +44,14 @@ def resume(root: Path) -> None:
         learner.save_state(state_directory(root, step + 1))
 
 
-# name: (objective, learner configuration, number of sequences)
+# name: (objective, learner configuration, number of sequences); those named after a mixture train one
 RANK_CASES: dict[str, tuple[ObjectiveConfig, dict[str, object], int]] = {
     "gspo": (GATED, {}, 13),
     "small micro-batches": (GATED, {"micro_batch_tokens": 100}, 13),
     "a rank without work": (ObjectiveConfig(minibatches=1), {}, 1),
     "low rank": (ObjectiveConfig(minibatches=2), {"lora": LoraConfig(rank=2, alpha=4)}, 13),
     "checkpointed": (GATED, {"activation_checkpointing": True}, 13),
+    "mixture with replayed routes": (GATED, {"routing_replay": True, "activation_checkpointing": True}, 13),
     "reference": (ObjectiveConfig(minibatches=2, kl_coef=0.1), {}, 13),
 }
 
@@ -64,11 +65,16 @@ def ranks(root: Path) -> None:
         dist.destroy_process_group()
 
 
+def model_of(root: Path, case: str) -> Path:
+    return root / ("mixture" if case.startswith("mixture") else "model")
+
+
 def run_case(
     root: Path, out: Path, objective: ObjectiveConfig, config: dict[str, object], number: int
 ) -> dict[str, float]:
     """One step, published; then a second one, which must be the same after saving and resuming."""
-    learner = make_learner(root / "model", objective, **config)
+    model_dir = model_of(root, out.name)
+    learner = make_learner(model_dir, objective, **config)
     sequences = make_sequences(number)
     with_behavior(learner, sequences)
     first = learner.step(sequences)
@@ -76,7 +82,7 @@ def run_case(
     learner.save_state(out / "state")
     supervised = learner.supervised_step(sequences)
     learner.save_weights(out / "supervised")
-    resumed = make_learner(root / "model", objective, **config)
+    resumed = make_learner(model_dir, objective, **config)
     resumed.load_state(out / "state")
     resumed.supervised_step(sequences)
     resumed.save_weights(out / "resumed")

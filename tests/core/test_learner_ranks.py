@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.core import learner_process
-from tests.core.learner_support import largest_difference, write_model
+from tests.core.learner_support import MIXTURE, largest_difference, write_model
 
 pytestmark = pytest.mark.timeout(300)  # starting processes is slow on a busy machine
 # Of what the weights moved by; float32 sums in another order, and the clip's rounding near its bounds.
@@ -24,6 +24,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of all cases, run once: starting processes takes most of the time."""
     root = tmp_path_factory.mktemp("ranks")
     write_model(root / "model", tie_word_embeddings=True)
+    write_model(root / "mixture", "Qwen3Moe", **MIXTURE)
     subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
@@ -39,10 +40,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", learner_process.RANK_CASES)
 def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
     objective, config, number = learner_process.RANK_CASES[case]
-    learner_process.run_case(two_ranks, tmp_path, objective, config, number)
-    start = load_file(two_ranks / "model/model.safetensors")
+    learner_process.run_case(two_ranks, tmp_path / case, objective, config, number)
+    start = load_file(learner_process.model_of(two_ranks, case) / "model.safetensors")
     for stage in ("weights", "supervised"):
-        one, two = (load_file(root / stage / "model.safetensors") for root in (tmp_path, two_ranks / case))
+        one, two = (load_file(root / stage / "model.safetensors") for root in (tmp_path / case, two_ranks / case))
         moved = largest_difference(start, one)
         assert moved > 1e-4, "the case must train something"
         assert largest_difference(one, two) < TOLERANCE * moved

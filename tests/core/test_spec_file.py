@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gspo_core import toml_text, yaml_text
 from gspo_core.spec import JobSpec
-from gspo_core.spec_file import MAX_BYTES, SpecFileError, load_job_spec
+from gspo_core.spec_file import MAX_BYTES, SpecFileError, load_job_spec, toml_text, yaml_text
 
 YAML = """
 name: demo
