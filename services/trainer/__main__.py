@@ -70,11 +70,10 @@ async def main(stop: asyncio.Event) -> None:
 
 
 def make_learner(spec: JobSpec) -> Learner:
-    cap = spec.rollout.staleness_cap if spec.rollout.on_stale == "mask" else None
     return Learner(
         Path(spec.model),
         LearnerConfig(optimizer=spec.optimizer, total_steps=spec.steps),
-        spec.objective.model_copy(update={"staleness_cap": cap}),
+        spec.training_objective,
         seed=spec.seed,
         device=device_for(spec),
     )
