@@ -36,14 +36,23 @@ class DemoResult:
     status: str
     seed: int
     steps: int
-    before: float
-    after: float
     rewards: list[float]
+    """Mean reward of the episodes that each step trained."""
+    evaluations: list[tuple[int, float]]
+    """Held-out success after a step."""
     mixed_versions_share: float
     """Of the trained episodes, those that went on under new weights in the middle."""
     staleness_mean: float
     provenance: Provenance
     training_s: float
+
+    @property
+    def before(self) -> float:
+        return self.evaluations[0][1]
+
+    @property
+    def after(self) -> float:
+        return self.evaluations[-1][1]
 
     @property
     def gain(self) -> float:
@@ -92,14 +101,19 @@ def summarise(
         status=view.status,
         seed=spec.seed,
         steps=len(steps),
-        before=view.evaluations[0][1],
-        after=view.evaluations[-1][1],
         rewards=view.rewards,
+        evaluations=view.evaluations,
         mixed_versions_share=mixed / sum(episodes),
         staleness_mean=sum(float(step["staleness/mean"]) for step in steps) / len(steps),
         provenance=provenance,
         training_s=training_s,
     )
+
+
+def moving_average(values: Sequence[float], width: int = 5) -> list[float]:
+    """Over the last ``width`` values, fewer at the start."""
+    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
 
 
 def plot(result: DemoResult, path: Path) -> None:
@@ -110,15 +124,13 @@ def plot(result: DemoResult, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(range(1, len(result.rewards) + 1), result.rewards, color="#2a9d8f", label="training episodes")
-    axes.plot(
-        [0, result.steps], [result.before, result.after], "o", color="#e76f51", markersize=9, label="held-out tasks"
-    )
-    for step, value, side in ((0, result.before, "left"), (result.steps, result.after, "right")):
-        axes.annotate(f"{value:.0%}", (step, value), textcoords="offset points", xytext=(0, 10), ha=side)
-    axes.set(
-        xlabel="step", ylabel="success", ylim=(0, 1.05), title="Asynchronous GSPO: a tiny model learns a calculator"
-    )
+    steps = range(1, len(result.rewards) + 1)
+    axes.plot(steps, result.rewards, color="#2a9d8f", alpha=0.35, linewidth=1)
+    axes.plot(steps, moving_average(result.rewards), color="#2a9d8f", linewidth=2.5, label="training episodes")
+    axes.plot(*zip(*result.evaluations, strict=True), "o--", color="#e76f51", markersize=8, label="held-out tasks")
+    for step, value in result.evaluations:
+        axes.annotate(f"{value:.0%}", (step, value), textcoords="offset points", xytext=(0, 10), ha="center")
+    axes.set(xlabel="step", ylabel="success", ylim=(0, 1.1), title="A tiny model learns to use a calculator")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=130)
