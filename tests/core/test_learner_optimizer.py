@@ -53,7 +53,7 @@ def test_cosine_is_half_way_in_the_middle_and_ends_with_the_job() -> None:
         ({"schedule": "linear", "warmup_steps": 5, "decay_steps": 5}, "beyond warmup_steps"),
         ({"schedule": "constant", "min_lr_ratio": 0.1}, "linear and cosine only"),
         ({"schedule": "exponential"}, "schedule"),
-        ({"lr": 0}, "lr"),
+        ({"lr": -1e-6}, "lr"),
         ({"lr": float("nan")}, "lr"),
         ({"momentum": 0.9}, "momentum"),
         ({"betas": (0.9, 1.0)}, "betas"),
@@ -155,6 +155,15 @@ def test_a_batch_that_teaches_nothing_is_a_step_of_gradient_zero(model_dir: Path
     assert metrics["learner/grad_norm"] == 0
     assert largest_difference(before, weights(learner)) == 0
     assert learner.counters.num_steps == 1
+
+
+def test_a_learning_rate_of_zero_changes_nothing(model_dir: Path) -> None:
+    learner = make_learner(model_dir, optimizer=OptimizerConfig(lr=0, weight_decay=0.1))
+    sequences = make_sequences()
+    with_behavior(learner, sequences)
+    before = weights(learner)
+    assert learner.step(sequences)["learner/grad_norm"] > 0
+    assert largest_difference(before, weights(learner)) == 0
 
 
 def test_all_updates_of_a_step_share_one_learning_rate(model_dir: Path) -> None:

@@ -48,7 +48,7 @@ def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None
         assert moved > 1e-4, "the case must train something"
         assert largest_difference(one, two) < TOLERANCE * moved
     one_metrics, two_metrics = (
-        json.loads((root / "metrics.json").read_text()) for root in (tmp_path, two_ranks / case)
+        json.loads((root / "metrics.json").read_text()) for root in (tmp_path / case, two_ranks / case)
     )
     assert one_metrics == pytest.approx(two_metrics, rel=1e-3, abs=2e-5)
 
