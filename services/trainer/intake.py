@@ -24,6 +24,8 @@ class Intake:
         self._job = job
         self._assembler = Assembler()
         self._progress = asyncio.Condition()
+        self.num_segments = 0
+        """Read so far."""
         self._taken: set[int] = set()
         self.rejected: Counter[str] = Counter()
         self.environments: dict[int, int] = {}
@@ -38,6 +40,7 @@ class Intake:
                 self._take(payload)
             if entries:
                 async with self._progress:
+                    self.num_segments += len(entries)
                     self._progress.notify_all()
 
     def _take(self, payload: bytes) -> None:
@@ -51,13 +54,16 @@ class Intake:
     async def wait_for(self, split: Split, count: int, *, among: Collection[int] | None = None) -> list[Group]:
         """``count`` complete groups of ``split``, in the order of dispatch; they are not handed out again."""
         while True:
+            # What arrives while the question is on its way may be the last that ever does: it must end the wait below.
+            num_segments = self.num_segments
             groups = await self._complete(split, among)
             if len(groups) >= count:
                 chosen = groups[:count]
                 self._taken.update(group.group for group in chosen)
                 return chosen
             async with self._progress:
-                await self._progress.wait()
+                if self.num_segments == num_segments:
+                    await self._progress.wait()
 
     async def count_complete(self, split: Split) -> int:
         return len(await self._complete(split, None))

@@ -1,0 +1,67 @@
+"""What the trainer takes in, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core.codec import encode
+from gspo_core.types import Split
+from services.bus import Append, Bus, ReadyGroup
+from services.store import Claim
+from services.trainer.intake import Intake
+from tests.services.trainer_kit import episode
+
+DEADLINE_S = 10.0
+
+
+class SlowAnswers(Bus):
+    """Answers about ready groups are true when they are given, and then held back on their way."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis)
+        self.answered = asyncio.Event()
+        self.arrive = asyncio.Event()
+
+    async def ready_groups(self, job: str) -> list[ReadyGroup]:
+        answer = await super().ready_groups(job)
+        self.answered.set()
+        await self.arrive.wait()
+        return answer
+
+
+@pytest.fixture
+async def bus(redis_client: Redis) -> SlowAnswers:
+    bus = SlowAnswers(redis_client)
+    await bus.load_functions()
+    return bus
+
+
+async def finish_the_only_episode(bus: Bus, job: str) -> None:
+    token = await bus.join("worker")
+    (lease,) = await bus.lease(job, "worker", token, 1)
+    segments = [replace(segment, key=lease.key) for segment in episode(0, 0, 1.0, [0, 0]).segments]
+    await bus.append(job, token, [Append(lease.key, 0, one.index, encode(one), one.is_final) for one in segments])
+
+
+async def test_the_last_segment_may_arrive_while_the_answer_about_ready_groups_is_on_its_way(
+    bus: SlowAnswers, claim: Claim
+) -> None:
+    job = claim.job_id
+    await bus.dispatch(job, claim.token, 0, size=1, split=Split.TRAIN, task_index=0)
+    intake = Intake(bus, job)
+    waiting = asyncio.create_task(intake.wait_for(Split.TRAIN, 1))
+    await bus.answered.wait()  # "none is ready"
+    reading = asyncio.create_task(intake.run())
+    await finish_the_only_episode(bus, job)
+    async with asyncio.timeout(DEADLINE_S):
+        while not intake.num_segments:
+            await asyncio.sleep(0.01)
+        bus.arrive.set()
+        (group,) = await waiting
+    assert list(group.rewards) == [1.0]
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
