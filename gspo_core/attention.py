@@ -52,8 +52,11 @@ def packed_attention(
             "set layout to padded"
         )
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _by_kernel(query, key, value, packing, scaling, window), None
+    if query.is_cuda:
+        # under autocast a normed query is float32 beside a value in half precision
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if value.dtype in (torch.bfloat16, torch.float16):
+            return _by_kernel(query, key, value, packing, scaling, window), None
     return torch.cat(_by_pieces(query, key, value, packing, scaling, window), dim=2).transpose(1, 2), None
 
 

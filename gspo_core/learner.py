@@ -73,7 +73,7 @@ class Learner:
         torch.manual_seed(seed)  # additions of low rank start at random
         self._policy = load_policy(self._model_dir, config, self._device, self._ranks)
         self._reference = self._load_reference()
-        self._routing = RoutingReplay(self._policy) if config.routing_replay else None
+        self._routing = self._attach_routing()
         self._optimizer = build_adamw(self._policy, config.optimizer)
 
     def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -130,7 +130,7 @@ class Learner:
 
     def save_weights(self, directory: Path) -> None:
         """A plain Hugging Face directory, in the dtype that this learner computes in."""
-        tensors = self._policy.export_tensors(whole)
+        tensors = self._policy.export_tensors(whole, keep=self._ranks.is_first)
         if self._ranks.is_first:
             export_model(self._policy.model, tensors, Path(directory), source=self._model_dir, dtype=self._policy.dtype)
         self._ranks.wait()
@@ -162,6 +162,16 @@ class Learner:
         plain = self.config.model_copy(update={"lora": None, "activation_checkpointing": False})
         reference = load_policy(self._model_dir, plain, self._device, self._ranks)
         return reference.requires_grad_(False)
+
+    def _attach_routing(self) -> RoutingReplay | None:
+        if not self.config.routing_replay:
+            return None
+        if self.objective.anchor == "behavior" or self.objective.minibatches == 1:
+            raise ValueError(
+                "routing_replay repeats the experts of the proximal forward pass, which there is with anchor: proximal "
+                "and more than one minibatch only"
+            )
+        return RoutingReplay(self._policy)
 
     def _split(
         self, sequences: Sequence[TrainSequence], indices: Sequence[int], *, score_all: bool = False

@@ -40,14 +40,20 @@ def add_low_rank(model: Any, config: LoraConfig) -> None:
         parameter.requires_grad_("lora_" in name)
 
 
-def merged(model: nn.Module, tensors: dict[str, Tensor], whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """`tensors` (of `model`, by name) under the names of the plain model, additions summed in."""
+def low_rank_additions(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What is to be added to the weight of each layer, by the layer's name; every rank must ask."""
+    additions = {}
     for name, module in model.named_modules():
-        if not hasattr(module, "lora_A"):
-            continue
-        layer: Any = module
-        down, up = whole(layer.lora_A[ADAPTER].weight.detach()), whole(layer.lora_B[ADAPTER].weight.detach())
-        addition = (up @ down) * layer.scaling[ADAPTER]
+        if hasattr(module, "lora_A"):
+            layer: Any = module
+            down, up = (whole(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+            additions[name] = ((up @ down) * layer.scaling[ADAPTER]).cpu()
+    return additions
+
+
+def merge(tensors: dict[str, Tensor], additions: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model with additions as those of the plain model, additions summed in."""
+    for name, addition in additions.items():
         weight = tensors[f"{name}.base_layer.weight"]
-        tensors[f"{name}.base_layer.weight"] = (weight.float() + addition.to(weight.device)).to(weight.dtype)
+        tensors[f"{name}.base_layer.weight"] = (weight.float() + addition).to(weight.dtype)
     return {name.replace(".base_layer.", "."): value for name, value in tensors.items() if ".lora_" not in name}

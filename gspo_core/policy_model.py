@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from gspo_core.batch import Layout, MicroBatch, TrainSequence, collate
 from gspo_core.learner_config import LearnerConfig
 from gspo_core.logprobs import chosen_logprobs
-from gspo_core.low_rank import add_low_rank, merged
+from gspo_core.low_rank import add_low_rank, low_rank_additions, merge
 from gspo_core.model_directory import UnsupportedModel, load_model
 from gspo_core.ranks import Ranks
 
@@ -56,16 +56,23 @@ class PolicyModel(nn.Module):
             chunk_tokens=self.chunk_tokens,
         )
 
-    def export_tensors(self, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Parameters and persistent buffers of the model under its own names; tied ones are one tensor."""
+    def export_tensors(self, whole: Callable[[Tensor], Tensor], *, keep: bool) -> dict[str, Tensor]:
+        """Parameters and persistent buffers of the plain model under its own names; tied ones are one tensor.
+
+        Every rank must ask, because `whole` gathers; only one that keeps them gets them.
+        """
         copies: dict[int, Tensor] = {}
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for parameter in parameters.values():
-            if id(parameter) not in copies:
-                copies[id(parameter)] = whole(parameter.detach()).to("cpu", self.dtype)
+        for parameter in self.model.parameters():
+            gathered = whole(parameter.detach())
+            if keep:
+                copies[id(parameter)] = gathered.to("cpu", self.dtype)
+        additions = low_rank_additions(self.model, whole)
+        if not keep:
+            return {}
         tensors = {name: copies[id(parameter)] for name, parameter in parameters.items()}
         buffers = {name: value for name, value in self.model.state_dict().items() if name not in parameters}
-        return merged(self.model, tensors | buffers, whole)
+        return merge(tensors | buffers, additions)
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         extra = {} if micro_batch.packing is None else {"packing": micro_batch.packing}
@@ -92,7 +99,7 @@ def load_policy(model_dir: Path, config: LearnerConfig, device: torch.device, ra
     if config.activation_checkpointing:
         _checkpoint_activations(model)
     policy.dtype = _compute_dtype(config, device)
-    ranks.shard(policy, _layers(model), policy.dtype)
+    ranks.shard(policy, _layers(model), dtype=policy.dtype, device=device)
     return policy
 
 

@@ -34,16 +34,18 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def shard(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    def shard(self, model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, device: torch.device) -> None:
         """Spread parameters, gradients and moments over the ranks (FSDP2); what is computed in is `dtype`."""
         if self.num_ranks == 1:
             return
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        mesh = init_device_mesh(device.type, (self.num_ranks,))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
 
     def sum(self, values: Tensor) -> Tensor:
         """Over the ranks, on each of them."""

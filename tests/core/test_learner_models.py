@@ -224,6 +224,12 @@ def test_routing_replay_is_refused_without_routers(directories: dict[str, Path])
         make_learner(directories["qwen3"], routing_replay=True)
 
 
+@pytest.mark.parametrize("objective", [{"anchor": "behavior"}, {"minibatches": 1}])
+def test_routing_replay_is_refused_where_it_cannot_act(directories: dict[str, Path], objective: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="proximal forward pass"):
+        make_learner(directories["qwen3 mixture"], ObjectiveConfig(**objective), routing_replay=True)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [("Gemma2", {}, "final_logit_softcapping"), ("Cohere", {"logit_scale": 0.5}, "logit_scale")],
