@@ -1,5 +1,5 @@
 """The trainer process: claims a job, dispatches groups, trains what is ready, publishes weights.
 
-Read in this order: ``worker`` (claims jobs), ``run`` (one job, step by step), ``tasks`` and ``dispatch`` (what is
+Read in this order: ``worker`` (claims jobs), ``run`` (one job, step by step), ``tasks`` (what is
 sampled), ``intake`` (what arrives), ``sequences`` (what is trained), ``engines`` (who samples with which weights).
 """

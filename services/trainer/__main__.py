@@ -32,6 +32,7 @@ from services.weights import WeightStore
 
 async def main(stop: asyncio.Event) -> None:
     settings = load_settings()
+    configure_logging("trainer", level=settings.log_level, log_format=settings.log_format)
     if settings.redis_url is None:
         raise SystemExit("GSPO_REDIS_URL is not set: a trainer needs the Redis of its installation")
     # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
@@ -66,7 +67,8 @@ async def main(stop: asyncio.Event) -> None:
             )
             return JobRun(claim, spec, services, lambda: make_learner(spec))
 
-        await TrainerWorker(store, f"trainer-{socket.gethostname()}-{os.getpid()}", make_run).run(stop)
+        name = f"trainer-{socket.gethostname()}-{os.getpid()}"
+        await TrainerWorker(store, name, make_run, lease_s=settings.lease_s).run(stop)
 
 
 def make_learner(spec: JobSpec) -> Learner:
@@ -87,5 +89,4 @@ def device_for(spec: JobSpec) -> str:
 
 
 if __name__ == "__main__":
-    configure_logging("trainer")
     sys.exit(run_until_signalled(main))

@@ -1,7 +1,7 @@
 """Which engines sample for a job, and with which weights: kept up to date apart from the step loop.
 
-New weights are loaded one engine after the other: paused without aborting, loaded, resumed. Requests in flight survive
-and go on under the new version. An engine that fails to load is left out and tried again; it never stops the job.
+New weights are loaded by all engines at once: paused without aborting, loaded, resumed. Requests in flight survive
+and go on under the new version. An engine that fails to load stays paused, is left out and tried again.
 """
 
 from __future__ import annotations

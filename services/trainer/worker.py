@@ -1,12 +1,16 @@
 """Claims jobs one after the other and runs them; what ends a run decides the job's last state.
 
-Rule: a job that was claimed reaches a terminal state, or its claim lapses and another trainer goes on with it.
+Rule: a job that was claimed reaches a terminal state, or its claim lapses and another trainer goes on with it. What
+is away for a while (Redis) never decides that a job has failed, and no job ends this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gspo_core.spec import JobSpec
 from services.bus import Fenced
@@ -17,6 +21,9 @@ from services.trainer.run import JobRun
 
 IDLE_POLL_S = 0.3
 BEAT_S = 2.0
+# A beat is at most a fifth of the lease, so that four may be lost.
+BEATS_PER_LEASE = 5
+UNREACHABLE = (RedisConnectionError, RedisTimeoutError)
 
 MakeRun = Callable[[Claim, JobSpec], JobRun]
 
@@ -30,22 +37,41 @@ class Stopped(Exception):
 
 
 class TrainerWorker:
-    def __init__(self, store: Store, name: str, make_run: MakeRun) -> None:
+    def __init__(self, store: Store, name: str, make_run: MakeRun, *, lease_s: float = 30.0) -> None:
         self._store = store
         self._name = name
         self._make_run = make_run
+        self.beat_s = min(BEAT_S, lease_s / BEATS_PER_LEASE)
 
     async def run(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            claim = await self._store.claim_job(self._name)
+            claim = await self._claim()
             if claim is None:
                 await _sleep_unless(stop, IDLE_POLL_S)
                 continue
             await self._serve(claim, stop)
 
+    async def _claim(self) -> Claim | None:
+        try:
+            return await self._store.claim_job(self._name)
+        except UNREACHABLE as error:
+            get_logger().warning("Redis does not answer", error=str(error))
+            return None
+
     async def _serve(self, claim: Claim, stop: asyncio.Event) -> None:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
         log.info("claimed")
+        try:
+            await self._run_to_its_end(claim, stop)
+        except Fenced:
+            log.warning("the claim was lost; what this process did since then has no effect")
+        except UNREACHABLE as error:
+            log.warning("Redis does not answer; the job is left to whoever claims it next", error=str(error))
+        except Exception:
+            log.exception("the end of the job could not be told; it is left to whoever claims it next")
+
+    async def _run_to_its_end(self, claim: Claim, stop: asyncio.Event) -> None:
+        log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
         try:
             await self._run_job(claim, stop)
             await self._store.set_status(claim.job_id, "succeeded", token=claim.token)
@@ -57,8 +83,8 @@ class TrainerWorker:
         except Stopped:
             await self._store.release_job(claim.job_id, claim.token)
             log.info("left to another trainer")
-        except Fenced:
-            log.warning("the claim was lost; what this process did since then has no effect")
+        except (Fenced, *UNREACHABLE):
+            raise
         except Exception as error:
             log.exception("failed")
             reason = StatusReason("internal", f"{type(error).__name__}: {error}")
@@ -72,7 +98,7 @@ class TrainerWorker:
     async def _beat(self, claim: Claim) -> None:
         while True:
             await self._store.beat_trainer(claim.job_id, claim.token)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self.beat_s)
 
     async def _watch_for_the_end(self, claim: Claim, stop: asyncio.Event) -> None:
         while not stop.is_set():
