@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo_core.cli.watch import JobView, follow, sparkline
-from gspo_core.client import Client
+from gspo_core.client import Client, Event
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
 from services.local.demo_model import make_demo_model
@@ -26,6 +28,7 @@ from services.local.stack import Stack, StackConfig, StackError, terminate_as_in
 
 JOB_FILE = Path(__file__).with_name("demo_job.yaml")
 NUM_PROVENANCE_TOKENS = 200
+CHECK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def run_demo(spec: JobSpec, data_dir: Path, model_dir: Path, *, quiet: bool = Fa
         view = JobView(job["id"], spec.steps)
         steps: list[Mapping[str, Any]] = []
         submitted = time.monotonic()
-        events = ((event.type, event.data) for event in client.events(job["id"], after="0"))
+        events = ((event.type, event.data) for event in while_alive(stack, client.events(job["id"], after="0")))
         if quiet:
             for kind, data in _collect(events, steps):
                 view.take(kind, data)
@@ -80,6 +83,33 @@ def run_demo(spec: JobSpec, data_dir: Path, model_dir: Path, *, quiet: bool = Fa
             raise StackError(f"the job {view.status}: {view.reason or 'see the logs'} ({stack.log_dir})")
     provenance = check_provenance(data_dir / "jobs" / job["id"], NUM_PROVENANCE_TOKENS, seed=spec.seed)
     return summarise(spec, view, steps, provenance, training_s)
+
+
+def while_alive(stack: Stack, events: Iterable[Event]) -> Iterator[Event]:
+    """``events``; raises StackError when none comes because a process has died, which would last for ever."""
+    arrived: queue.SimpleQueue[Event | Exception | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            for event in events:
+                arrived.put(event)
+            arrived.put(None)
+        except Exception as error:
+            arrived.put(error)
+
+    threading.Thread(target=read, name="events", daemon=True).start()
+    while True:
+        try:
+            event = arrived.get(timeout=CHECK_S)
+        except queue.Empty:
+            stack.check()
+            continue
+        if event is None:
+            return
+        if isinstance(event, Exception):
+            stack.check()  # the likely cause
+            raise event
+        yield event
 
 
 def _collect(events: Any, steps: list[Mapping[str, Any]]) -> Any:

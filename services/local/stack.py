@@ -54,7 +54,6 @@ class Child:
         self.name = name
         self.log_path = log_path
         self._log: IO[bytes] = log_path.open("ab")
-        # -P keeps the caller's folder off the path: a user's own `environments` must not shadow ours.
         self.process = subprocess.Popen(
             argv,
             env=dict(environment),
@@ -136,7 +135,8 @@ class Stack:
         self, service: str, arguments: Sequence[str], environment: Mapping[str, str], name: str | None = None
     ) -> None:
         name = name or service
-        argv = [sys.executable, "-m", f"services.{service}", *arguments]
+        # -P keeps the caller's folder off the path: a user's own `environments` must not shadow ours.
+        argv = [sys.executable, "-P", "-m", f"services.{service}", *arguments]
         self._children.append(Child(name, argv, environment, self.log_dir / f"{name}.log"))
 
     def _wait_until_answering(self, url: str, name: str) -> None:
