@@ -46,7 +46,8 @@ class JobView:
             self.rewards.append(float(data.get("reward/mean", 0.0)))
             self.step_times_s.append(float(data.get("time/step_s", 0.0)))
         elif kind == "evaluation":
-            self.evaluations.append((int(data["step"]), float(data["reward/mean"])))
+            # Without a reward/mean when no episode got a reward.
+            self.evaluations.append((int(data["step"]), float(data.get("reward/mean", "nan"))))
         elif kind == "alert":
             self.notes.append(str(data.get("message", data)))
 

@@ -35,6 +35,12 @@ def a_running_view() -> JobView:
     return view
 
 
+def test_an_evaluation_in_which_no_episode_got_a_reward_is_shown_too() -> None:
+    view = JobView("job_1", 20)
+    view.take("evaluation", {"step": 5, "episodes/count": 4.0, "stop/env_error": 4.0})
+    assert describe(view, "evaluation") == "held-out reward nan after step 5"
+
+
 def test_the_time_left_follows_the_recent_pace() -> None:
     assert a_running_view().eta_s == pytest.approx(32.0)
 
