@@ -132,10 +132,10 @@ def test_keys_given_twice_are_refused(tmp_path: Path, name: str, text: str, plac
         ),
         (
             "a.toml",
-            TOML.replace("weight = 2", "weight = -2").replace("lr = 1e-6", "lr = 0"),
+            TOML.replace("weight = 2", "weight = -2").replace("lr = 1e-6", "lr = -1"),
             [
                 "a.toml:10: environments[1].weight: input should be greater than 0 (it is -2)",
-                "a.toml:13: optimizer.lr: input should be greater than 0 (it is 0)",
+                "a.toml:13: optimizer.lr: input should be greater than or equal to 0 (it is -1)",
             ],
         ),
         (
