@@ -7,6 +7,7 @@ and go on under the new version. An engine that fails to load stays paused, is l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from services.telemetry import get_logger
 from services.weights import WeightStore
 
 RETRY_S = 1.0
+# How often an engine is asked whether it still holds what it was given: one that was restarted holds it no more.
+WATCH_S = 2.0
 
 
 @dataclass
@@ -78,6 +81,9 @@ class Engines:
         """Move engines to the newest published version until cancelled."""
         while True:
             target = await self._next_target()
+            if target is None:
+                await asyncio.gather(*(self._verify(engine) for engine in self._engines if engine.label))
+                continue
             results = await asyncio.gather(*(self._switch(engine, target) for engine in self._outdated(target)))
             async with self._changed:
                 self._changed.notify_all()
@@ -87,11 +93,22 @@ class Engines:
     def _outdated(self, target: WeightsManifest) -> list[_Engine]:
         return [engine for engine in self._engines if engine.label != target.label]
 
-    async def _next_target(self) -> WeightsManifest:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._target is not None and bool(self._outdated(self._target)))
-            assert self._target is not None
-            return self._target
+    async def _next_target(self) -> WeightsManifest | None:
+        """What some engine does not hold yet; None after a while in which all hold what they should."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WATCH_S), self._changed:
+                await self._changed.wait_for(lambda: self._target is not None and bool(self._outdated(self._target)))
+                return self._target
+        return None
+
+    async def _verify(self, engine: _Engine) -> None:
+        try:
+            held = (await engine.client.model_info()).get("weight_version")
+        except EngineError as error:
+            held = str(error)
+        if held != engine.label:
+            get_logger().warning("engine lost its weights", engine=engine.url, label=engine.label, held=held)
+            engine.label = ""
 
     async def release(self) -> None:
         """Give the engines back, so that they can serve another job."""
