@@ -50,6 +50,12 @@ class JobView:
             self.evaluations.append((int(data["step"]), float(data.get("reward/mean", "nan"))))
         elif kind == "alert":
             self.notes.append(str(data.get("message", data)))
+        elif kind == "env.health" and not data.get("healthy", True):
+            self._note_once(f"{data.get('worker', 'a worker')} cannot play episodes: {data.get('error', 'unknown')}")
+
+    def _note_once(self, note: str) -> None:
+        """Last, and only once: a worker says it again every few seconds."""
+        self.notes = [*(known for known in self.notes if known != note), note]
 
     @property
     def eta_s(self) -> float | None:
@@ -113,7 +119,7 @@ def describe(view: JobView, kind: str) -> str:
     if kind == "evaluation":
         at, reward = view.evaluations[-1]
         return f"held-out reward {reward:.3f} after step {at}"
-    if kind == "alert":
+    if kind in ("alert", "env.health") and view.notes:
         return f"alert: {view.notes[-1]}"
     if kind != "step":
         return ""

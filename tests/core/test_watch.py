@@ -41,6 +41,14 @@ def test_an_evaluation_in_which_no_episode_got_a_reward_is_shown_too() -> None:
     assert describe(view, "evaluation") == "held-out reward nan after step 5"
 
 
+def test_an_environment_that_cannot_be_loaded_is_named_once() -> None:
+    view = JobView("job_1", 20)
+    for _ in range(3):
+        view.take("env.health", {"worker": "w", "healthy": False, "error": "there is no module 'nope'"})
+    assert view.notes == ["w cannot play episodes: there is no module 'nope'"]
+    assert "no module 'nope'" in describe(view, "env.health")
+
+
 def test_the_time_left_follows_the_recent_pace() -> None:
     assert a_running_view().eta_s == pytest.approx(32.0)
 
