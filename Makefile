@@ -30,7 +30,7 @@ check: $(STAMP)  ## lint, types, import order
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 test: check  ## checks and the normal test suite
 	$(BIN)/pytest -m "not slow"

@@ -229,7 +229,7 @@ class JobSpec(Documented):
     name: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     """A label for people; it need not be unique."""
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\s\x00](.*[^\s\x00])?$")]
-    """The model to start from: a directory with its files, or its name on the Hugging Face hub."""
+    """The model to start from: a directory with its files in the format of Hugging Face, seen by all processes."""
     environments: Annotated[tuple[EnvironmentSpec, ...], Field(min_length=1, max_length=64)]
     """Where it learns; tasks are drawn from all of them by weight."""
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)

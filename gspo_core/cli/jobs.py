@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,9 @@ from gspo_core.client import ApiError, Client, Unreachable
 
 @contextmanager
 def connected(url: str) -> Iterator[Client]:
-    """A client whose failures read as sentences."""
+    """A client whose failures read as sentences; the key, if the server wants one, comes from $GSPO_API_KEY."""
     try:
-        with Client(url) as client:
+        with Client(url, api_key=os.environ.get("GSPO_API_KEY")) as client:
             yield client
     except Unreachable as error:
         raise CommandError(

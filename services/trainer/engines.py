@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gspo_core.types import WeightsManifest
-from services.engine_client import EngineClient, EngineError
+from services.engine_client import EngineClient, EngineError, EngineRejected
 from services.store import Store
 from services.telemetry import get_logger
 from services.weights import WeightStore
@@ -115,6 +115,14 @@ class Engines:
         for engine in self._engines:
             await self._store.unbind_engine(self._job, self._token, engine.url)
 
+    async def _load(self, engine: _Engine, target: WeightsManifest) -> None:
+        try:
+            await engine.client.load_weights(self._weights.path(target.version), target.label)
+        except EngineRejected:
+            # It holds what it held before: what is in flight there goes on.
+            await engine.client.resume()
+            raise
+
     async def _switch(self, engine: _Engine, target: WeightsManifest) -> bool:
         """False: not now; the engine does not answer, or it serves another job."""
         try:
@@ -124,7 +132,7 @@ class Engines:
                 return False
             started = time.monotonic()
             await engine.client.pause()
-            await engine.client.load_weights(self._weights.path(target.version), target.label)
+            await self._load(engine, target)
             await engine.client.resume()
         except EngineError as error:
             engine.label = ""

@@ -45,6 +45,11 @@ class Evaluator:
         """Wait for the rounds that were started; errors of theirs rise here."""
         await asyncio.gather(*self._pending)
 
+    def cancel(self) -> None:
+        """Give up the rounds that were started."""
+        for task in self._pending:
+            task.cancel()
+
     async def _dispatch(self) -> list[int]:
         if self._settings is None or not self._tasks:
             return []

@@ -1,6 +1,7 @@
 """Segments as they arrive, assembled into groups: the trainer's view of every unfinished episode at every moment.
 
-A segment that cannot be decoded is refused, counted and reported; it never stops the job.
+A segment that cannot be decoded is refused, counted and logged. Its group never completes here, and the job waits for
+it: better than training on something else than what was sampled.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ class Intake:
         """Read so far."""
         self._taken: set[int] = set()
         self.rejected: Counter[str] = Counter()
-        self.environments: dict[int, int] = {}
 
     async def run(self) -> None:
         """Read until cancelled."""
@@ -65,9 +65,6 @@ class Intake:
                 if self.num_segments == num_segments:
                     await self._progress.wait()
 
-    async def count_complete(self, split: Split) -> int:
-        return len(await self._complete(split, None))
-
     async def _complete(self, split: Split, among: Collection[int] | None) -> list[Group]:
         ready = await self._bus.ready_groups(self._job)
         wanted = [one for one in ready if self._is_wanted(one, split, among)]
@@ -79,12 +76,10 @@ class Intake:
         return one.split == split and one.group not in self._taken and (among is None or one.group in among)
 
     def _assemble(self, one: ReadyGroup) -> Group | None:
-        self.environments[one.group] = one.environment
         return self._assembler.group(self._job, one.group, one.split, one.task_index, one.size)
 
     def forget(self, groups: Collection[int]) -> None:
         """After a commit: their segments are gone, and so is what was remembered of them."""
         for group in groups:
             self._assembler.forget(group)
-            self.environments.pop(group, None)
         self._taken.difference_update(groups)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from gspo_core.advantage import judge_group
 from gspo_core.learner import Learner
+from gspo_core.objective import AlarmPatience
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position, groups_admissible, token_staleness
 from gspo_core.types import Group, Split, StepReport, WeightsManifest
@@ -41,6 +43,17 @@ from services.trainer.sequences import group_metrics, staleness_metrics, train_s
 from services.trainer.status import JobStatusBoard
 from services.trainer.tasks import TaskSchedule
 from services.weights import WeightStore
+
+# So many batches' worth of groups dropped one after the other: what comes next would be no better.
+MAX_BATCHES_DROPPED_IN_A_ROW = 8
+
+
+class NothingToTrain(Exception):
+    """Every group of a long row was dropped; ``code`` is the job's reason."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,8 @@ class JobRun:
         """Of every version that may have sampled a token."""
         self._forks: dict[int, Position] = {}
         self._newest: WeightsManifest
+        self._dropped_in_a_row: Counter[str] = Counter()
+        self._patience = AlarmPatience()
 
     @property
     def _job(self) -> str:
@@ -96,6 +111,13 @@ class JobRun:
         num_tasks = await status.environment_tasks(len(spec.environments))
         schedule = TaskSchedule(spec.seed, num_tasks[Split.TRAIN], [one.weight for one in spec.environments])
         evaluator = Evaluator(self._claim, spec, services.bus, services.store, services.intake, num_tasks[Split.EVAL])
+        try:
+            await self._loop(learner, schedule, evaluator)
+        finally:
+            evaluator.cancel()
+
+    async def _loop(self, learner: Learner, schedule: TaskSchedule, evaluator: Evaluator) -> None:
+        services, spec, status = self._services, self._spec, self._services.status
         num_engines = spec.resources.num_engines
         await status.explain("no_engine_for_model", f"fewer than {num_engines} engine(s) hold the weights of this job")
         await services.engines.wait_for(self._newest, num_engines=num_engines)
@@ -110,6 +132,13 @@ class JobRun:
         await services.engines.wait_for(self._newest)
         await evaluator.finish()
         await evaluator.play(spec.steps, self._newest.version)
+
+    async def discard_queue(self) -> None:
+        """At the end of a job: what nobody will train any more leaves Redis."""
+        bus = self._services.bus
+        left = await bus.open_groups(self._job)
+        if left:
+            await bus.commit(self._job, self._claim.token, self._lineage.step, left, reason="dropped_job_over")
 
     def _resume(self, learner: Learner) -> None:
         """Load the newest checkpoint that is intact, and record where this epoch forks off."""
@@ -140,7 +169,7 @@ class JobRun:
         groups = await self._take_groups(schedule)
         taken = clock()
         sequences, metrics = train_sequences(groups, self._staleness_of, self._spec.objective.advantage)
-        metrics |= group_metrics(groups) | staleness_metrics(sequences)
+        metrics |= group_metrics(groups) | staleness_metrics(sequences, self._spec.rollout.staleness_cap)
         metrics |= await asyncio.to_thread(learner.step, sequences)
         trained = clock()
         self._lineage.step += 1
@@ -157,6 +186,9 @@ class JobRun:
             "throughput/tokens_per_s": metrics["tokens/trained"] / (ended - started),
         }
         await self._report(StepReport(self._lineage.step, self._newest.version, self._claim.epoch, metrics))
+        for alarm in self._patience.ripe(learner.alarms):
+            data = {"step": self._lineage.step, "kind": alarm.kind, "message": str(alarm)}
+            await services.store.add_event(self._job, "alert", data)
 
     async def _after_step(self, learner: Learner, evaluator: Evaluator) -> None:
         step, spec, checkpoints = self._lineage.step, self._spec, self._services.checkpoints
@@ -189,6 +221,7 @@ class JobRun:
         await services.bus.commit(self._job, self._claim.token, step, numbers)
         services.intake.forget(numbers)
         lineage.settle(numbers)
+        self._dropped_in_a_row.clear()
         return chosen
 
     def _refusal(self, group: Group) -> str | None:
@@ -210,6 +243,9 @@ class JobRun:
         self._services.intake.forget(numbers)
         self._lineage.settle(numbers)
         self._lineage.num_dropped += 1
+        self._dropped_in_a_row[reason] += 1
+        if self._dropped_in_a_row.total() >= MAX_BATCHES_DROPPED_IN_A_ROW * self._spec.groups_per_step:
+            raise nothing_to_train(self._dropped_in_a_row)
 
     def _staleness_of(self, versions: NDArray[np.int32]) -> NDArray[np.int32]:
         current = Position(self._claim.epoch, self._lineage.step)
@@ -264,3 +300,17 @@ class JobRun:
         await self._services.store.add_metrics(self._job, report.step, report.metrics)
         await self._services.store.add_event(self._job, "step", record)
         get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))
+
+
+def nothing_to_train(dropped: Counter[str]) -> NothingToTrain:
+    """What the reasons of a long row of dropped groups say about the job."""
+    code = {"dropped_partial": "env_unhealthy", "dropped_zero_variance": "all_rewards_equal"}
+    advice = {
+        "dropped_partial": "their episodes failed for reasons outside the policy: see the env.health events",
+        "dropped_zero_variance": "all members of each had the same reward: the tasks are too easy or too hard",
+        "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise the cap",
+    }
+    ((reason, _),) = dropped.most_common(1)
+    return NothingToTrain(
+        code.get(reason, "stale_backlog"), f"{dropped.total()} groups in a row could not be trained; {advice[reason]}"
+    )

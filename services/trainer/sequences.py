@@ -96,11 +96,12 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+def staleness_metrics(sequences: Sequence[TrainSequence], cap: int) -> dict[str, float]:
+    """Of all sampled tokens; those beyond ``cap`` are not trained."""
     ages = [sequence.staleness[sequence.action_mask] for sequence in sequences]
     tokens = np.concatenate(ages) if ages else np.zeros(0)
     return {
-        "tokens/trained": float(tokens.size),
+        "tokens/trained": float((tokens <= cap).sum()),
         "staleness/mean": float(tokens.mean()) if tokens.size else 0.0,
         "staleness/max": float(tokens.max()) if tokens.size else 0.0,
     }

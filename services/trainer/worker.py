@@ -17,7 +17,7 @@ from services.bus import Fenced
 from services.store import Claim, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.race import first_to_end
-from services.trainer.run import JobRun
+from services.trainer.run import JobRun, NothingToTrain
 
 IDLE_POLL_S = 0.3
 BEAT_S = 2.0
@@ -72,12 +72,16 @@ class TrainerWorker:
 
     async def _run_to_its_end(self, claim: Claim, stop: asyncio.Event) -> None:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
+        job = await self._store.get_job(claim.job_id)
+        run = self._make_run(claim, JobSpec.model_validate_json(job.spec))
         try:
-            await self._run_job(claim, stop)
+            await first_to_end(run.run(), self._beat(claim), self._watch_for_the_end(claim, stop))
+            await run.discard_queue()
             await self._store.set_status(claim.job_id, "succeeded", token=claim.token)
             log.info("succeeded")
         except Cancelled:
             await self._store.set_status(claim.job_id, "cancelling", token=claim.token)
+            await run.discard_queue()
             await self._store.set_status(claim.job_id, "cancelled", token=claim.token)
             log.info("cancelled")
         except Stopped:
@@ -87,13 +91,8 @@ class TrainerWorker:
             raise
         except Exception as error:
             log.exception("failed")
-            reason = StatusReason("internal", f"{type(error).__name__}: {error}")
-            await self._store.set_status(claim.job_id, "failed", token=claim.token, reason=reason)
-
-    async def _run_job(self, claim: Claim, stop: asyncio.Event) -> None:
-        job = await self._store.get_job(claim.job_id)
-        run = self._make_run(claim, JobSpec.model_validate_json(job.spec))
-        await first_to_end(run.run(), self._beat(claim), self._watch_for_the_end(claim, stop))
+            await run.discard_queue()
+            await self._store.set_status(claim.job_id, "failed", token=claim.token, reason=_cause(error))
 
     async def _beat(self, claim: Claim) -> None:
         while True:
@@ -106,6 +105,12 @@ class TrainerWorker:
                 raise Cancelled
             await _sleep_unless(stop, IDLE_POLL_S)
         raise Stopped
+
+
+def _cause(error: Exception) -> StatusReason:
+    if isinstance(error, NothingToTrain):
+        return StatusReason(error.code, str(error))
+    return StatusReason("internal", f"{type(error).__name__}: {error}")
 
 
 async def _sleep_unless(stop: asyncio.Event, seconds: float) -> None:

@@ -32,6 +32,8 @@ class FailingRun(JobRun):
         self._stop.set()
         raise self._error
 
+    async def discard_queue(self) -> None: ...
+
 
 async def end_of_a_job_whose_run_raises(store: Store, error: Exception, *path: JobStatus) -> str:
     job = await store.create_job(SPEC)
