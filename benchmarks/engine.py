@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import platform
 import random
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +180,17 @@ async def updates(engine: Engine, model_dir: Path, mode: PauseMode, seed: int) -
     return await working, min(paused_s)
 
 
+def conditions() -> str:
+    return (
+        f"torch {torch.__version__}, transformers {version('transformers')}, {platform.machine()}, "
+        f"{os.cpu_count()} logical CPUs, load average {os.getloadavg()[0]:.1f} at the start; one thread on each side."
+    )
+
+
 async def measure(rounds: int, print_line: Callable[[str], None]) -> None:
     torch.set_num_threads(1)
+    print_line("# Embedded engine beside `model.generate`\n")
+    print_line(f"Qwen3 shape, 4 layers, hidden size 128, vocabulary 600, float32. {conditions()}")
     with tempfile.TemporaryDirectory() as folder:
         model_dir = Path(folder)
         model = make_model(model_dir)

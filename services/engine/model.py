@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from services.engine.kv_cache import KVCache
 
-# Queries of one prompt that attend at a time: their scores stay in the processor's cache, and later keys are skipped.
-_QUERY_CHUNK = 128
+# Queries of one prompt that attend at a time: bounds the mask of a long prompt.
+_QUERY_CHUNK = 1024
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _MAX_DEVIATION = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 
@@ -296,12 +296,15 @@ class _Attention:
         return torch.bmm(_softmax(scores), values[:num, :, :longest].flatten(0, 1)).view(num, heads * head_dim)
 
     def _prefill(self, q_T: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        num, heads, head_dim = q_T.shape
-        by_group = (self._num_kv_heads, self._group, num)
-        q = q_T.reshape(num, self._num_kv_heads, self._group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-        scores = torch.bmm(q * self._scale, keys).view(*by_group, -1).add_(bias)
-        mixed = torch.bmm(_softmax(scores).flatten(1, 2), values).view(*by_group, head_dim)
-        return mixed.permute(2, 0, 1, 3).reshape(num, heads * head_dim)
+        mixed = F.scaled_dot_product_attention(
+            q_T.transpose(0, 1)[None],
+            keys.transpose(1, 2)[None].contiguous(),
+            values[None],
+            attn_mask=bias,
+            scale=self._scale,
+            enable_gqa=True,
+        )
+        return mixed[0].transpose(0, 1).flatten(1)
 
 
 def _softmax(scores: Tensor) -> Tensor:
