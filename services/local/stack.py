@@ -52,6 +52,8 @@ class Child:
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
         self.name = name
+        self.argv = argv
+        self.environment = environment
         self.log_path = log_path
         self._log: IO[bytes] = log_path.open("ab")
         self.process = subprocess.Popen(
@@ -89,6 +91,7 @@ class Stack:
         self._redis: RedisServer | None = None
         self.api_url = ""
         self.engine_url = ""
+        self.redis_url = ""
 
     def __enter__(self) -> Self:
         try:
@@ -109,7 +112,8 @@ class Stack:
         self.api_url = f"http://{config.host}:{api_port}"
         self.engine_url = f"http://127.0.0.1:{engine_port}"
         self._redis = RedisServer.start(config.data_dir / "redis")
-        environment = self._environment(self._redis.url)
+        self.redis_url = self._redis.url
+        environment = self._environment()
         threads = str(config.threads or default_threads())
         compute = {**environment, "OMP_NUM_THREADS": threads}
         self._spawn("engine", ["--model", str(config.model_dir), "--port", str(engine_port)], compute)
@@ -120,12 +124,12 @@ class Stack:
         self._wait_until_answering(f"{self.api_url}/healthz", "api")
         self._wait_until_answering(f"{self.engine_url}/ready", "engine")
 
-    def _environment(self, redis_url: str) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         return {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "GSPO_REDIS_URL": redis_url,
+            "GSPO_REDIS_URL": self.redis_url,
             "GSPO_DATA_DIR": str(self.config.data_dir),
             "GSPO_ENGINE_URLS": self.engine_url,
             **self.config.environment,
@@ -159,6 +163,13 @@ class Stack:
                 raise StackError(
                     f"{child.name} ended with code {code}. The end of {child.log_path}:\n{child.last_words()}"
                 )
+
+    def restart(self, name: str) -> None:
+        """Start a process again that has ended or is to end now."""
+        position = [child.name for child in self._children].index(name)
+        old = self._children[position]
+        old.stop(time.monotonic() + STOP_TIMEOUT_S)
+        self._children[position] = Child(name, old.argv, old.environment, old.log_path)
 
     def pids(self) -> dict[str, int]:
         return {child.name: child.process.pid for child in self._children}

@@ -10,7 +10,6 @@ import pytest
 
 from gspo_core.spec import JobSpec
 from services.local.demo import DemoResult, demo_spec, plot, run_demo
-from services.local.demo_model import make_demo_model
 
 pytestmark = pytest.mark.slow
 
@@ -19,13 +18,6 @@ CONTROLS = Path(__file__).with_name("controls.py")
 # deviation of at most 3.6 points.
 FLAT_POINTS = 0.12
 NUM_CONTROL_STEPS = 20
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / "calculator-tiny"
-    make_demo_model(directory)
-    return directory
 
 
 def changed(spec: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
