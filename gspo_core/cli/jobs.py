@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gspo_core.cli import CommandError
-from gspo_core.client import ApiError, Client, Unreachable
-
-
-@contextmanager
-def connected(url: str) -> Iterator[Client]:
-    """A client whose failures read as sentences; the key, if the server wants one, comes from $GSPO_API_KEY."""
-    try:
-        with Client(url, api_key=os.environ.get("GSPO_API_KEY")) as client:
-            yield client
-    except Unreachable as error:
-        raise CommandError(
-            f"no API answers at {url}. Start the stack with `gspo up`, or name another address with --url or $GSPO_URL."
-        ) from error
-    except ApiError as error:
-        where = f" ({error.param})" if error.param else ""
-        raise CommandError(f"{error.message}{where} [{error.code}]") from error
+from gspo_core.cli.connection import connected
 
 
 def submit(url: str, file: str, *, dry_run: bool, watch: bool) -> int:

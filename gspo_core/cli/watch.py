@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from gspo_core.cli.jobs import connected
+from gspo_core.cli.connection import connected
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

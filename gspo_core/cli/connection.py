@@ -1,0 +1,25 @@
+"""How every command reaches the API: the address, the key, and failures that read as sentences."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gspo_core.cli import CommandError
+from gspo_core.client import ApiError, Client, Unreachable
+
+
+@contextmanager
+def connected(url: str) -> Iterator[Client]:
+    """A client whose failures read as sentences; the key, if the server wants one, comes from $GSPO_API_KEY."""
+    try:
+        with Client(url, api_key=os.environ.get("GSPO_API_KEY")) as client:
+            yield client
+    except Unreachable as error:
+        raise CommandError(
+            f"no API answers at {url}. Start the stack with `gspo up`, or name another address with --url or $GSPO_URL."
+        ) from error
+    except ApiError as error:
+        where = f" ({error.param})" if error.param else ""
+        raise CommandError(f"{error.message}{where} [{error.code}]") from error
