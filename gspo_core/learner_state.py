@@ -1,7 +1,8 @@
 """Tensors and counters of a learner on disk: safetensors beside a JSON manifest with the sha256 of every file.
 
-One rule: what is loaded is what was saved, bit for bit, or nothing at all. The manifest is written last, so a directory
-without one is no state; a directory is written once. Nothing is pickled. It neither names nor collects checkpoints.
+One rule: what is loaded is what was saved, bit for bit, or nothing at all. The manifest appears last and whole, so a
+directory that has one is a complete state and one without is none; a directory is written once. Nothing is pickled.
+It neither names nor collects checkpoints.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,12 +100,21 @@ def write_manifest(directory: Path, num_ranks: int, content: Mapping[str, Any]) 
         name: {"size_bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)} for name in names
     }
     manifest = {"format": FORMAT, "num_ranks": num_ranks, "files": files, "content": dict(content)}
-    path = directory / MANIFEST
-    with path.open("x") as stream:
-        json.dump(manifest, stream, indent=1, sort_keys=True)
-        stream.flush()
-        os.fsync(stream.fileno())
+    _write_whole(directory / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     _sync(directory)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """The file appears with all of its content, on disk, or not at all; it never replaces one."""
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
+    try:
+        with temporary.open("x") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_state(directory: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from gspo_core.learner_config import LoraConfig, OptimizerConfig
-from gspo_core.learner_state import MANIFEST, InvalidState
+from gspo_core.learner_state import MANIFEST, InvalidState, read_state, write_manifest, write_shard
 from tests.core import learner_process
 from tests.core.learner_process import NUM_STEPS, state_directory
 from tests.core.learner_support import (
@@ -51,6 +52,39 @@ def kill_when(process: subprocess.Popen[bytes], path: Path) -> None:
         time.sleep(0.0005)
     process.kill()
     process.wait()
+
+
+DIES_WHILE_IT_FLUSHES = """
+import os, signal, sys
+from pathlib import Path
+from gspo_core import learner_state
+learner_state.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+learner_state.write_manifest(Path(sys.argv[1]), 1, {"counters": {}, "model": "?"})
+"""
+
+
+def test_a_manifest_that_exists_is_complete(tmp_path: Path) -> None:
+    """Killed with the content written but not on disk yet, it left no manifest, and the next one can be written."""
+    write_shard(tmp_path, 0, {"x": torch.ones(2)})
+    dead = subprocess.run([sys.executable, "-c", DIES_WHILE_IT_FLUSHES, str(tmp_path)], check=False, timeout=60)
+    assert dead.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2, "it was killed before it wrote anything"
+    with pytest.raises(InvalidState, match="no complete state"):
+        read_state(tmp_path, 0, 1)
+    write_shard(tmp_path, 0, {"x": torch.zeros(2)})
+    write_manifest(tmp_path, 1, {"counters": {}, "model": "!"})
+    content, tensors = read_state(tmp_path, 0, 1)
+    assert content["model"] == "!"
+    assert not tensors["x"].any()
+
+
+def test_a_manifest_is_never_replaced(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, {"x": torch.ones(2)})
+    write_manifest(tmp_path, 1, {"model": "first"})
+    with pytest.raises(FileExistsError):
+        write_manifest(tmp_path, 1, {"model": "second"})
+    assert read_state(tmp_path, 0, 1)[0]["model"] == "first"
+    assert {path.name for path in tmp_path.iterdir()} == {SHARD, MANIFEST}
 
 
 @pytest.mark.timeout(300)  # four processes start, which is slow on a busy machine
