@@ -23,10 +23,12 @@ from services.durable import (
     write_flushed,
     write_once,
 )
+from services.telemetry import get_logger
 from services.trainer.lineage import Lineage
 
 _NAME = re.compile(r"ep(\d+)-step(\d+)")
 _EPOCH_NAME = re.compile(r"epoch(\d+)\.json")
+_LEFT_NAME = re.compile(re.escape(TEMPORARY_PREFIX) + r"ep(\d+)-")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class CheckpointStore:
 
     def write(self, position: Position, lineage: Lineage, save: Callable[[Path], None]) -> None:
         make_directory(self._root)
-        temporary = self._root / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        temporary = self._temporary(position.epoch)
         temporary.mkdir()
         try:
             save(temporary / "learner")
@@ -56,18 +58,29 @@ class CheckpointStore:
 
     def newest_first(self) -> list[Checkpoint]:
         """Complete checkpoints; whether a learner state is intact shows when it is loaded."""
-        return [self._read(position) for position in reversed(self._positions())]
+        found = (self._read(position) for position in reversed(self._positions()))
+        return [checkpoint for checkpoint in found if checkpoint is not None]
 
     def collect(self, keep: int) -> None:
         """Remove all but the newest ``keep``."""
         for position in self._positions()[:-keep]:
-            shutil.rmtree(self._path(position))
+            # Renamed first, so that one that is killed here leaves no half checkpoint under its name.
+            doomed = self._temporary(position.epoch)
+            self._path(position).rename(doomed)
+            shutil.rmtree(doomed)
 
     def begin_epoch(self, epoch: int, parent: Position) -> None:
-        """Record where ``epoch`` forks off; raises FileExistsError when another trainer has begun this epoch."""
+        """Record where ``epoch`` forks off; raises FileExistsError when another trainer has begun this epoch.
+
+        What trainers of earlier epochs left half-written or half-removed goes: they lost the job with their lease.
+        """
         make_directory(self._root)
         record = json.dumps({"epoch": parent.epoch, "step": parent.step}).encode()
         write_once(self._root / f"epoch{epoch:06d}.json", [record])
+        for entry in self._entries():
+            left = _LEFT_NAME.match(entry.name)
+            if left and int(left[1]) < epoch:
+                shutil.rmtree(entry, ignore_errors=True)
 
     def forks(self) -> dict[int, Position]:
         """Where each epoch forked off; the first one is not in it."""
@@ -86,7 +99,14 @@ class CheckpointStore:
     def _path(self, position: Position) -> Path:
         return self._root / f"ep{position.epoch:06d}-step{position.step:06d}"
 
-    def _read(self, position: Position) -> Checkpoint:
+    def _temporary(self, epoch: int) -> Path:
+        return self._root / f"{TEMPORARY_PREFIX}ep{epoch:06d}-{uuid.uuid4().hex}"
+
+    def _read(self, position: Position) -> Checkpoint | None:
         path = self._path(position)
-        lineage = Lineage.from_dict(json.loads((path / "lineage.json").read_bytes()))
+        try:
+            lineage = Lineage.from_dict(json.loads((path / "lineage.json").read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            get_logger().warning("checkpoint skipped", path=str(path), error=repr(error))
+            return None
         return Checkpoint(position, lineage, path / "learner")

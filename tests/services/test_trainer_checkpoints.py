@@ -54,6 +54,41 @@ def test_a_checkpoint_that_could_not_be_written_is_not_seen(tmp_path: Path) -> N
     assert store.newest_first() == []
 
 
+def test_a_checkpoint_whose_lineage_is_damaged_is_passed_over(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        store.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
+    (tmp_path / "checkpoints" / "ep000001-step000003" / "lineage.json").write_text("")
+    (tmp_path / "checkpoints" / "ep000001-step000002" / "lineage.json").unlink()
+    assert [one.position for one in store.newest_first()] == [Position(1, 1)]
+
+
+def test_a_trainer_killed_while_it_collects_or_writes_leaves_nothing_that_looks_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here both die in the middle; the trainer of the next epoch clears what they left."""
+    store, root = CheckpointStore(tmp_path), tmp_path / "checkpoints"
+    for step in (1, 2):
+        store.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
+
+    def dies(directory: Path, **_: object) -> None:
+        (Path(directory) / "lineage.json").unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("services.trainer.checkpoints.shutil.rmtree", dies)
+        with pytest.raises(KeyboardInterrupt):
+            store.collect(keep=1)
+        with pytest.raises(KeyboardInterrupt):
+            store.write(Position(1, 3), Lineage(step=3), dies)
+    assert [one.position for one in store.newest_first()] == [Position(1, 2)]
+    assert len(list(root.iterdir())) == 3
+    store.begin_epoch(1, Position(0, 0))
+    assert len(list(root.iterdir())) == 4, "a trainer does not clear what another of its epoch may be writing"
+    store.begin_epoch(2, Position(1, 2))
+    assert {path.name for path in root.iterdir()} == {"ep000001-step000002", "epoch000001.json", "epoch000002.json"}
+
+
 def test_an_epoch_is_begun_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.begin_epoch(3, Position(2, 40))
