@@ -15,6 +15,7 @@ from gspo_core.learner_config import LearnerConfig
 from gspo_core.spec import JobSpec
 from services.batch_log import BatchLog
 from services.bus import Bus
+from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, open_http
 from services.process import run_until_signalled
 from services.redis_server import connect
@@ -68,7 +69,12 @@ async def main(stop: asyncio.Event) -> None:
             return JobRun(claim, spec, services, lambda: make_learner(spec))
 
         name = f"trainer-{socket.gethostname()}-{os.getpid()}"
-        await TrainerWorker(store, name, make_run, lease_s=settings.lease_s).run(stop)
+        beats = EngineBeats(store, [EngineClient(url, http) for url in settings.engine_urls], lease_s=settings.lease_s)
+        beating = asyncio.create_task(beats.run(), name="engine beats")
+        try:
+            await TrainerWorker(store, name, make_run, lease_s=settings.lease_s).run(stop)
+        finally:
+            beating.cancel()
 
 
 def make_learner(spec: JobSpec) -> Learner:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gspo_core.types import WeightsManifest
+from services.engine_beats import engine_record
 from services.engine_client import EngineClient, EngineError, EngineRejected
 from services.store import Store
 from services.telemetry import get_logger
@@ -127,7 +128,7 @@ class Engines:
         """False: not now; the engine does not answer, or it serves another job."""
         try:
             info = await engine.client.model_info()
-            await self._store.register_engine({**info, "id": engine.url, "url": engine.url})
+            await self._store.register_engine(engine_record(engine.url, info))
             if not await self._store.bind_engine(self._job, self._token, engine.url):
                 return False
             started = time.monotonic()
