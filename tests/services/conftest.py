@@ -1,8 +1,13 @@
-"""A real server for the whole test session, emptied before each test."""
+"""A real server for the whole test session, emptied before each test.
+
+A module marked ``every_server`` runs on each kind of server that is installed: Valkey (the wheel or on PATH), Redis (on
+PATH, or unpacked by ``make debian-redis``). All others run on the first.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Set
 from pathlib import Path
 
@@ -10,13 +15,37 @@ import pytest
 from redis.asyncio import Redis
 
 from services.bus import Bus
-from services.redis_server import RedisServer, connect
+from services.redis_server import RedisServer, connect, find_binaries
 from services.store import Claim, Store
 
 
+def _servers() -> dict[str, Path]:
+    unpacked = Path(__file__).parents[2] / ".make" / "debian-redis" / "redis-server"
+    found: dict[str, Path] = {}
+    for binary in find_binaries(*[unpacked] if unpacked.exists() else []):
+        shown = subprocess.run([binary.path, "--version"], capture_output=True, text=True, check=True).stdout
+        found.setdefault(f"{shown.split()[0].lower()}-{'.'.join(map(str, binary.version))}", binary.path)
+    return found
+
+
+SERVERS = _servers()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "server_binary" in metafunc.fixturenames and metafunc.definition.get_closest_marker("every_server"):
+        metafunc.parametrize("server_binary", SERVERS, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer.spawn(tmp_path_factory.mktemp("redis")) as server:
+def server_binary(request: pytest.FixtureRequest) -> Path:
+    """The program to start as a server."""
+    name: str = getattr(request, "param", next(iter(SERVERS)))
+    return SERVERS[name]
+
+
+@pytest.fixture(scope="session")
+def redis_server(server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer.spawn(tmp_path_factory.mktemp("redis"), binary=server_binary) as server:
         yield server
 
 

@@ -15,6 +15,8 @@ from services.bus import Append, Bus, Conflict, EpisodeLease, Fenced, Gap, Ready
 from services.keys import BUS_KEYS, job_key
 from services.store import Claim, Store
 
+pytestmark = pytest.mark.every_server
+
 
 async def dispatch(bus: Bus, claim: Claim, group: int, size: int = 2) -> bool:
     return await bus.dispatch(claim.job_id, claim.token, group, size=size, split=Split.TRAIN, task_index=group + 100)

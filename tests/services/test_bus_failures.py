@@ -28,6 +28,8 @@ from services.store import Claim, Store
 if TYPE_CHECKING:
     from tests.services.conftest import LossyProxy
 
+pytestmark = pytest.mark.every_server
+
 LEASE_S = 30.0
 
 
@@ -138,8 +140,8 @@ async def test_trainer_calls_whose_reply_is_lost_count_once(
 # The server is killed
 
 
-async def test_what_was_acknowledged_survives_a_killed_server(tmp_path: Path) -> None:
-    server = RedisServer.spawn(tmp_path)
+async def test_what_was_acknowledged_survives_a_killed_server(server_binary: Path, tmp_path: Path) -> None:
+    server = RedisServer.spawn(tmp_path, binary=server_binary)
     client = connect(server.url)
     bus, store = Bus(client), Store(client)
     await store.create_job("{}")
@@ -171,7 +173,7 @@ async def test_what_was_acknowledged_survives_a_killed_server(tmp_path: Path) ->
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         server.close()
-        again = await asyncio.to_thread(RedisServer.spawn, tmp_path)
+        again = await asyncio.to_thread(RedisServer.spawn, tmp_path, binary=server_binary)
         assert again.url == server.url
         # the writers were told nothing: their client sent again what had no answer
         await acknowledgements(len(acknowledged) + 50)

@@ -17,6 +17,8 @@ from services.store import Claim, Store
 if TYPE_CHECKING:
     from tests.services.conftest import LossyProxy
 
+pytestmark = pytest.mark.every_server
+
 LEASE_S = 30.0
 
 

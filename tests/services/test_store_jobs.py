@@ -28,6 +28,8 @@ from services.store import (
 if TYPE_CHECKING:
     from tests.services.conftest import LossyProxy
 
+pytestmark = pytest.mark.every_server
+
 # The table of the REST reference, written down a second time on purpose.
 LEGAL = {
     "queued": {"starting", "cancelled", "failed"},

@@ -19,6 +19,8 @@ from services.store import Claim, Event, InvalidCursor, Store
 if TYPE_CHECKING:
     from tests.services.conftest import LossyProxy
 
+pytestmark = pytest.mark.every_server
+
 
 def manifest(job: str, version: int, *, epoch: int = 1, step: int = 0, digest: str = "0") -> WeightsManifest:
     files = (WeightFile("config.json", 10, "1" * 64), WeightFile("model.safetensors", 1 << 40, digest * 64))
