@@ -1,4 +1,4 @@
-"""How old a sampled token is, and how many groups may be started so that it does not get too old.
+"""How old a sampled token is, how many groups may be started so that it does not get too old, which are trained next.
 
 The rule kept here: age is counted in steps of the lineage that is being trained, and it is never negative. Versions
 count publishes; a table maps a version to the epoch and the step that it was published at. When a trainer dies, the
@@ -11,13 +11,16 @@ it finds cannot admit more than one that never died.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.types import InvalidValue
+
+OnStale = Literal["mask", "drop", "wait"]
 
 
 class UnknownVersion(LookupError):
@@ -97,6 +100,107 @@ def groups_admissible(
     if max_staleness < 0 or groups_per_step < 1:
         raise InvalidValue(f"max_staleness is {max_staleness} and groups_per_step {groups_per_step}")
     return max(0, (max_staleness + 1) * groups_per_step - occupied)
+
+
+def groups_affordable(*, budget_bytes: int, used_bytes: int, group_bytes: int, groups_per_step: int) -> int:
+    """How many more groups may be started within a budget for what the queue holds.
+
+    ``used_bytes`` counts a group that is not complete with ``group_bytes``, the most that it may need, and a complete
+    one with what it has. What is started is thus never stopped half-way. A budget that does not hold one batch in its
+    worst case is refused: its last groups would wait for room that only the batch itself can free.
+    """
+    if budget_bytes < groups_per_step * group_bytes:
+        raise InvalidValue(
+            f"{groups_per_step} groups that may need {group_bytes} bytes each do not fit into {budget_bytes} bytes: "
+            "raise the budget, or lower groups_per_step, group_size or the limit of an episode's tokens"
+        )
+    return max(0, (budget_bytes - used_bytes) // group_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group that was dispatched and is not settled, as the trainer sees it now."""
+
+    group: int
+    is_ready: bool
+    """Whether all of its episodes have ended."""
+    oldest_step: int | None
+    """The step in the trainer's history whose weights sampled its oldest token; None while no token has arrived."""
+    dispatched_step: int
+    """The step that was published when it was dispatched: no token of it is older."""
+
+    @property
+    def _birth(self) -> int:
+        return self.dispatched_step if self.oldest_step is None else self.oldest_step
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to do with the open groups now. ``train`` is a whole batch or empty."""
+
+    train: tuple[int, ...] = ()
+    drop: tuple[int, ...] = ()
+    """Holds a token that is too old already: it will never be trained, ready or not."""
+    wait_for: tuple[int, ...] = ()
+    """A batch is there, but taking it now would make these, which are not ready, too old."""
+
+
+def choose_groups(
+    open_groups: Collection[OpenGroup],
+    *,
+    step: int,
+    groups_per_step: int,
+    staleness_cap: int,
+    on_stale: OnStale,
+    may_wait: bool = True,
+) -> Choice:
+    """The batch to train after ``step`` steps: the ready groups with the oldest tokens first.
+
+    ``mask`` and ``drop`` take a batch as soon as there is one. ``wait`` takes it only if every other open group can
+    still be trained before its oldest token is beyond the cap, in the order of these deadlines, ``groups_per_step`` at
+    a time. When waiting cannot change the batch, or ``may_wait`` is over, it is taken all the same: the cap holds
+    because the caller masks what is beyond it in every mode.
+
+    Admission alone makes the deadlines feasible: until ``s`` steps are published at most
+    ``(s + 1 + max_staleness) * groups_per_step`` groups are started that are not dropped, and so many can be trained
+    up to the step ``s + staleness_cap`` if the cap is at least ``max_staleness``. Only a rollback may leave more.
+    """
+    drop: tuple[int, ...] = ()
+    if on_stale == "drop":
+        drop = tuple(one.group for one in open_groups if _is_too_old(one, step, staleness_cap))
+        open_groups = [one for one in open_groups if one.group not in drop]
+    ready = sorted((one for one in open_groups if one.is_ready), key=_age_order)
+    train = ready[:groups_per_step]
+    if len(train) < groups_per_step:
+        return Choice(drop=drop)
+    if on_stale == "wait" and may_wait:
+        rest = [one for one in open_groups if one not in train]
+        if wait_for := _endangered(train, rest, step=step, staleness_cap=staleness_cap):
+            return Choice(wait_for=wait_for)
+    return Choice(train=tuple(one.group for one in train), drop=drop)
+
+
+def _endangered(
+    train: Sequence[OpenGroup], rest: Collection[OpenGroup], *, step: int, staleness_cap: int
+) -> tuple[int, ...]:
+    """Unfinished groups whose place ``train`` takes, although then not all of ``rest`` can be trained in time."""
+    in_time = sorted((one for one in rest if one._birth + staleness_cap >= step), key=_age_order)
+    for place, one in enumerate(in_time):
+        if one._birth + staleness_cap < step + 1 + place // len(train):
+            rushed = in_time[: place + 1]
+            # Who would come after the whole batch even if it were ready changes nothing by becoming ready.
+            return tuple(
+                each.group for each in rushed if not each.is_ready and _age_order(each) < _age_order(train[-1])
+            )
+    return ()
+
+
+def _is_too_old(one: OpenGroup, step: int, staleness_cap: int) -> bool:
+    return one.oldest_step is not None and step - one.oldest_step > staleness_cap
+
+
+def _age_order(one: OpenGroup) -> tuple[int, int]:
+    return one._birth, one.group
 
 
 def _origin(epoch: int, step: int, forks: Mapping[int, Position]) -> tuple[int, int]:
