@@ -47,9 +47,11 @@ def show(url: str, *, as_json: bool) -> int:
         print("no jobs yet; submit one with: gspo submit FILE")
         return 0
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("job", "name", "status", "step", "version", "why it waits or ended", "created", box=None)
+    # An id that is cut short cannot be copied into another command.
+    whole_id = Column("job", no_wrap=True, min_width=max(len(job["id"]) for job in jobs))
+    table = Table(whole_id, "name", "status", "step", "version", "why it waits or ended", "created", box=None)
     for job in jobs:
         table.add_row(*_row(job))
     Console().print(table)
@@ -66,7 +68,9 @@ def _row(job: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def cancel(url: str, job_id: str) -> int:
+    from gspo_core.cli.watch import TERMINAL
+
     with connected(url) as client:
         job = client.cancel(job_id)
-    print(f"{job['id']} is {job['status']}")
+    print(f"{job['id']} is {job['status']}" + ("" if job["status"] in TERMINAL else "; it was asked to end"))
     return 0

@@ -22,9 +22,9 @@ from gspo_core.cli.watch import JobView, follow, sparkline
 from gspo_core.client import Client, Event
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
-from services.local.demo_model import make_demo_model
+from services.local.demo_model import NotADemoModel, make_demo_model
 from services.local.provenance import Provenance, check_provenance
-from services.local.stack import Stack, StackConfig, StackError, terminate_as_interrupt
+from services.local.stack import Stack, StackConfig, StackError, check_place, terminate_as_interrupt
 
 JOB_FILE = Path(__file__).with_name("demo_job.yaml")
 NUM_PROVENANCE_TOKENS = 200
@@ -67,6 +67,8 @@ class DemoResult:
 def run_demo(spec: JobSpec, data_dir: Path, model_dir: Path, *, quiet: bool = False) -> DemoResult:
     """Start a stack, submit ``spec``, follow it to its end, stop the stack. Raises StackError when it fails."""
     started = time.monotonic()
+    if not quiet:
+        print("starting Redis, engine, API, trainer and rollout worker ...", flush=True)
     with Stack(StackConfig(data_dir, model_dir, port=0, environment=NO_KEYS)) as stack, Client(stack.api_url) as client:
         if not quiet:
             print(f"stack is up after {time.monotonic() - started:.0f} s: {stack.api_url} (logs in {stack.log_dir})")
@@ -83,6 +85,8 @@ def run_demo(spec: JobSpec, data_dir: Path, model_dir: Path, *, quiet: bool = Fa
         training_s = time.monotonic() - submitted
         if view.status != "succeeded":
             raise StackError(f"the job {view.status}: {view.reason or 'see the logs'} ({stack.log_dir})")
+    if not quiet:
+        print(f"checking {NUM_PROVENANCE_TOKENS} trained tokens against the weights that sampled them ...", flush=True)
     provenance = check_provenance(data_dir / "jobs" / job["id"], NUM_PROVENANCE_TOKENS, seed=spec.seed)
     return summarise(spec, view, steps, provenance, training_s)
 
@@ -199,13 +203,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminate_as_interrupt():
             model_dir = root / "models" / "calculator-tiny"
+            check_place(StackConfig(root, model_dir, port=0))
             make_demo_model(model_dir)
             shutil.rmtree(run_dir, ignore_errors=True)
             result = run_demo(demo_spec(model_dir, arguments.seed, arguments.steps), run_dir, model_dir)
     except KeyboardInterrupt:
         print("\nstopped; nothing is left running", file=sys.stderr)
         return 130
-    except StackError as error:
+    except (StackError, NotADemoModel) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     plot(result, run_dir / "learning_curve.png")

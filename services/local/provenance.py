@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from gspo_core.types import Branch, Segment
 from services.batch_log import BatchLog
@@ -73,6 +74,8 @@ def _draw(branches: list[Branch], num_tokens: int, random_: random.Random) -> di
 
 @torch.inference_mode()
 def _differences(model_dir: Path, tokens: list[tuple[Branch, int]]) -> Iterator[float]:
+    # Dozens of small models are loaded; a bar for each would say nothing.
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.eval()
     for branch, position in tokens:

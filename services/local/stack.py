@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from typing import IO, Self
 import httpx
 
 from services.children import die_with_parent
-from services.redis_server import RedisServer
+from services.redis_server import RedisServer, RedisUnsuitable
+from services.settings import SettingsError
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
@@ -111,7 +113,10 @@ class Stack:
         engine_port = claim_port("127.0.0.1", 0)
         self.api_url = f"http://{config.host}:{api_port}"
         self.engine_url = f"http://127.0.0.1:{engine_port}"
-        self._redis = RedisServer.start(config.data_dir / "redis")
+        try:
+            self._redis = RedisServer.start(config.data_dir / "redis")
+        except (RedisUnsuitable, SettingsError) as error:
+            raise StackError(str(error)) from error
         self.redis_url = self._redis.url
         environment = self._environment()
         threads = str(config.threads or default_threads())
@@ -188,6 +193,19 @@ class Stack:
 def default_threads() -> int:
     """Half of the cores for the engine, half for the trainer."""
     return max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else 1
+
+
+def check_place(config: StackConfig) -> None:
+    """What can be known before the long work starts: the port is free and the data folder can be written."""
+    claim_port(config.host, config.port)
+    try:
+        config.data_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.data_dir):
+            pass
+    except OSError as error:
+        raise StackError(
+            f"cannot write to {config.data_dir} ({error.strerror}): choose another folder with --data-dir"
+        ) from error
 
 
 def claim_port(host: str, port: int) -> int:

@@ -35,7 +35,9 @@ from services.store import Claim, Store
 from services.telemetry import get_logger
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
+from services.trainer.environments import DescribedEnvironments
 from services.trainer.evaluation import Evaluator
+from services.trainer.failure import JobFailure
 from services.trainer.intake import Intake
 from services.trainer.lineage import Lineage
 from services.trainer.race import first_to_end
@@ -46,14 +48,6 @@ from services.weights import WeightStore
 
 # So many batches' worth of groups dropped one after the other: what comes next would be no better.
 MAX_BATCHES_DROPPED_IN_A_ROW = 8
-
-
-class NothingToTrain(Exception):
-    """Every group of a long row was dropped; ``code`` is the job's reason."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,7 @@ class JobRun:
         await asyncio.to_thread(self._resume, learner)
         await self._recall_versions()
         await self._publish(learner)
-        await status.explain("waiting_for_workers", "no rollout worker has described the environments yet")
-        num_tasks = await status.environment_tasks(len(spec.environments))
+        num_tasks = await DescribedEnvironments(services.store, self._job, status).num_tasks(len(spec.environments))
         schedule = TaskSchedule(spec.seed, num_tasks[Split.TRAIN], [one.weight for one in spec.environments])
         evaluator = Evaluator(self._claim, spec, services.bus, services.store, services.intake, num_tasks[Split.EVAL])
         try:
@@ -302,7 +295,7 @@ class JobRun:
         get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))
 
 
-def nothing_to_train(dropped: Counter[str]) -> NothingToTrain:
+def nothing_to_train(dropped: Counter[str]) -> JobFailure:
     """What the reasons of a long row of dropped groups say about the job."""
     code = {"dropped_partial": "env_unhealthy", "dropped_zero_variance": "all_rewards_equal"}
     advice = {
@@ -311,6 +304,6 @@ def nothing_to_train(dropped: Counter[str]) -> NothingToTrain:
         "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise the cap",
     }
     ((reason, _),) = dropped.most_common(1)
-    return NothingToTrain(
+    return JobFailure(
         code.get(reason, "stale_backlog"), f"{dropped.total()} groups in a row could not be trained; {advice[reason]}"
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 
-from gspo_core.types import Split
 from services.store import Claim, DesiredState, JobStatus, StatusReason, Store
 
 POLL_S = 0.2
@@ -45,15 +44,6 @@ class JobStatusBoard:
         while await self._desired() is DesiredState.PAUSED:
             await asyncio.sleep(POLL_S)
         await self._set(JobStatus.RESUMING)
-
-    async def environment_tasks(self, num_environments: int) -> dict[Split, list[int]]:
-        """How many tasks each environment has, as rollout workers describe them: no environment code runs here."""
-        counts = []
-        for index in range(num_environments):
-            while (description := await self._store.environment_description(self._claim.job_id, index)) is None:
-                await asyncio.sleep(POLL_S)
-            counts.append(description["num_tasks"])
-        return {split: [int(count[split.value]) for count in counts] for split in Split}
 
     async def _desired(self) -> DesiredState:
         return (await self._store.get_job(self._claim.job_id)).desired_state

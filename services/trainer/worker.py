@@ -16,8 +16,9 @@ from gspo_core.spec import JobSpec
 from services.bus import Fenced
 from services.store import Claim, StatusReason, Store
 from services.telemetry import get_logger
+from services.trainer.failure import JobFailure
 from services.trainer.race import first_to_end
-from services.trainer.run import JobRun, NothingToTrain
+from services.trainer.run import JobRun
 
 IDLE_POLL_S = 0.3
 BEAT_S = 2.0
@@ -108,7 +109,7 @@ class TrainerWorker:
 
 
 def _cause(error: Exception) -> StatusReason:
-    if isinstance(error, NothingToTrain):
+    if isinstance(error, JobFailure):
         return StatusReason(error.code, str(error))
     return StatusReason("internal", f"{type(error).__name__}: {error}")
 

@@ -1,0 +1,62 @@
+"""The ``gspo`` command as a person meets it, against a real API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gspo_core.cli import main
+from services.redis_server import RedisServer
+from services.store import Store
+from tests.services.api_kit import SPEC, ApiProcess
+
+
+@pytest.fixture(scope="module")
+def api(redis_server: RedisServer) -> Iterator[ApiProcess]:
+    with ApiProcess(redis_server.url) as api:
+        yield api
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(SPEC))
+    return file
+
+
+def submitted(api: ApiProcess, job_file: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["submit", str(job_file), "--url", api.url]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_the_list_shows_every_id_whole_however_narrow_the_screen(
+    api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    job = submitted(api, job_file, capsys)
+    assert main(["jobs", "--url", api.url]) == 0
+    assert job in capsys.readouterr().out
+
+
+async def test_cancelling_a_running_job_says_that_it_will_end_and_a_queued_one_that_it_has(
+    api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claimed = submitted(api, job_file, capsys)
+    assert await store.claim_job("trainer") is not None
+    queued = submitted(api, job_file, capsys)
+    assert main(["cancel", claimed, "--url", api.url]) == 0
+    assert "asked to end" in capsys.readouterr().out
+    assert main(["cancel", queued, "--url", api.url]) == 0
+    assert capsys.readouterr().out == f"{queued} is cancelled\n"
+
+
+def test_an_api_that_is_not_there_and_a_job_that_is_not_there_are_one_line_each(
+    api: ApiProcess, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["jobs", "--url", "http://127.0.0.1:9"]) == 1
+    assert capsys.readouterr().err.startswith("gspo: no API answers at http://127.0.0.1:9.")
+    assert main(["watch", "job_nope", "--url", api.url]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
