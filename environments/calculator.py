@@ -12,6 +12,7 @@ NUM_TRAIN_TASKS = 2000
 NUM_EVAL_TASKS = 200
 
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_CHARACTERS = frozenset("0123456789+-*() ")
 # Keeps a policy from writing a product that takes seconds to compute or fills its context.
 _MAX_EXPRESSION_CHARS = 60
 
@@ -20,6 +21,8 @@ def evaluate(expression: str) -> int:
     """The value of whole numbers joined by + - * and parentheses. Raises ``ValueError`` for anything else."""
     if len(expression) > _MAX_EXPRESSION_CHARS:
         raise ValueError("the expression is too long")
+    if not _CHARACTERS.issuperset(expression):
+        raise ValueError("only whole numbers and + - * are known")
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError):
@@ -38,14 +41,16 @@ def _value(node: ast.expr) -> int:
 
 
 def _make_tasks() -> list[dict[str, str]]:
-    """Distinct expressions of two or three operands, the same in every process."""
+    """Distinct expressions of two or three operands with at most one product, the same in every process."""
     generator = random.Random("calculator")
     expressions: dict[str, None] = {}
     while len(expressions) < NUM_TRAIN_TASKS + NUM_EVAL_TASKS:
-        expression = str(generator.randint(10, 99))
-        for _ in range(generator.choice((1, 2))):
-            expression += f" {generator.choice('+-*')} {generator.randint(10, 99)}"
-        expressions[expression] = None
+        first, second, third = (generator.randint(10, 99) for _ in range(3))
+        operators = generator.choice(
+            generator.choice((("+", "-", "*"), ("++", "+-", "-+", "--", "*+", "*-", "+*", "-*")))
+        )
+        expression = f"{first} {operators[0]} {second}"
+        expressions[f"{expression} {operators[1]} {third}" if operators[1:] else expression] = None
     return [{"expression": expression} for expression in expressions]
 
 
