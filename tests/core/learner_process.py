@@ -17,8 +17,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gspo_core.learner import Learner
+from gspo_core.learner.state import MANIFEST
 from gspo_core.learner_config import LearnerConfig, LoraConfig, OptimizerConfig
-from gspo_core.learner_state import MANIFEST
 from gspo_core.objective_config import ObjectiveConfig
 from tests.core.learner_support import GATED, make_learner, make_sequences, with_behavior
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
-from gspo_core.attention import MAX_MASK_ROWS, UnsupportedAttention, _by_kernel, packed_attention
-from gspo_core.packing import Packing, pack
+from gspo_core.batch.packing import Packing, pack
+from gspo_core.learner.attention import MAX_MASK_ROWS, UnsupportedAttention, _by_kernel, packed_attention
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_core.packing import MIN_SHARED_TOKENS, Packing, common_prefix, pack, plan_micro_batches
+from gspo_core.batch.packing import MIN_SHARED_TOKENS, Packing, common_prefix, pack, plan_micro_batches
 
 # Few symbols and long runs, so that common prefixes of all lengths occur.
 ids = st.lists(st.integers(0, 1), max_size=6).map(lambda runs: np.repeat(np.array(runs, dtype=np.int64), 9))

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from gspo_core.batch import TrainSequence
 from gspo_core.learner import Learner
+from gspo_core.learner.model_directory import UnsupportedModel
+from gspo_core.learner.routing import UnsupportedRouter
 from gspo_core.learner_config import LoraConfig, OptimizerConfig
-from gspo_core.model_directory import UnsupportedModel
 from gspo_core.objective_config import ObjectiveConfig
-from gspo_core.routing import UnsupportedRouter
 from tests.core.learner_support import (
     MIXTURE,
     VOCABULARY,

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from torch import nn
 
 from gspo_core.learner import Learner
+from gspo_core.learner.optimizer import apply_update, build_adamw, learning_rate
 from gspo_core.learner_config import LearnerConfig, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig
-from gspo_core.optimizer import apply_update, build_adamw, learning_rate
 from tests.core.learner_support import (
     largest_difference,
     make_learner,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gspo_core.learner.state import MANIFEST, InvalidState, read_state, write_manifest, write_shard
 from gspo_core.learner_config import LoraConfig, OptimizerConfig
-from gspo_core.learner_state import MANIFEST, InvalidState, read_state, write_manifest, write_shard
 from tests.core import learner_process
 from tests.core.learner_process import NUM_STEPS, state_directory
 from tests.core.learner_support import (
@@ -57,7 +57,7 @@ def kill_when(process: subprocess.Popen[bytes], path: Path) -> None:
 DIES_WHILE_IT_FLUSHES = """
 import os, signal, sys
 from pathlib import Path
-from gspo_core import learner_state
+from gspo_core.learner import state as learner_state
 learner_state.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 learner_state.write_manifest(Path(sys.argv[1]), 1, {"counters": {}, "model": "?"})
 """

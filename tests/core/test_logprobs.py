@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gspo_core.logprobs import chosen_logprobs
+from gspo_core.learner.logprobs import chosen_logprobs
 
 
 def problem(

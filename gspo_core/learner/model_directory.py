@@ -20,8 +20,8 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from gspo_core.attention import PACKED
 from gspo_core.batch import Layout
+from gspo_core.learner.attention import PACKED
 
 # What a model directory may hold besides weights: configuration, tokenizer, chat template.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")

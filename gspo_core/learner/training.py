@@ -21,16 +21,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gspo_core import learner_state
 from gspo_core.batch import MicroBatch, TrainSequence, deal_minibatches, split_batch
+from gspo_core.learner import state
+from gspo_core.learner.model_directory import export_model, fingerprint
+from gspo_core.learner.optimizer import Update, apply_update, build_adamw, learning_rate
+from gspo_core.learner.policy_model import PolicyModel, load_policy
+from gspo_core.learner.ranks import Ranks, whole
+from gspo_core.learner.routing import Routes, RoutingReplay
 from gspo_core.learner_config import LearnerConfig
-from gspo_core.model_directory import export_model, fingerprint
 from gspo_core.objective import Alarm, LossStats, loss_alarms, loss_denominators, loss_metrics, policy_loss
 from gspo_core.objective_config import ObjectiveConfig
-from gspo_core.optimizer import Update, apply_update, build_adamw, learning_rate
-from gspo_core.policy_model import PolicyModel, load_policy
-from gspo_core.ranks import Ranks, whole
-from gspo_core.routing import Routes, RoutingReplay
 
 
 @dataclasses.dataclass
@@ -140,20 +140,20 @@ class Learner:
 
         Weights that are not trained are left out: they are those of the model directory.
         """
-        tensors = learner_state.training_tensors(self._policy, self._optimizer, self._device)
-        learner_state.write_shard(Path(directory), self._ranks.rank, tensors)
+        tensors = state.training_tensors(self._policy, self._optimizer, self._device)
+        state.write_shard(Path(directory), self._ranks.rank, tensors)
         self._ranks.wait()
         if self._ranks.is_first:
             content = {"counters": dataclasses.asdict(self.counters), "model": fingerprint(self._model_dir)}
-            learner_state.write_manifest(Path(directory), self._ranks.num_ranks, content)
+            state.write_manifest(Path(directory), self._ranks.num_ranks, content)
         self._ranks.wait()
 
     def load_state(self, directory: Path) -> None:
         """The inverse of `save_state`; refuses a damaged or unfitting state and then leaves this learner as it was."""
-        content, tensors = learner_state.read_state(Path(directory), self._ranks.rank, self._ranks.num_ranks)
+        content, tensors = state.read_state(Path(directory), self._ranks.rank, self._ranks.num_ranks)
         if content["model"] != fingerprint(self._model_dir):
-            raise learner_state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")
-        learner_state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
+            raise state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")
+        state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
         self.counters = Counters(**content["counters"])
 
     def _load_reference(self) -> PolicyModel | None:

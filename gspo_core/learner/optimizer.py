@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from gspo_core.learner.ranks import whole
 from gspo_core.learner_config import OptimizerConfig
-from gspo_core.ranks import whole
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -> float:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gspo_core.packing import Ids, Packing, pack, plan_micro_batches
+from gspo_core.batch.packing import Ids, Packing, pack, plan_micro_batches
 
 Layout = Literal["shared", "packed", "padded"]
 

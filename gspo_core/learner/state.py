@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gspo_core.ranks import local, spread_like
+from gspo_core.learner.ranks import local, spread_like
 
 MANIFEST = "learner.json"
 FORMAT = 1

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from gspo_core.packing import Packing
+from gspo_core.batch.packing import Packing
 
 PACKED = "gspo_packed"
 # Arguments that models pass along and that do not change plain causal attention.

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gspo_core.batch import Layout, MicroBatch, TrainSequence, collate
+from gspo_core.learner.logprobs import chosen_logprobs
+from gspo_core.learner.low_rank import add_low_rank, low_rank_additions, merge
+from gspo_core.learner.model_directory import UnsupportedModel, load_model
+from gspo_core.learner.ranks import Ranks
 from gspo_core.learner_config import LearnerConfig
-from gspo_core.logprobs import chosen_logprobs
-from gspo_core.low_rank import add_low_rank, low_rank_additions, merge
-from gspo_core.model_directory import UnsupportedModel, load_model
-from gspo_core.ranks import Ranks
 
 # Of the head's output in float32; enough rows that the product with the head runs at full speed.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}

@@ -1,0 +1,24 @@
+"""From sequences to the tensors of micro-batches: `packing` lays token ids end to end, `collate` adds everything else.
+
+It knows no model and no loss.
+"""
+
+from gspo_core.batch.collate import (
+    InvalidSequence,
+    Layout,
+    MicroBatch,
+    TrainSequence,
+    collate,
+    deal_minibatches,
+    split_batch,
+)
+
+__all__ = [
+    "InvalidSequence",
+    "Layout",
+    "MicroBatch",
+    "TrainSequence",
+    "collate",
+    "deal_minibatches",
+    "split_batch",
+]

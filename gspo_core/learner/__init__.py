@@ -1,0 +1,9 @@
+"""A policy and its optimizer: batches of sequences in, updated weights and metrics out.
+
+Read `training` first; below it `policy_model` (`model_directory`, `attention`, `logprobs`, `low_rank`, `routing`),
+`optimizer`, `ranks` and `state`. Outside, `Learner` is all there is; what a user may set is `gspo_core.learner_config`.
+"""
+
+from gspo_core.learner.training import Counters, Learner
+
+__all__ = ["Counters", "Learner"]
