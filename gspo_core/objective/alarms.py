@@ -26,7 +26,7 @@ MAX_STANDARD_ERRORS = 5.0
 MIN_TOKENS = 1000
 # Below it a drift of the mean weight is rounding of float32 log-probs, whatever its standard error.
 MIN_WEIGHT_DRIFT = 1e-4
-MAX_DROPPED_FRAC = 0.2
+MIN_KEPT_FRAC = 0.8
 # Share of the clip width, or of the k3 gate, that engine mismatch may fill.
 MISMATCH_SHARE_OF_CLIP = 1 / 3
 MISMATCH_SHARE_OF_GATE = 1 / 5
@@ -45,8 +45,9 @@ class AlarmKind(StrEnum):
     GATE_PRESSURE = "gate_pressure"
 
 
-# Steps in a row before it is worth an event; all others are at once.
-PATIENCE: Mapping[AlarmKind, int] = {AlarmKind.OVER_CLIP: 3}
+# Steps in a row before it is worth an event, since one batch may be odd; all others are at once.
+PATIENCE: Mapping[AlarmKind, int] = {AlarmKind.OVER_CLIP: 3, AlarmKind.ONE_SIDED_CLIP: 3, AlarmKind.GATE_PRESSURE: 3}
+STEPS_UNTIL_REPEATED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Alarm:
 
 @dataclass
 class AlarmPatience:
-    """Lets an alarm through once it has been raised in enough steps in a row."""
+    """Lets an alarm through once it has been raised in enough steps in a row, and again while it lasts, but rarely."""
 
     steps: dict[AlarmKind, int] = field(default_factory=dict)
 
@@ -73,7 +74,11 @@ class AlarmPatience:
         """Give it the alarms of every step, also when there are none."""
         raised = {alarm.kind for alarm in alarms}
         self.steps = {kind: self.steps.get(kind, 0) + 1 for kind in raised}
-        return [alarm for alarm in alarms if self.steps[alarm.kind] >= PATIENCE.get(alarm.kind, 1)]
+        return [alarm for alarm in alarms if self._is_due(alarm.kind)]
+
+    def _is_due(self, kind: AlarmKind) -> bool:
+        overdue = self.steps[kind] - PATIENCE.get(kind, 1)
+        return overdue >= 0 and overdue % STEPS_UNTIL_REPEATED == 0
 
 
 def loss_alarms(stats: LossStats, config: ObjectiveConfig, num_updates: int = 1) -> list[Alarm]:
@@ -104,7 +109,8 @@ def _one_sided(stats: LossStats, metrics: Mapping[str, float]) -> list[Alarm]:
     if abs(difference) <= MAX_CLIP_DIFFERENCE:
         return []
     meaning = "the clip reacts to drift instead of updates and removes one sign of the advantage"
-    return [Alarm(AlarmKind.ONE_SIDED_CLIP, "gspo/clip_frac_negative", difference, MAX_CLIP_DIFFERENCE, meaning)]
+    name = "gspo/clip_frac_negative - gspo/clip_frac_positive"
+    return [Alarm(AlarmKind.ONE_SIDED_CLIP, name, difference, MAX_CLIP_DIFFERENCE, meaning)]
 
 
 def _mismatch(metrics: Mapping[str, float], config: ObjectiveConfig) -> list[Alarm]:
@@ -135,7 +141,7 @@ def _weight_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
         bound = max(MAX_STANDARD_ERRORS * metrics["gspo/weight_raw_stderr"], MIN_WEIGHT_DRIFT)
         if abs(drift) > bound:
             meaning = "the recorded log-probs are not those of the distribution that the tokens were sampled from"
-            found.append(Alarm(AlarmKind.WEIGHT_DRIFT, "gspo/weight_raw_mean", drift, bound, meaning))
+            found.append(Alarm(AlarmKind.WEIGHT_DRIFT, "gspo/weight_raw_mean - 1", drift, bound, meaning))
     return found
 
 
@@ -143,9 +149,7 @@ def _gate_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
     gates = ("k3", "outlier", "geometric", "off_policy", "staleness", "correction")
     names = [f"gspo/kept_frac_{gate}" for gate in gates]
     return [
-        Alarm(
-            AlarmKind.GATE_PRESSURE, name, 1 - metrics[name], MAX_DROPPED_FRAC, "this gate withholds much of the data"
-        )
+        Alarm(AlarmKind.GATE_PRESSURE, name, metrics[name], MIN_KEPT_FRAC, "this gate withholds much of the data")
         for name in names
-        if 1 - metrics.get(name, 1.0) > MAX_DROPPED_FRAC
+        if metrics.get(name, 1.0) < MIN_KEPT_FRAC
     ]

@@ -286,19 +286,25 @@ def test_correction_collapse_weight_drift_and_gate_pressure() -> None:
     gated, config = stats_of(log_ratios=small, advantages=SIGNS, mismatch=[0.5, -0.5, 0.0, 0.0] * 10)
     assert AlarmKind.GATE_PRESSURE in kinds(gated, config)
     alarm = next(alarm for alarm in loss_alarms(gated, config, 4) if alarm.kind == AlarmKind.GATE_PRESSURE)
-    assert (alarm.metric, alarm.value, alarm.bound) == ("gspo/kept_frac_k3", 0.5, 0.2)
-    assert str(alarm).startswith("gate_pressure: gspo/kept_frac_k3 is 0.5, bound 0.2")
+    assert (alarm.metric, alarm.value, alarm.bound) == ("gspo/kept_frac_k3", 0.5, 0.8)
+    assert str(alarm).startswith("gate_pressure: gspo/kept_frac_k3 is 0.5, bound 0.8")
 
 
 def test_patience() -> None:
     over = Alarm(AlarmKind.OVER_CLIP, "gspo/clip_frac", 0.3, 0.25, "")
-    gate = Alarm(AlarmKind.GATE_PRESSURE, "gspo/kept_frac_k3", 0.5, 0.2, "")
+    mismatch = Alarm(AlarmKind.MISMATCH_FLOOR, "gspo/k3_mismatch", 0.5, 0.2, "")
     patience = AlarmPatience()
-    assert patience.ripe([over, gate]) == [gate]
+    assert patience.ripe([over, mismatch]) == [mismatch]
     assert patience.ripe([over]) == []
     assert patience.ripe([over]) == [over]
     assert patience.ripe([]) == []
     assert patience.ripe([over]) == []
+
+
+def test_an_alarm_that_lasts_is_repeated_but_rarely() -> None:
+    over = Alarm(AlarmKind.OVER_CLIP, "gspo/clip_frac", 0.3, 0.25, "")
+    patience = AlarmPatience()
+    assert [step for step in range(1, 31) if patience.ripe([over])] == [3, 13, 23]
 
 
 def test_buckets_have_names() -> None:
