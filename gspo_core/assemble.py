@@ -11,6 +11,7 @@ It does not decide whether a group is ready, and it holds whatever it is given: 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from gspo_core.codec import SegmentRejected
@@ -53,11 +54,14 @@ class Assembler:
         episode = self._episode(key)
         return None if episode is None else episode.trajectory()
 
-    def group(self, job: str, group: int, split: Split, task_index: int, size: int) -> Group | None:
-        """The group, once each of its ``size`` members is complete."""
-        found = (self.trajectory(EpisodeKey(job, group, member)) for member in range(size))
+    def group(
+        self, job: str, group: int, split: Split, task_index: int, size: int, *, missing: Collection[int] = ()
+    ) -> Group | None:
+        """The group, once each of its ``size`` members is complete, except those that will never be (``missing``)."""
+        wanted = [member for member in range(size) if member not in missing]
+        found = (self.trajectory(EpisodeKey(job, group, member)) for member in wanted)
         trajectories = tuple(trajectory for trajectory in found if trajectory is not None)
-        if len(trajectories) < size:
+        if len(trajectories) < len(wanted):
             return None
         return Group(job=job, group=group, split=split, task_index=task_index, size=size, trajectories=trajectories)
 

@@ -4,10 +4,14 @@ Duty: the life of a group in Redis. The rule: every write is one atomic, fenced,
 acknowledged is lost and nothing that is sent twice counts twice. A worker has ONE lease, renewed by one beat; the
 episodes that it holds are fenced by its token. It does not look into payloads and decides nothing about training.
 
+Memory: ``dispatch`` reserves the bytes that an episode may need and refuses beyond a budget; an append is never refused
+for bytes, so what was admitted always gets to its end. Episodes whose leases end badly again and again without getting
+any further are given up (a dead letter with the reason); their group becomes ready without them.
+
 What a reader of segments must know: ``restart`` deletes the segments of the attempt before, ``commit`` those of the
 group. A reader may have read some of them already. It drops them itself: a segment of a higher attempt supersedes all
-segments of the same episode with a lower one, and a committed group is settled. After a server was replaced or wiped,
-read again from "0": positions of another stream mean nothing.
+segments of the same episode with a lower one, and a committed group is settled. A position of a stream that is gone
+(the server was wiped) is taken for "0" where it lies ahead of the new one.
 """
 
 from __future__ import annotations
@@ -17,59 +21,54 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from uuid import uuid4
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from gspo_core.types import EpisodeKey, Split
 from services.functions import Functions
 from services.keys import bus_keys, job_key, service_key, service_keys
 from services.leases import BeatWatch
+from services.queue_records import (
+    Append,
+    DeadLetter,
+    EpisodeLease,
+    EpisodeView,
+    GroupView,
+    QueueUsage,
+    ReadyGroup,
+    Stage,
+    read_dead_letter,
+    read_group,
+    read_lease,
+    read_ready,
+)
 from services.redis_client import MAX_BLOCK_MS
-from services.refusals import Conflict, Fenced, Gap
+from services.refusals import Conflict, Fenced, Full, Gap
 
-__all__ = ["Append", "Bus", "Conflict", "EpisodeLease", "Fenced", "Gap", "ReadyGroup"]
+__all__ = [
+    "Append",
+    "Bus",
+    "Conflict",
+    "DeadLetter",
+    "EpisodeLease",
+    "EpisodeView",
+    "Fenced",
+    "Full",
+    "Gap",
+    "GroupView",
+    "QueueUsage",
+    "ReadyGroup",
+    "Stage",
+]
 
 # A function blocks the server while it runs; committing hundreds of groups in one call would be felt by everyone.
 GROUPS_PER_COMMIT = 8
+GROUPS_PER_LOOK = 64
+MAX_REASON_CHARS = 500
 
 _REASON = re.compile(r"trained|evaluated|dropped_[a-z0-9_]{1,40}")
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLease:
-    """An episode to run, or to resume after its ``num_segments`` segments of ``attempt``."""
-
-    key: EpisodeKey
-    attempt: int
-    num_segments: int
-    split: Split
-    task_index: int
-    environment: int
-    group_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyGroup:
-    """A group whose episodes have all ended, not committed yet."""
-
-    group: int
-    split: Split
-    task_index: int
-    environment: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """One segment to append; ``final`` ends its episode."""
-
-    key: EpisodeKey
-    attempt: int
-    index: int
-    payload: bytes
-    final: bool
 
 
 class Bus:
@@ -91,13 +90,32 @@ class Bus:
     # The trainer's side, fenced by the token of its claim.
 
     async def dispatch(
-        self, job: str, token: str, group: int, *, size: int, split: Split, task_index: int, environment: int = 0
+        self,
+        job: str,
+        token: str,
+        group: int,
+        *,
+        size: int,
+        split: Split,
+        task_index: int,
+        environment: int = 0,
+        bytes_per_episode: int = 0,
+        budget_bytes: int | None = None,
     ) -> bool:
-        """Queue the ``size`` episodes of a group. False: the group exists already."""
-        if group < 0 or size < 1:
-            raise ValueError(f"a group has a number from 0 and at least one episode, not {group} and {size}")
+        """Queue the ``size`` episodes of a group. False: the group exists already.
+
+        ``bytes_per_episode`` are reserved for each until it ends. Full: the job would then exceed ``budget_bytes``.
+        """
+        if group < 0 or size < 1 or bytes_per_episode < 0:
+            raise ValueError(
+                f"a group has a number from 0, at least one episode and no negative bytes, not {group}, {size} and "
+                f"{bytes_per_episode}"
+            )
+        budget = "" if budget_bytes is None else budget_bytes
         reply = await self._functions.call(
-            "dispatch", bus_keys(job), token, group, size, str(split), task_index, environment
+            "dispatch",
+            bus_keys(job),
+            *(token, group, size, str(split), task_index, environment, bytes_per_episode, budget),
         )
         return bool(reply)
 
@@ -110,15 +128,22 @@ class Bus:
         """
         stream = job_key(job, "segments")
         reply = await self._redis.xread({stream: after}, count=count, block=min(block_ms, MAX_BLOCK_MS) or None)
+        if not reply and await self._is_of_another_stream(stream, after):
+            reply = await self._redis.xread({stream: "0"}, count=count)
         return [(entry_id.decode(), fields[b"d"]) for entry_id, fields in _entries(reply)]
+
+    async def _is_of_another_stream(self, stream: str, position: str) -> bool:
+        """Whether the server was wiped since, and its clock is behind: it will not reach that position for long."""
+        try:
+            info = await self._redis.xinfo_stream(stream)
+        except ResponseError:
+            return False  # nothing was appended yet
+        return _numbers(info["last-generated-id"].decode()) < _numbers(position)
 
     async def ready_groups(self, job: str) -> list[ReadyGroup]:
         """Complete groups that are not committed, in order of completion."""
         rows = await self._functions.call("ready", bus_keys(job))
-        return [
-            ReadyGroup(int(group), Split(split.decode()), int(task_index), int(environment), int(size))
-            for group, split, task_index, environment, size in rows
-        ]
+        return [read_ready(row) for row in rows]
 
     async def open_groups(self, job: str) -> list[int]:
         """Every group that was dispatched and not committed; what a recovering trainer compares its own list with."""
@@ -145,6 +170,30 @@ class Bus:
         counts.update({name.decode(): int(count) for name, count in zip(flat[::2], flat[1::2], strict=True)})
         return counts
 
+    # To look at, from anywhere.
+
+    async def usage(self, job: str) -> QueueUsage:
+        """The job's bytes in Redis, at one instant."""
+        values = await self._functions.call("usage", bus_keys(job))
+        return QueueUsage(*(int(value or 0) for value in values))
+
+    async def groups(self, job: str, *, after: int = -1, limit: int = 100) -> list[GroupView]:
+        """Up to ``limit`` groups that are not committed, with their episodes, by number; ``after`` is exclusive.
+
+        Each group is seen at one instant, several are not.
+        """
+        numbers = [number for number in await self.open_groups(job) if number > after][:limit]
+        views: list[GroupView] = []
+        for first in range(0, len(numbers), GROUPS_PER_LOOK):
+            rows = await self._functions.call("inspect", bus_keys(job), *numbers[first : first + GROUPS_PER_LOOK])
+            views += [read_group(job, row) for row in rows]
+        return views
+
+    async def dead_letters(self, job: str, after: str = "0", *, count: int = 100) -> list[DeadLetter]:
+        """The newest thousand episodes that were given up, the oldest first; ``after`` is the id of a letter."""
+        entries = await self._redis.xrange(job_key(job, "dead_letters"), f"({after}", "+", count=count)
+        return [read_dead_letter(job, entry_id, fields) for entry_id, fields in entries]
+
     # The worker's side, fenced by the token of its one lease.
 
     async def join(self, worker: str) -> str:
@@ -170,18 +219,7 @@ class Bus:
             request = self._unanswered.setdefault((job, token), uuid4().hex)
             rows = await self._functions.call("lease", bus_keys(job), worker, token, request, max(limit, 0))
             del self._unanswered[job, token]
-        return [
-            EpisodeLease(
-                EpisodeKey(job, int(group), int(member)),
-                attempt=int(attempt),
-                num_segments=int(num_segments),
-                split=Split(split.decode()),
-                task_index=int(task_index),
-                environment=int(environment),
-                group_size=int(size),
-            )
-            for group, member, attempt, num_segments, split, task_index, environment, size in rows
-        ]
+        return [read_lease(job, row) for row in rows]
 
     async def append(self, job: str, token: str, appends: Sequence[Append]) -> None:
         """Append segments, of one or several episodes, in one atomic call: all of them or none.
@@ -194,7 +232,8 @@ class Bus:
         for item in appends:
             if item.key.job != job:
                 raise ValueError(f"{item.key} is no episode of job {job}")
-            args += [_member(item.key), item.attempt, item.index, int(item.final), _digest(item), item.payload]
+            version = "" if item.version is None else item.version
+            args += [_member(item.key), item.attempt, item.index, int(item.final), version, _digest(item), item.payload]
         if args:
             await self._functions.call("append", bus_keys(job), token, *args)
 
@@ -207,13 +246,21 @@ class Bus:
         if keys:
             await self._functions.call("hand_back", bus_keys(job), token, *(_member(key) for key in keys))
 
+    async def fail(self, key: EpisodeKey, token: str, reason: str) -> None:
+        """Give an episode back that could not be played: unlike a hand-back this counts.
+
+        After three leases in a row that ended so (or with the worker's death) and came no further than an earlier one,
+        the episode is given up. What the token does not hold (any more) is passed over.
+        """
+        await self._functions.call("fail", bus_keys(key.job), token, _member(key), reason[:MAX_REASON_CHARS])
+
     async def read_episode(self, key: EpisodeKey) -> list[bytes]:
         """The appended segments of the current attempt, in order."""
         payloads: list[bytes] = await self._functions.call("read_episode", bus_keys(key.job), _member(key))
         return payloads
 
     async def reap(self, job: str) -> int:
-        """Requeue the episodes of workers whose lease is over; returns how many.
+        """Take the episodes of workers whose lease is over away from them; returns how many.
 
         Whoever serves the job calls this regularly (every fifth of the lease): a beat must be watched for the whole
         lease before it counts as standing still. A worker that joined anew has given up what it held before.
@@ -223,7 +270,8 @@ class Bus:
         count = 0
         for token, worker in holders:
             if await self._is_over(worker, token):
-                count += int(await self._functions.call("requeue", bus_keys(job), token))
+                reason = f"the lease of worker {worker} ended: it died, or its beats did not arrive"
+                count += int(await self._functions.call("requeue", bus_keys(job), token, reason))
         return count
 
     async def _is_over(self, worker: str, token: str) -> bool:
@@ -238,6 +286,11 @@ class Bus:
         ended = await self._functions.call("end_lease", service_keys(), worker, token, beat)
         self._watch.forget(worker)
         return bool(ended)
+
+
+def _numbers(position: str) -> tuple[int, int]:
+    milliseconds, _, number = position.partition("-")
+    return int(milliseconds), int(number or 0)
 
 
 def _member(key: EpisodeKey) -> str:

@@ -1,9 +1,16 @@
 -- The queue of one job. An episode is named "group:member" and is in exactly one of these states: queued (in `queue`),
 -- held (in `held`, its token is the worker's), done (its last segment is appended; the token stays, so that a resent
--- last append is recognized). A group is deleted with all that belongs to it by `commit`, and only by it.
+-- last append is recognized), dead (done too, but without an outcome: it failed too often). A group is deleted with all
+-- that belongs to it by `commit`, and only by it.
 
--- Episodes that come back stand before all new ones, the oldest first: their score is lower by this.
-local REQUEUED = 2 ^ 50
+-- Episodes that come back stand before all new ones: first those that hold tokens, by their oldest version, then those
+-- that hold none. New ones have their (positive) sequence as score; all scores stay below the 2^53 of a double.
+local WITH_TOKENS, WITHOUT_TOKENS = -2 ^ 52, -2 ^ 50
+local SEQUENCES, HIGHEST_VERSION = 2 ^ 31, 2 ^ 20
+
+-- So many leases in a row that end without a segment more than ever before: the next worker would fare no better.
+local MAX_FAILURES = 3
+local DEAD_LETTERS_KEPT = 1000
 
 local function held_name(token, episode)
   return token .. "/" .. episode
@@ -21,7 +28,25 @@ local function requeue(K, episode, state)
   redis.call("ZREM", K.held, held_name(state.token, episode))
   state.token = ""
   write_packed(K.episodes, episode, state)
-  redis.call("ZADD", K.queue, state.sequence - REQUEUED, episode)
+  local score = WITHOUT_TOKENS + state.sequence
+  if state.version then
+    score = WITH_TOKENS + math.min(state.version, HIGHEST_VERSION) * SEQUENCES + state.sequence
+  end
+  redis.call("ZADD", K.queue, score, episode)
+end
+
+-- What an episode counts for in the budget: what was reserved for it until it has ended, then what it really holds.
+local function charge(state)
+  return state.done and state.bytes or math.max(state.reserve, state.bytes)
+end
+
+local function account(K, charged, stored)
+  if charged ~= 0 then
+    redis.call("HINCRBY", K.meta, "charged_bytes", string.format("%.0f", charged))
+  end
+  if stored ~= 0 then
+    redis.call("HINCRBY", K.meta, "stored_bytes", string.format("%.0f", stored))
+  end
 end
 
 local function delete_segments(K, episode, num_segments)
@@ -39,23 +64,32 @@ local function delete_segments(K, episode, num_segments)
   end)
 end
 
--- trainer token, group, size, split, task, environment -> 1, or 0 when the group exists
+-- trainer token, group, size, split, task, environment, bytes to reserve for each episode, budget in bytes ("" for
+-- none) -> 1, or 0 when the group exists
 register("dispatch", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
-  local token, group, size = args[1], args[2], tonumber(args[3])
+  local token, group, size, reserve, budget = args[1], args[2], tonumber(args[3]), tonumber(args[7]), tonumber(args[8])
   if not owns(K, token) then
     return refuse("FENCED", "dispatch of group " .. group)
   end
   if redis.call("HEXISTS", K.groups, group) == 1 then
     return 0
   end
+  local charged = number_of(K.meta, "charged_bytes")
+  if budget and charged + size * reserve > budget then
+    return refuse("FULL", "group " .. group .. ": " .. charged .. " of " .. args[8] .. " bytes are taken")
+  end
   local sequence = redis.call("HINCRBY", K.meta, "sequence", 1)
   write_packed(K.groups, group, {size = size, done = 0, split = args[4], task = args[5], environment = args[6]})
   for member = 0, size - 1 do
     local episode = group .. ":" .. member
-    write_packed(K.episodes, episode, {attempt = 0, segments = 0, token = "", sequence = sequence, done = false})
+    write_packed(K.episodes, episode, {
+      attempt = 0, segments = 0, token = "", sequence = sequence, done = false,
+      reserve = reserve, bytes = 0, failures = 0, furthest = 0
+    })
     redis.call("ZADD", K.queue, sequence, episode)
   end
+  account(K, size * reserve, 0)
   redis.call("HINCRBY", K.counters, "dispatched", 1)
   return 1
 end)
@@ -68,7 +102,8 @@ local function describe(K, episodes)
     local group = state and read_packed(K.groups, group_name)
     if group then
       rows[#rows + 1] = {
-        group_name, member, state.attempt, state.segments, group.split, group.task, group.environment, group.size
+        group_name, member, state.attempt, state.segments, group.split, group.task, group.environment, group.size,
+        state.failures
       }
     end
   end
@@ -121,44 +156,65 @@ local function check_append(K, token, state, append, fresh)
   end
   fresh[name] = append.digest
   state.segments = state.segments + 1
+  state.bytes = state.bytes + #append.payload
   state.done = append.final
+  if append.version then
+    state.version = math.min(state.version or append.version, append.version)
+  end
   return append
 end
 
-local function finish_episode(K, token, episode)
+local function finish_episode(K, token, episode, is_dead)
   redis.call("ZREM", K.held, held_name(token, episode))
-  local group_name = string.match(episode, "^%d+")
+  local group_name, member = string.match(episode, "^(%d+):(%d+)$")
   local group = read_packed(K.groups, group_name)
   group.done = group.done + 1
+  if is_dead then
+    group.dead = (group.dead and group.dead .. "," or "") .. member
+  end
   write_packed(K.groups, group_name, group)
   if group.done == group.size then
     redis.call("ZADD", K.ready, redis.call("HINCRBY", K.meta, "completions", 1), group_name)
   end
 end
 
--- worker token, then per segment: episode, attempt, index, final, digest, payload. All of it or nothing is written.
+-- worker token, then per segment: episode, attempt, index, final, version ("" if unknown), digest, payload.
+-- All of it or nothing is written.
 register("append", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local token = args[1]
-  local states, fresh, writes = {}, {}, {}
-  for position = 2, #args, 6 do
+  local states, fresh, writes, charged, stored = {}, {}, {}, 0, 0
+  for position = 2, #args, 7 do
     local append = {
       episode = args[position], attempt = tonumber(args[position + 1]), index = tonumber(args[position + 2]),
-      final = args[position + 3] == "1", digest = args[position + 4], payload = args[position + 5]
+      final = args[position + 3] == "1", version = tonumber(args[position + 4]), digest = args[position + 5],
+      payload = args[position + 6]
     }
     local episode = append.episode
-    states[episode] = states[episode] or read_packed(K.episodes, episode)
+    if not states[episode] then
+      states[episode] = read_packed(K.episodes, episode)
+      if states[episode] then
+        charged, stored = charged - charge(states[episode]), stored - states[episode].bytes
+      end
+    end
     local write, refusal = check_append(K, token, states[episode], append, fresh)
     if refusal then
       return refusal
     end
     writes[#writes + 1] = write
   end
+  if #writes == 0 then
+    return 0
+  end
+  for episode, state in pairs(states) do
+    charged, stored = charged + charge(state), stored + state.bytes
+    write_packed(K.episodes, episode, state)
+  end
+  account(K, charged, stored)
   for _, write in ipairs(writes) do
     local name = write.episode .. ":" .. write.index
     local id = redis.call("XADD", K.segments, "*", "s", name .. ":" .. write.attempt, "d", write.payload)
     redis.call("HSET", K.index, name, id .. "/" .. write.digest)
-    write_packed(K.episodes, write.episode, states[write.episode])
     if write.final then
       finish_episode(K, token, write.episode)
       forget_idle_holder(K, token)
@@ -182,8 +238,12 @@ register("restart", {}, function(keys, args)
     return refuse("GAP", "attempt " .. attempt .. " of episode " .. episode .. ", the server knows " .. state.attempt)
   end
   delete_segments(K, episode, state.segments)
-  state.attempt, state.segments = attempt, 0
+  local charged, stored = charge(state), state.bytes
+  -- How far the old attempt came is remembered: a new one that does not get further is no progress.
+  state.furthest = math.max(state.furthest, state.segments)
+  state.attempt, state.segments, state.bytes, state.version = attempt, 0, 0, nil
   write_packed(K.episodes, episode, state)
+  account(K, charge(state) - charged, -stored)
   return 1
 end)
 
@@ -203,58 +263,60 @@ register("hand_back", FREES, function(keys, args)
   return count
 end)
 
--- worker token -> how many episodes came back, all that it held. The caller has made sure that the lease is over.
+-- A lease of this episode ended badly: it goes back to the queue, or to the dead letters when that has happened too often.
+local function fail_episode(K, episode, state, reason)
+  if state.segments > state.furthest then
+    state.furthest, state.failures = state.segments, 0
+  else
+    state.failures = state.failures + 1
+  end
+  if state.failures < MAX_FAILURES then
+    requeue(K, episode, state)
+    return
+  end
+  local charged, token = charge(state), state.token
+  state.done, state.dead, state.token = true, true, ""
+  write_packed(K.episodes, episode, state)
+  account(K, charge(state) - charged, 0)
+  redis.call("XADD", K.dead_letters, "MAXLEN", DEAD_LETTERS_KEPT, "*", "episode", episode, "attempt", state.attempt,
+    "segments", state.segments, "failures", state.failures, "reason", reason)
+  redis.call("HINCRBY", K.meta, "dead_letters", 1)
+  finish_episode(K, token, episode, true)
+end
+
+-- worker token, episode, reason -> 1, or 0 when it does not hold it (any more)
+register("fail", FREES, function(keys, args)
+  local K = named(BUS_KEYS, keys)
+  local token, episode = args[1], args[2]
+  local state = read_packed(K.episodes, episode)
+  if not state or token == "" or state.token ~= token or state.done then
+    return 0
+  end
+  fail_episode(K, episode, state, args[3])
+  forget_idle_holder(K, token)
+  return 1
+end)
+
+-- worker token, reason -> how many episodes it held: all of them are taken away. The caller has made sure that the lease
+-- is over.
 register("requeue", FREES, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local token = args[1]
   local names = redis.call("ZRANGE", K.held, "[" .. token .. "/", "(" .. token .. "0", "BYLEX")
   for _, name in ipairs(names) do
     local episode = string.sub(name, #token + 2)
-    requeue(K, episode, read_packed(K.episodes, episode))
+    fail_episode(K, episode, read_packed(K.episodes, episode), args[2])
   end
   redis.call("HDEL", K.holders, token)
   return #names
 end)
 
--- -> token, worker, token, worker ... of all that hold episodes
-register("holders", READS, function(keys, args)
-  local K = named(BUS_KEYS, keys)
-  local rows = {}
-  local all = redis.call("HGETALL", K.holders)
-  for position = 1, #all, 2 do
-    rows[#rows + 1] = all[position]
-    rows[#rows + 1] = cmsgpack.unpack(all[position + 1]).worker
-  end
-  return rows
-end)
-
--- episode -> its payloads in order
-register("read_episode", READS, function(keys, args)
-  local K = named(BUS_KEYS, keys)
-  local state = read_packed(K.episodes, args[1])
-  local payloads = {}
-  for index = 0, (state and state.segments or 0) - 1 do
-    local id = string.match(redis.call("HGET", K.index, args[1] .. ":" .. index), "^[^/]+")
-    payloads[#payloads + 1] = redis.call("XRANGE", K.segments, id, id)[1][2][4]
-  end
-  return payloads
-end)
-
--- -> rows of the complete groups, in order of completion
-register("ready", READS, function(keys, args)
-  local K = named(BUS_KEYS, keys)
-  local rows = {}
-  for _, name in ipairs(redis.call("ZRANGE", K.ready, 0, -1)) do
-    local group = read_packed(K.groups, name)
-    rows[#rows + 1] = {name, group.split, group.task, group.environment, group.size}
-  end
-  return rows
-end)
-
 local function delete_group(K, name, group)
+  local charged, stored = 0, 0
   for member = 0, group.size - 1 do
     local episode = name .. ":" .. member
     local state = read_packed(K.episodes, episode)
+    charged, stored = charged + charge(state), stored + state.bytes
     delete_segments(K, episode, state.segments)
     redis.call("HDEL", K.episodes, episode)
     redis.call("ZREM", K.queue, episode)
@@ -263,6 +325,7 @@ local function delete_group(K, name, group)
       forget_idle_holder(K, state.token)
     end
   end
+  account(K, -charged, -stored)
   redis.call("HDEL", K.groups, name)
   redis.call("ZREM", K.ready, name)
 end
@@ -288,13 +351,4 @@ register("commit", FREES, function(keys, args)
     redis.call("HSET", K.meta, "committed_step", step)
   end
   return count
-end)
-
--- -> name, count, ..., "in_flight", count; read at one instant, so that they add up
-register("counters", READS, function(keys, args)
-  local K = named(BUS_KEYS, keys)
-  local counts = redis.call("HGETALL", K.counters)
-  counts[#counts + 1] = "in_flight"
-  counts[#counts + 1] = tostring(redis.call("HLEN", K.groups))
-  return counts
 end)

@@ -15,9 +15,9 @@ PREFIX = "gspo"
 # Order matters: position n here is KEYS[n] of every function of that family.
 BUS_KEYS = (
     "trainer",  # hash: token, beat and name of the trainer that owns the job
-    "meta",  # hash: sequence (of dispatches), completions, committed_step
+    "meta",  # hash: sequence (of dispatches), completions, committed_step, charged_bytes, stored_bytes, dead_letters
     "counters",  # hash: dispatched, trained, evaluated, dropped_<why>
-    "queue",  # sorted set: episodes that wait for a worker; requeued ones have negative scores
+    "queue",  # sorted set: episodes that wait for a worker; those that came back have negative scores
     "episodes",  # hash: "group:member" -> packed state
     "groups",  # hash: "group" -> packed state
     "index",  # hash: "group:member:segment" -> "entry id/digest"
@@ -25,6 +25,7 @@ BUS_KEYS = (
     "ready",  # sorted set: complete groups in order of completion
     "held",  # sorted set, all scores 0: "token/group:member" of every leased episode
     "holders",  # hash: worker token -> packed {worker, last request, its answer}
+    "dead_letters",  # stream, bounded: episodes that were given up, with the reason
 )
 JOB_KEYS = (
     "job",  # hash: the job record

@@ -35,6 +35,12 @@ class Conflict(Refused):
     advice = "the same name was written with another content"
 
 
+class Full(Refused):
+    """The budget of bytes is taken: dispatch again when a group was committed."""
+
+    advice = "the budget of bytes is taken, dispatch again after a commit"
+
+
 class Missing(Refused):
     """What the call names does not exist."""
 
@@ -51,6 +57,7 @@ BY_WORD: dict[str, type[Refused]] = {
     "FENCED": Fenced,
     "GAP": Gap,
     "CONFLICT": Conflict,
+    "FULL": Full,
     "MISSING": Missing,
     "FORBIDDEN": Forbidden,
 }

@@ -99,4 +99,5 @@ class Outbox:
 
 
 def _to_append(segment: Segment) -> Append:
-    return Append(segment.key, segment.attempt, segment.index, encode(segment), segment.is_final)
+    version = segment.version if segment.num_actions else None
+    return Append(segment.key, segment.attempt, segment.index, encode(segment), segment.is_final, version)

@@ -7,6 +7,7 @@ it: better than training on something else than what was sampled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Collection
 
@@ -15,6 +16,9 @@ from gspo_core.codec import SegmentRejected, decode
 from gspo_core.types import Group, Split
 from services.bus import Bus, ReadyGroup
 from services.telemetry import get_logger
+
+# A group also becomes ready without a segment: when its last open episode is given up.
+LOOK_AGAIN_S = 1.0
 
 
 class Intake:
@@ -61,9 +65,10 @@ class Intake:
                 chosen = groups[:count]
                 self._taken.update(group.group for group in chosen)
                 return chosen
-            async with self._progress:
-                if self.num_segments == num_segments:
-                    await self._progress.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S), self._progress:
+                    if self.num_segments == num_segments:
+                        await self._progress.wait()
 
     async def _complete(self, split: Split, among: Collection[int] | None) -> list[Group]:
         ready = await self._bus.ready_groups(self._job)
@@ -76,7 +81,8 @@ class Intake:
         return one.split == split and one.group not in self._taken and (among is None or one.group in among)
 
     def _assemble(self, one: ReadyGroup) -> Group | None:
-        return self._assembler.group(self._job, one.group, one.split, one.task_index, one.size)
+        """None while segments of it are still on their way. Members that were given up are left out."""
+        return self._assembler.group(self._job, one.group, one.split, one.task_index, one.size, missing=one.dead)
 
     def forget(self, groups: Collection[int]) -> None:
         """After a commit: their segments are gone, and so is what was remembered of them."""

@@ -72,6 +72,16 @@ class TestComplete:
         assert (group.rewards, group.split, group.task_index, group.size) == ((0.0, 1.0, 2.0), Split.EVAL, 9, SIZE)
         assert assembler.group("job-2", 3, Split.EVAL, 9, SIZE) is None
 
+    def test_a_group_without_the_members_that_will_never_be(self) -> None:
+        whole = [piece for member in (0, 2) for piece in episode(EpisodeKey(JOB, 3, member), cuts=[3])]
+        begun = open_segment(0)
+        assembler = assembled([*whole, begun])
+        assert assembler.group(JOB, 3, Split.TRAIN, 5, SIZE) is None
+        assert assembler.group(JOB, 3, Split.TRAIN, 5, SIZE, missing=[2]) is None
+        group = assembler.group(JOB, 3, Split.TRAIN, 5, SIZE, missing=[1])
+        assert group is not None
+        assert [trajectory.key.member for trajectory in group] == [0, 2]
+
     def test_progress_of_unfinished_episodes_is_known(self) -> None:
         assembler = assembled([*episode(EpisodeKey(JOB, 5, 2), cuts=[4])[:1], *episode(KEY, cuts=[3, 7])[:2]])
         assert assembler.episodes() == (KEY, EpisodeKey(JOB, 5, 2))

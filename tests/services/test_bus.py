@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import EpisodeKey, Split
-from services.bus import Append, Bus, Conflict, EpisodeLease, Fenced, Gap, ReadyGroup
+from services.bus import Append, Bus, Conflict, EpisodeLease, Fenced, Full, Gap, QueueUsage, ReadyGroup, Stage
 from services.keys import BUS_KEYS, job_key
 from services.store import Claim, Store
 
@@ -447,3 +447,204 @@ async def _check_books(bus: Bus, redis_client: Redis, job: str, held: dict[str, 
     assert not queued & set(leased)
     assert await redis_client.hlen(job_key(job, "holders")) == sum(bool(episodes) for episodes in held.values())
     assert await redis_client.xlen(job_key(job, "segments")) == await redis_client.hlen(job_key(job, "index"))
+
+
+# The order of leases
+
+
+async def test_of_those_that_come_back_the_one_with_the_oldest_token_goes_first(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    for group in range(6):
+        await dispatch(bus, claim, group, size=1)
+    token = await bus.join("w")
+    leases = await bus.lease(job, "w", token, 5)
+    versions = {0: 9, 1: 4, 2: 7, 3: 4}  # group 4 holds no token yet
+    for lease in leases[:4]:
+        oldest = versions[lease.key.group]
+        await bus.append(job, token, [Append(lease.key, 0, 0, b"x", False, oldest + 1)])
+        await bus.append(job, token, [Append(lease.key, 0, 1, b"y", False, oldest)])
+    await bus.hand_back(job, token, [lease.key for lease in leases])
+    again = await bus.lease(job, "w", token, 6)
+    assert [lease.key.group for lease in again] == [1, 3, 2, 0, 4, 5]
+
+
+async def test_a_new_attempt_has_no_old_tokens(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    for group in range(2):
+        await dispatch(bus, claim, group, size=1)
+    token = await bus.join("w")
+    first, second = await bus.lease(job, "w", token, 2)
+    await bus.append(job, token, [Append(first.key, 0, 0, b"x", False, 1), Append(second.key, 0, 0, b"x", False, 5)])
+    await bus.restart(first.key, token, 1)
+    await bus.append(job, token, [Append(first.key, 1, 0, b"x", False, 8)])
+    await bus.hand_back(job, token, [first.key, second.key])
+    assert [lease.key.group for lease in await bus.lease(job, "w", token, 2)] == [1, 0]
+
+
+# Bytes
+
+
+async def reserve(bus: Bus, claim: Claim, group: int, size: int, each: int, budget: int) -> bool:
+    return await bus.dispatch(
+        claim.job_id,
+        claim.token,
+        group,
+        size=size,
+        split=Split.TRAIN,
+        task_index=0,
+        bytes_per_episode=each,
+        budget_bytes=budget,
+    )
+
+
+async def test_a_group_beyond_the_budget_is_not_admitted(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    assert await reserve(bus, claim, 0, size=2, each=400, budget=1000)
+    with pytest.raises(Full, match="800 of 1000"):
+        await reserve(bus, claim, 1, size=1, each=201, budget=1000)
+    assert not await reserve(bus, claim, 0, size=2, each=400, budget=1000)  # it is there already
+    assert await reserve(bus, claim, 1, size=1, each=200, budget=1000)
+    assert await bus.usage(job) == QueueUsage(charged_bytes=1000, stored_bytes=0, num_dead_letters=0)
+    assert (await bus.counters(job))["dispatched"] == 2
+
+
+async def test_an_admitted_episode_is_never_refused_for_its_bytes(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await reserve(bus, claim, 0, size=2, each=100, budget=200)
+    token = await bus.join("w")
+    first, second = await bus.lease(job, "w", token, 2)
+    for index in range(5):
+        await bus.append(job, token, [Append(first.key, 0, index, bytes(90), index == 4)])
+    assert await bus.usage(job) == QueueUsage(charged_bytes=450 + 100, stored_bytes=450, num_dead_letters=0)
+    with pytest.raises(Full):
+        await reserve(bus, claim, 1, size=1, each=1, budget=550)
+    await bus.append(job, token, [Append(second.key, 0, 0, bytes(30), True)])
+    assert await bus.usage(job) == QueueUsage(charged_bytes=480, stored_bytes=480, num_dead_letters=0)
+    await bus.commit(job, claim.token, 1, [0])
+    assert await bus.usage(job) == QueueUsage(0, 0, 0)
+
+
+async def test_what_an_ended_episode_did_not_need_is_free_again(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await reserve(bus, claim, 0, size=1, each=1000, budget=1000)
+    token = await bus.join("w")
+    [lease] = await bus.lease(job, "w", token, 1)
+    await bus.append(job, token, [Append(lease.key, 0, 0, bytes(300), False)])
+    assert (await bus.usage(job)).charged_bytes == 1000
+    await bus.restart(lease.key, token, 1)
+    assert await bus.usage(job) == QueueUsage(1000, 0, 0)
+    await bus.append(job, token, [Append(lease.key, 1, 0, bytes(100), True)])
+    assert await reserve(bus, claim, 1, size=1, each=900, budget=1000)
+
+
+# Failures
+
+
+async def test_an_episode_that_fails_again_and_again_is_given_up_with_the_reason(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=2)
+    token = await bus.join("w")
+    good, bad = await bus.lease(job, "w", token, 2)
+    await finish(bus, job, token, [good])
+    await bus.append(job, token, [segment(bad, 0)])  # progress: this lease does not count
+    failures = []
+    for number in range(4):
+        assert await bus.ready_groups(job) == []
+        await bus.fail(bad.key, token, f"reason {number}")
+        leases = await bus.lease(job, "w", token, 2)
+        failures += [lease.num_failures for lease in leases]
+    assert failures == [0, 1, 2]
+    assert await bus.ready_groups(job) == [ReadyGroup(0, Split.TRAIN, 100, 0, 2, dead=(1,))]
+    [letter] = await bus.dead_letters(job)
+    assert (letter.key, letter.num_segments, letter.num_failures, letter.reason) == (bad.key, 1, 3, "reason 3")
+    assert await bus.dead_letters(job, letter.id) == []
+    assert (await bus.usage(job)).num_dead_letters == 1
+    for late in (segment(bad, 1), segment(bad, 1, final=True)):
+        with pytest.raises(Fenced):
+            await bus.append(job, token, [late])
+    await bus.fail(bad.key, token, "again")  # resent: nothing happens
+    assert len(await bus.dead_letters(job)) == 1
+    await bus.commit(job, claim.token, 1, [0])
+    assert await payloads(bus, job) == []
+    assert await bus.usage(job) == QueueUsage(0, 0, num_dead_letters=1)
+
+
+async def test_a_new_attempt_that_comes_no_further_is_no_progress(bus: Bus, claim: Claim) -> None:
+    """An environment that kills its worker at the third turn would do so for ever."""
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=1)
+    token = await bus.join("w")
+    for attempt in range(4):
+        [lease] = await bus.lease(job, "w", token, 1)
+        if attempt:
+            await bus.restart(lease.key, token, attempt)
+        await bus.append(job, token, [segment(lease, index, attempt=attempt) for index in range(2)])
+        await bus.fail(lease.key, token, "killed at the third turn")
+    assert await bus.lease(job, "w", token, 1) == []
+    assert [group.dead for group in await bus.ready_groups(job)] == [(0,)]
+
+
+async def test_progress_and_orderly_returns_keep_an_episode_alive(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=1)
+    token = await bus.join("w")
+    for index in range(6):
+        [lease] = await bus.lease(job, "w", token, 1)
+        await bus.append(job, token, [segment(lease, index)])
+        await bus.fail(lease.key, token, "one step further each time")
+    for _ in range(6):
+        [lease] = await bus.lease(job, "w", token, 1)
+        await bus.hand_back(job, token, [lease.key])
+    assert await bus.dead_letters(job) == []
+
+
+async def test_only_the_holder_says_that_an_episode_failed(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=1)
+    token, other = await bus.join("w"), await bus.join("v")
+    [lease] = await bus.lease(job, "w", token, 1)
+    for _ in range(5):
+        await bus.fail(lease.key, other, "not mine")
+    await finish(bus, job, token, [lease])
+    await bus.fail(lease.key, token, "too late")
+    assert await bus.lease(job, "v", other, 1) == []
+    assert [group.dead for group in await bus.ready_groups(job)] == [()]
+
+
+# Looking
+
+
+async def test_groups_and_episodes_can_be_looked_at(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    for group in range(3):
+        await dispatch(bus, claim, group, size=2)
+    token = await bus.join("worker-7")
+    first, second, _ = await bus.lease(job, "worker-7", token, 3)
+    await bus.append(job, token, [Append(first.key, 0, 0, b"12345", False, 6), Append(first.key, 0, 1, b"67", True, 4)])
+    await bus.append(job, token, [segment(second, 0)])
+    views = await bus.groups(job)
+    assert [[episode.stage for episode in view.episodes] for view in views] == [
+        [Stage.DONE, Stage.HELD],
+        [Stage.HELD, Stage.QUEUED],
+        [Stage.QUEUED, Stage.QUEUED],
+    ]
+    done, held = views[0].episodes
+    assert (done.worker, done.num_segments, done.size_bytes, done.oldest_version) == (None, 2, 7, 4)
+    assert (held.key, held.worker, held.num_segments, held.oldest_version) == (second.key, "worker-7", 1, None)
+    assert (views[0].group, views[0].split, views[0].task_index, views[0].is_ready) == (0, Split.TRAIN, 100, False)
+    await finish(bus, job, token, [EpisodeLease(second.key, 0, 1, *_rest(second))])
+    assert (await bus.groups(job))[0].is_ready
+    assert [view.group for view in await bus.groups(job, after=0, limit=1)] == [1]
+
+
+async def test_a_position_of_a_wiped_server_does_not_hide_what_comes_after(bus: Bus, claim: Claim) -> None:
+    """The clock of a new server may be behind that of the old one."""
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=1)
+    token = await bus.join("w")
+    assert await bus.read_segments(job, "99999999999999-0", block_ms=0) == []
+    [lease] = await bus.lease(job, "w", token, 1)
+    await bus.append(job, token, [segment(lease, 0)])
+    [(position, payload)] = await bus.read_segments(job, "99999999999999-0", block_ms=0)
+    assert payload == segment(lease, 0).payload
+    assert await bus.read_segments(job, position, block_ms=0) == []

@@ -65,3 +65,26 @@ async def test_the_last_segment_may_arrive_while_the_answer_about_ready_groups_i
     assert list(group.rewards) == [1.0]
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_a_group_whose_last_open_episode_is_given_up_is_handed_out_without_it(
+    redis_client: Redis, claim: Claim
+) -> None:
+    job, bus = claim.job_id, Bus(redis_client)
+    await bus.dispatch(job, claim.token, 0, size=2, split=Split.TRAIN, task_index=0)
+    intake = Intake(bus, job)
+    reading = asyncio.create_task(intake.run())
+    await finish_the_only_episode(bus, job)
+    waiting = asyncio.create_task(intake.wait_for(Split.TRAIN, 1))
+    async with asyncio.timeout(DEADLINE_S):
+        while not intake.num_segments:
+            await asyncio.sleep(0.01)
+        token = await bus.join("unlucky")
+        for _ in range(3):
+            (lease,) = await bus.lease(job, "unlucky", token, 1)
+            await bus.fail(lease.key, token, "it cannot be played")
+        (group,) = await waiting
+    assert [trajectory.key.member for trajectory in group] == [0]
+    assert group.size == 2
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)

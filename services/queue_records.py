@@ -1,0 +1,170 @@
+"""What the queue takes and tells: leases, appends, ready groups, and what can be looked at from outside.
+
+Duty: the nouns of ``bus`` and how they are read from replies. The rule: plain frozen values. It sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from gspo_core.types import EpisodeKey, Split
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLease:
+    """An episode to run, or to resume after its ``num_segments`` segments of ``attempt``."""
+
+    key: EpisodeKey
+    attempt: int
+    num_segments: int
+    split: Split
+    task_index: int
+    environment: int
+    group_size: int
+    num_failures: int = 0
+    """Leases in a row that ended badly without getting further than ever before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """A group whose episodes have all ended, not committed yet."""
+
+    group: int
+    split: Split
+    task_index: int
+    environment: int
+    size: int
+    dead: tuple[int, ...] = ()
+    """Members that have no outcome: they failed too often (see ``DeadLetter``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """One segment to append; ``final`` ends its episode."""
+
+    key: EpisodeKey
+    attempt: int
+    index: int
+    payload: bytes
+    final: bool
+    version: int | None = None
+    """That sampled its tokens: of the episodes that come back, the one with the oldest goes first."""
+
+
+class Stage(StrEnum):
+    """Where an episode stands; exactly one holds."""
+
+    QUEUED = "queued"
+    HELD = "held"
+    DONE = "done"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeView:
+    key: EpisodeKey
+    stage: Stage
+    worker: str | None
+    """Who holds it."""
+    attempt: int
+    num_segments: int
+    size_bytes: int
+    oldest_version: int | None
+    num_failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    group: int
+    split: Split
+    task_index: int
+    environment: int
+    episodes: tuple[EpisodeView, ...]
+
+    @property
+    def is_ready(self) -> bool:
+        return all(episode.stage in (Stage.DONE, Stage.DEAD) for episode in self.episodes)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """An episode that was given up."""
+
+    id: str
+    """Read on after it."""
+    key: EpisodeKey
+    attempt: int
+    num_segments: int
+    num_failures: int
+    reason: str
+    """Of the last failure."""
+    created_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueueUsage:
+    charged_bytes: int
+    """What the budget counts: the reservation of every episode that has not ended, the payloads of those that have."""
+    stored_bytes: int
+    """Payloads that are held."""
+    num_dead_letters: int
+    """Ever written; the oldest ones are not kept."""
+
+
+def read_lease(job: str, row: Sequence[Any]) -> EpisodeLease:
+    group, member, attempt, num_segments, split, task_index, environment, size, failures = row
+    return EpisodeLease(
+        EpisodeKey(job, int(group), int(member)),
+        attempt=int(attempt),
+        num_segments=int(num_segments),
+        split=Split(split.decode()),
+        task_index=int(task_index),
+        environment=int(environment),
+        group_size=int(size),
+        num_failures=int(failures),
+    )
+
+
+def read_ready(row: Sequence[Any]) -> ReadyGroup:
+    group, split, task_index, environment, size, dead = row
+    members = tuple(sorted(int(member) for member in dead.split(b",") if member))
+    return ReadyGroup(int(group), Split(split.decode()), int(task_index), int(environment), int(size), members)
+
+
+def read_group(job: str, row: Sequence[Any]) -> GroupView:
+    group, split, task_index, environment, _, *episodes = row
+    views = tuple(_read_episode(EpisodeKey(job, int(group), member), one) for member, one in enumerate(episodes))
+    return GroupView(int(group), Split(split.decode()), int(task_index), int(environment), views)
+
+
+def _read_episode(key: EpisodeKey, row: Sequence[Any]) -> EpisodeView:
+    stage, worker, attempt, num_segments, size_bytes, version, failures = row
+    return EpisodeView(
+        key,
+        Stage(stage.decode()),
+        worker.decode() or None,
+        attempt=int(attempt),
+        num_segments=int(num_segments),
+        size_bytes=int(size_bytes),
+        oldest_version=int(version) if version else None,
+        num_failures=int(failures),
+    )
+
+
+def read_dead_letter(job: str, entry_id: bytes, fields: dict[bytes, bytes]) -> DeadLetter:
+    group, _, member = fields[b"episode"].decode().partition(":")
+    name = entry_id.decode()
+    written = datetime.fromtimestamp(int(name.partition("-")[0]) / 1000, UTC)
+    return DeadLetter(
+        name,
+        EpisodeKey(job, int(group), int(member)),
+        attempt=int(fields[b"attempt"]),
+        num_segments=int(fields[b"segments"]),
+        num_failures=int(fields[b"failures"]),
+        reason=fields[b"reason"].decode(),
+        created_at=written.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+    )
