@@ -37,10 +37,28 @@ def test_light_modules_import_nothing_heavy(statement: str):
     assert set(heavy_modules_of(statement)) <= allowed
 
 
-@pytest.mark.parametrize("module", ["chat", "codec", "assemble", "advantage", "staleness", "spec_file", "cli"])
+@pytest.mark.parametrize(
+    "module", ["chat", "codec", "assemble", "advantage", "staleness", "simulator", "spec_file", "cli"]
+)
 def test_the_rest_of_the_light_half_needs_no_torch(module: str):
     found = heavy_modules_of(f"import gspo_core.{module}")
     assert not {"torch", "transformers", "redis", "fastapi"} & set(found)
+
+
+def test_the_names_of_a_specification_cost_nothing_until_one_is_used():
+    code = (
+        "import sys, gspo_core.spec\nbefore = 'pydantic' in sys.modules\n"
+        "from gspo_core.spec import JobSpec\nimport gspo_core.job_spec\nprint(before, JobSpec is gspo_core.job_spec.JobSpec)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "True"]
+
+
+def test_every_name_of_a_specification_is_there():
+    import gspo_core.spec
+
+    assert all(getattr(gspo_core.spec, name).__name__ == name for name in gspo_core.spec.__all__)
+    with pytest.raises(AttributeError, match="Jobspec"):
+        _ = gspo_core.spec.Jobspec
 
 
 def test_a_client_loads_its_http_library_when_it_is_made():

@@ -1,0 +1,330 @@
+"""The whole of a training job, as its user writes it.
+
+One rule: what a job does is written here and nowhere else. Unknown keys are refused, every default is visible, and the
+docstring under a field is the only description of it (the JSON schema and the OpenAPI text are made from it).
+
+It reads no file and no environment variable (`gspo_core.spec_file` reads files), resolves no model and runs no
+environment. What is legal but known to be wrong is not refused; `spec_warnings` names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, JsonValue, StringConstraints, model_validator
+
+from gspo_core.documented import Documented
+from gspo_core.learner_config import OptimizerConfig
+from gspo_core.objective_config import ObjectiveConfig, config_refusals, config_warnings
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+# Pairs, lengths of keys and of values: generous for labels, too small to keep data in.
+MAX_METADATA = (16, 64, 512)
+
+# Beyond this staleness cap nothing is trained (as a multiple of the pace that admission keeps).
+STALENESS_CAP_FACTOR = 4
+
+
+def _finite(value: Any) -> Any:
+    """Free-form parts are checked by hand: a validator's ban on NaN and infinity does not reach into them."""
+    for number in _numbers(value):
+        if not math.isfinite(number):
+            raise ValueError(f"numbers are finite, not {number}")
+    return value
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _numbers(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+
+
+def _whole_vocabulary(top_p: float) -> float:
+    if top_p != 1:
+        raise ValueError(
+            "only 1 can be trained: engines report the log-probs of the whole vocabulary, so every ratio would be off "
+            "by the probability that is cut away"
+        )
+    return top_p
+
+
+FreeForm = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
+
+
+class ParseErrorPolicy(Documented):
+    """What happens when a tool call of the policy cannot be read."""
+
+    feedback: Count = 2
+    """So many unreadable turns in a row are answered with the error, for the policy to try again."""
+    then: Literal["end"] = "end"
+    """What the next one does: it ends the episode with `parse_error`."""
+
+
+class Limits(Documented):
+    """Bounds of an episode. What is left out comes from the environment's author, else the stated default holds."""
+
+    max_turns: PositiveInt | None = None
+    """Assistant turns of an episode; the episode ends with `max_turns`. Default 16."""
+    max_tool_calls: PositiveInt | None = None
+    """Tool calls of an episode; the episode ends with `max_tool_calls`. Default 32."""
+    max_episode_tokens: PositiveInt | None = None
+    """Sampled tokens of an episode, all turns together; the episode ends with `max_tokens`. Default 8192."""
+    max_context_tokens: PositiveInt | None = None
+    """Prompt, tool output and sampled tokens of an episode together; the episode ends with `context_overflow`.
+    The model's own limit holds besides. Default 32768."""
+    reset_timeout_s: Seconds | None = None
+    """Time for an environment to start an episode; beyond it is an infrastructure failure, tried again. Default 60."""
+    step_timeout_s: Seconds | None = None
+    """Time for one tool call; the policy is told, or the episode ends with `tool_timeout`. Default 20."""
+    score_timeout_s: Seconds | None = None
+    """Time for computing the reward; beyond it is an infrastructure failure. Default 30."""
+    close_timeout_s: Seconds | None = None
+    """Time for an environment to clean up; beyond it is counted and nothing else. Default 10."""
+    episode_timeout_s: Seconds | None = None
+    """Wall clock of an episode without the time that it waits for weights or for an engine; the episode ends with
+    `episode_timeout`. Default 1800."""
+    retries: Count | None = None
+    """How often starting an episode is tried again after an infrastructure failure. Default 2."""
+    on_parse_error: ParseErrorPolicy | None = None
+    """What happens when a tool call of the policy cannot be read. Default: feedback 2, then end."""
+    on_truncation: Literal["score", "zero"] | None = None
+    """The reward of an episode that ran into a limit: `score` asks the environment as usual, `zero` is 0.
+    Default score."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """The bounds that hold for an episode, all of them set. `Limits` describes each."""
+
+    max_turns: int = 16
+    max_tool_calls: int = 32
+    max_episode_tokens: int = 8192
+    max_context_tokens: int = 32768
+    reset_timeout_s: float = 60.0
+    step_timeout_s: float = 20.0
+    score_timeout_s: float = 30.0
+    close_timeout_s: float = 10.0
+    episode_timeout_s: float = 1800.0
+    retries: int = 2
+    on_parse_error: ParseErrorPolicy = field(default_factory=ParseErrorPolicy)
+    on_truncation: Literal["score", "zero"] = "score"
+
+    @classmethod
+    def resolve(cls, *layers: Limits) -> Self:
+        """Later layers win: author of the environment, job, the job's entry for this environment."""
+        given: dict[str, Any] = {}
+        for layer in layers:
+            values = {name.name: getattr(layer, name.name) for name in fields(cls)}
+            given |= {name: value for name, value in values.items() if value is not None}
+        return cls(**given)
+
+
+class EnvironmentSpec(Documented):
+    """One environment of a job."""
+
+    ref: Annotated[str, StringConstraints(pattern=r"^[^\s:]+:[A-Za-z_][A-Za-z0-9_.]*$", max_length=1024)]
+    """Where its class is: `package.module:Class` or `path/to/file.py:Class`."""
+    config: FreeForm = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Its share of the groups, relative to the weights of the other environments."""
+    limits: Limits = Field(default_factory=Limits)
+    """Bounds for episodes of this environment; they win over the job's."""
+
+
+class RolloutSpec(Documented):
+    """How episodes are collected, and how old what is trained may be."""
+
+    group_size: PositiveInt = 8
+    """Episodes of one task; their rewards are compared with each other."""
+    max_staleness: Count = 4
+    """Steps by which sampling may run ahead of the published weights. 0 is exactly synchronous."""
+    staleness_cap: Count = Field(default_factory=lambda given: STALENESS_CAP_FACTOR * given["max_staleness"])
+    """No token older than so many steps is trained. Left out: 4 times `max_staleness`."""
+    on_stale: Literal["mask", "drop"] = "mask"
+    """What happens to an episode beyond the cap: `mask` withholds the old tokens and keeps the reward in its group's
+    baseline, `drop` drops the group."""
+    on_partial_group: Annotated[str, StringConstraints(pattern=r"^(all|drop|min_viable:[1-9][0-9]*)$")] = "all"
+    """A group with a member that cannot be finished: `all` waits for every member within its retries, `min_viable:k`
+    trains the group from k finished members on, `drop` drops the group."""
+    chunk_tokens: PositiveInt = 1024
+    """Longer turns are sampled in pieces of so many tokens; a killed process loses at most one piece."""
+
+    @property
+    def min_group_size(self) -> int:
+        """Finished members that make a group trainable."""
+        _, _, minimum = self.on_partial_group.partition(":")
+        return int(minimum) if minimum else self.group_size
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.staleness_cap < self.max_staleness:
+            raise ValueError(
+                f"staleness_cap ({self.staleness_cap}) must not lie below max_staleness ({self.max_staleness}): "
+                "what admission lets in would be withheld. Raise it or leave it out"
+            )
+        if self.min_group_size > self.group_size:
+            raise ValueError(
+                f"on_partial_group asks for {self.min_group_size} members, but group_size is {self.group_size}"
+            )
+        return self
+
+
+class SamplingSpec(Documented):
+    """How the policy is sampled while it trains."""
+
+    temperature: Temperature = 1.0
+    """Of the distribution that tokens are drawn from; the trainer uses the same."""
+    max_new_tokens: PositiveInt = 1024
+    """Sampled tokens of one turn."""
+    top_p: Annotated[float, AfterValidator(_whole_vocabulary)] = 1.0
+    """Always 1, all of the vocabulary: the recorded log-probs describe no other distribution."""
+
+
+class EvaluationSpec(Documented):
+    """Episodes on held-out tasks; they are measured and never trained."""
+
+    tasks: PositiveInt = 32
+    """How many held-out tasks are played; fewer where the environments have fewer."""
+    episodes_per_task: PositiveInt = 1
+    """Episodes of each of them."""
+    every: PositiveInt = 10
+    """Steps between evaluations. One is also made before the first step and one after the last."""
+    temperature: Temperature | None = None
+    """Sampling temperature of these episodes. Left out: that of the training episodes."""
+
+
+class CheckpointSpec(Documented):
+    """What is kept on disk."""
+
+    keep: PositiveInt = 2
+    """The newest so many checkpoints."""
+    keep_versions: PositiveInt = 4
+    """The newest so many published versions of the weights."""
+
+
+class ResourceSpec(Documented):
+    """What a job needs in order to be placed; it waits until that is there."""
+
+    device: Literal["any", "cpu", "cuda"] = "any"
+    """Kind of device that the trainer runs on."""
+    num_engines: PositiveInt = 1
+    """Engines that serve the job before it starts."""
+
+
+class JobSpec(Documented):
+    """A training job: a model, the environments it learns in, and how."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
+    """A label for people; it need not be unique."""
+    model: Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\s\x00](.*[^\s\x00])?$")]
+    """The model to start from: a directory with its files in the format of Hugging Face, seen by all processes."""
+    environments: Annotated[tuple[EnvironmentSpec, ...], Field(min_length=1, max_length=64)]
+    """Where it learns; tasks are drawn from all of them by weight."""
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    """The loss."""
+    rollout: RolloutSpec = Field(default_factory=RolloutSpec)
+    """How episodes are collected, and how old what is trained may be."""
+    sampling: SamplingSpec = Field(default_factory=SamplingSpec)
+    """How the policy is sampled while it trains."""
+    limits: Limits = Field(default_factory=Limits)
+    """Bounds for every episode; those of an environment's entry win."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """How the loss changes the weights."""
+    steps: PositiveInt = 200
+    """Steps until the job has succeeded."""
+    groups_per_step: PositiveInt = 8
+    """Groups that make up the batch of one step."""
+    checkpoint_every: PositiveInt = 20
+    """Steps between checkpoints. One is also made after the last step."""
+    checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    """What is kept on disk."""
+    evaluation: EvaluationSpec | None = None
+    """Measure on held-out tasks. Left out: no evaluation."""
+    resources: ResourceSpec = Field(default_factory=ResourceSpec)
+    """What the job needs in order to be placed."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of everything random that the job itself decides: order of tasks, seeds of episodes, order of the updates."""
+    metadata: dict[str, str] = Field(default_factory=dict)
+    """Labels for people and scripts, at most 16; they change nothing."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for refused in (*_metadata_refusals(self.metadata), *_schedule_refusals(self), *_objective_refusals(self)):
+            raise ValueError(refused)
+        return self
+
+    def episode_limits(self, environment: int, author: Mapping[str, Any] | None = None) -> EpisodeLimits:
+        """The bounds of an episode of environment number `environment`, whose author asks for `author`."""
+        layers = Limits.model_validate(author or {}), self.limits, self.environments[environment].limits
+        return EpisodeLimits.resolve(*layers)
+
+    @property
+    def evaluation_temperature(self) -> float:
+        """At which evaluation episodes are sampled."""
+        given = self.evaluation.temperature if self.evaluation else None
+        return self.sampling.temperature if given is None else given
+
+    @property
+    def training_objective(self) -> ObjectiveConfig:
+        """The objective with what follows from other sections filled in: the staleness cap."""
+        return self.objective.model_copy(update={"staleness_cap": self.rollout.staleness_cap})
+
+
+def spec_warnings(spec: JobSpec) -> list[str]:
+    """What is legal but known to be wrong or easily misunderstood, one sentence each, naming the key."""
+    warnings = [f"objective.{warning}" for warning in config_warnings(spec.objective)]
+    if spec.rollout.max_staleness > 0 and spec.objective.correction == "none" and spec.objective.anchor == "proximal":
+        warnings.append(
+            f"objective.correction: none leaves what up to {spec.rollout.staleness_cap} steps of staleness change "
+            "uncorrected; set rollout.max_staleness to 0 or a correction"
+        )
+    episode_tokens = spec.limits.max_episode_tokens
+    if episode_tokens is not None and episode_tokens < spec.sampling.max_new_tokens:
+        warnings.append(
+            f"limits.max_episode_tokens: {episode_tokens} for a whole episode is less than sampling.max_new_tokens "
+            f"({spec.sampling.max_new_tokens}) for one turn"
+        )
+    return warnings
+
+
+def _metadata_refusals(metadata: Mapping[str, str]) -> Iterator[str]:
+    pairs, key_length, value_length = MAX_METADATA
+    if len(metadata) > pairs:
+        yield f"metadata: at most {pairs} labels, not {len(metadata)}"
+    if any(len(key) > key_length or len(value) > value_length for key, value in metadata.items()):
+        yield f"metadata: a key has at most {key_length} characters and a value {value_length}"
+
+
+def _schedule_refusals(spec: JobSpec) -> Iterator[str]:
+    optimizer = spec.optimizer
+    if optimizer.schedule != "constant" and (optimizer.decay_steps or spec.steps) <= optimizer.warmup_steps:
+        yield (
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} leaves nothing of {spec.steps} steps for the schedule "
+            f"{optimizer.schedule}"
+        )
+
+
+def _objective_refusals(spec: JobSpec) -> Iterator[str]:
+    yield from (f"objective.{refusal}" for refusal in config_refusals(spec.objective))
+    if spec.objective.staleness_cap not in (None, spec.rollout.staleness_cap):
+        yield (
+            f"objective.staleness_cap: {spec.objective.staleness_cap} contradicts rollout.staleness_cap "
+            f"({spec.rollout.staleness_cap}); say it there only"
+        )
+    if spec.objective.advantage.min_group_size > spec.rollout.min_group_size:
+        yield (
+            f"objective.advantage.min_group_size: {spec.objective.advantage.min_group_size} is more than the "
+            f"{spec.rollout.min_group_size} members that rollout makes a group of: every advantage could be 0"
+        )
