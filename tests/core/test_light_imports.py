@@ -48,7 +48,7 @@ def test_the_rest_of_the_light_half_needs_no_torch(module: str):
 def test_the_names_of_a_specification_cost_nothing_until_one_is_used():
     code = (
         "import sys, gspo_core.spec\nbefore = 'pydantic' in sys.modules\n"
-        "from gspo_core.spec import JobSpec\nimport gspo_core.job_spec\nprint(before, JobSpec is gspo_core.job_spec.JobSpec)"
+        "from gspo_core import job_spec\nprint(before, gspo_core.spec.JobSpec is job_spec.JobSpec)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "True"]
 
