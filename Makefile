@@ -10,7 +10,10 @@ TORCH_WHEELS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup check test test-slow debian-redis demo up fmt bench clean
+# The environment of a real SGLang, apart from ours: it pins its own torch.
+SGLANG_VENV ?= .venv-sglang
+
+.PHONY: help setup check test test-slow sglang-cpu debian-redis demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +44,13 @@ test-slow: $(STAMP)  ## the learning curves, negative controls and provenance (m
 debian-redis:  ## Debian's Redis beside the virtual environment, so that the tests run on it too
 	tests/services/get_debian_redis.sh .make/debian-redis
 
+$(SGLANG_VENV)/ready: services/local/sglang_cpu/setup.sh services/local/sglang_cpu/constraints.txt
+	PYTHON=$(PYTHON) services/local/sglang_cpu/setup.sh $(SGLANG_VENV) $(TORCH_WHEELS)
+	@touch $@
+
+sglang-cpu: $(STAMP) $(SGLANG_VENV)/ready  ## a real SGLang on the CPU (own environment, 3 GB), and the engine cases against it
+	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engine/test_engine_conformance.py -k sglang
+
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool
 	$(BIN)/python -m services.local.demo $(DEMO_FLAGS)
 
@@ -55,4 +65,4 @@ bench: $(STAMP)  ## quick benchmarks; results are printed
 	$(BIN)/python -m benchmarks.codec
 
 clean:  ## forget the virtual environment, caches and local data
-	rm -rf $(VENV) .make .gspo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) .make .gspo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
