@@ -283,6 +283,45 @@ def test_every_property_has_a_mistake_that_it_notices() -> None:
     assert {check for _, check, _, _ in MISTAKES} == set(PROPERTIES)
 
 
+# Every key acts or is refused
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "baseline": {"baseline": "leave_one_out"},
+    "scale": {"scale": "batch_std"},
+    "ddof": {"ddof": 0},
+    "eps": {"eps": 0.1},
+    "min_std": {"min_std": 5.0},
+    "min_group_size": {"min_group_size": 4},
+    "zero_variance": {"zero_variance": "drop"},
+    "turn_reward_weight": {"turn_reward_weight": 0.5},
+    "turn_discount": {"turn_reward_weight": 0.5, "turn_discount": 0.5},
+}
+
+
+def everything(config: AdvantageConfig) -> Any:
+    """All that the functions here say of two groups, one of them uniform."""
+    rewards: list[float | None] = [1.0, 0.0, 0.3, None, 0.5, 0.5, 0.5]
+    batch = batch_advantages(rewards, [0, 0, 0, 0, 1, 1, 1], config)
+    turns = [[0.0, 1.0, 2.0], [0.5, None, 1.0], [0.2, 0.0], [None]]
+    by_turn = turn_advantages(rewards[:4], turns, config) if config.turn_reward_weight else None
+    return batch.advantages, batch.kept, by_turn
+
+
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "batch_centered_std", "none"])
+@pytest.mark.parametrize("key", AdvantageConfig.model_fields)
+def test_every_key_acts_or_is_refused(key: str, scale: str) -> None:
+    before = {"scale": scale, "turn_reward_weight": 0.5} if key == "turn_discount" else {"scale": scale}
+    after = {**before, **CHANGES[key]}
+    if key == "scale" and scale == "batch_std":
+        after = {"scale": "none"}
+    try:
+        configs = [AdvantageConfig(**given) for given in (before, after)]
+    except ValueError:
+        assert scale == "none" or key.startswith("turn"), "only keys that cannot act are refused"
+        return
+    assert everything(configs[0]) != everything(configs[1])
+
+
 # Turns and branches
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from gspo_core.objective import loss_metrics
+from gspo_core.objective import ObjectiveError, loss_metrics
 from gspo_core.objective_config import (
     OTHER_KEYS,
     AdvantageConfig,
@@ -218,6 +218,99 @@ def test_every_key_acts(key: str, base: dict[str, Any], change: dict[str, Any]) 
         if left.loss != right.loss or not torch.equal(left.grad, right.grad):
             return
     pytest.fail(f"{key} changes neither loss nor gradient")
+
+
+# Beside every loss, ratio and anchor each of these is refused or acts.
+VALUES: dict[str, list[Any]] = {
+    "gradient": ["shared"],
+    "clip_low": [0.01],
+    "clip_high": [0.01],
+    "band": [{"kappa": 1e-6}],
+    "dual_clip": [1.0001],
+    "log_ratio_clamp": [1e-5],
+    "aggregate": ["token", "sum"],
+    "advantage_reduction": ["mean", "none"],
+    "compensate": [False],
+    "correction": [*SHORT, "geometric_mask", "product_mask", "none"],
+    "correction_max": [1.05],
+    "correction_min": [0.97],
+    "product_max_tokens": [1],
+    "k3_gate": [0.01, None],
+    "outlier_gate": [0.3],
+    "geometric_gate": [1.05],
+    "off_policy_gate": [0.01, None],
+    "staleness_cap": [2, None],
+    "kl_coef": [0.1],
+    "kl_unbiased": [True],
+    "sapo_tau_positive": [2.0],
+    "sapo_tau_negative": [2.0],
+    "gmpo_clip": [1e-4],
+    "dppo_delta": [1e-7],
+    "dppo_cap": [1.0],
+    "vespo_positive": [[1.0, 3.0]],
+    "vespo_negative": [[1.0, 2.0]],
+}
+CHOICES = {"loss", "ratio", "anchor"}
+LOSSES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "clip": (["sequence", "turn", "token"], {}),
+    "sapo": (["sequence", "turn", "token"], {}),
+    "cispo": (["token"], {"clip": 1e-3}),
+    "gmpo": (["sequence"], {"advantage_reduction": "mean"}),
+    "dppo_tv": (["token"], {"dppo_delta": 1.0}),
+    "dppo_kl": (["token"], {"dppo_delta": 1.0}),
+    "vespo": (["sequence"], {}),
+}
+BESIDE: list[dict[str, Any]] = [
+    {"loss": loss, "ratio": ratio, "anchor": anchor, **keys, **more}
+    for loss, (ratios, keys) in LOSSES.items()
+    for ratio in ratios
+    for anchor, more in (("proximal", {}), ("proximal", {"correction": "product", "kl_coef": 0.1}), ("behavior", {}))
+]
+
+
+def test_every_key_is_tried_beside_every_loss() -> None:
+    assert VALUES.keys() | CHOICES | ELSEWHERE == ObjectiveConfig.model_fields.keys() | {"product_max_tokens"}
+
+
+@pytest.mark.parametrize("base", BESIDE, ids=str)
+def test_a_key_beside_any_other_acts_or_is_refused(base: dict[str, Any]) -> None:
+    before = ObjectiveConfig(**{**GATES, **base})
+    plain: dict[int, Any] = {}
+    idle = []
+    for key, value in [(key, value) for key, values in VALUES.items() for value in values]:
+        try:
+            after = ObjectiveConfig(**{**GATES, **base, key: value})
+        except ValidationError:
+            continue
+        if after != before and not any(_outcome(after, seed) != _outcome_once(before, seed, plain) for seed in SEEDS):
+            idle.append((key, value))
+    assert idle == []
+
+
+def test_a_key_that_does_not_act_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative of the test above: without refusals many keys are idle."""
+    monkeypatch.setattr("gspo_core.objective_config._idle_keys", lambda config: {})
+    for base in ({"loss": "cispo", "clip": 1e-3}, {"loss": "vespo"}, {"ratio": "token"}):
+        with pytest.raises(AssertionError):
+            test_a_key_beside_any_other_acts_or_is_refused(base)
+
+
+SEEDS = range(60)
+
+
+def _outcome_once(config: ObjectiveConfig, seed: int, known: dict[int, Any]) -> Any:
+    if seed not in known:
+        known[seed] = _outcome(config, seed)
+    return known[seed]
+
+
+def _outcome(config: ObjectiveConfig, seed: int) -> Any:
+    """Loss and gradient, or why there are none."""
+    try:
+        result = run(config, random_example(seed, num_rows=8))
+    except ObjectiveError as error:
+        return str(error)
+    return result.loss, result.grad.numpy().tobytes()
 
 
 def test_gates_that_are_off_report_nothing() -> None:
