@@ -342,13 +342,19 @@ def _is_one_sided(config: ObjectiveConfig) -> bool:
 
 def config_refusals(config: ObjectiveConfig) -> list[str]:
     """Why a job must not run with this configuration, each naming its key; `policy_loss` computes it all the same."""
-    if not _is_one_sided(config) or config.allow_one_sided_clip:
-        return []
-    return [
-        f"compensate: a clip of {config.clip_low:g}/{config.clip_high:g} on anchor: behavior without compensation "
-        "drops negative advantages only, as soon as engine and trainer differ; use anchor: proximal, or "
-        "compensate: true, or a band, or say allow_one_sided_clip: true"
-    ]
+    refusals = []
+    if _is_one_sided(config) and not config.allow_one_sided_clip:
+        refusals.append(
+            f"compensate: a clip of {config.clip_low:g}/{config.clip_high:g} on anchor: behavior without compensation "
+            "drops negative advantages only, as soon as engine and trainer differ; use anchor: proximal, or "
+            "compensate: true, or a band, or say allow_one_sided_clip: true"
+        )
+    if config.advantage.turn_reward_weight:
+        refusals.append(
+            "advantage.turn_reward_weight: episodes do not record the rewards of their turns yet, only their sum, so "
+            "it would change nothing; remove it"
+        )
+    return refusals
 
 
 def config_warnings(config: ObjectiveConfig) -> list[str]:

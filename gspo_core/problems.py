@@ -67,7 +67,10 @@ def problems_of(reports: Sequence[Mapping[str, Any]], model: type[BaseModel], da
         covered = any(loc != other and loc == other[: len(loc)] for other in inner)
         if report["type"] in _ECHOES or (covered and report["type"] == "too_short"):
             continue
-        found.append(_problem(report["type"], _written_path(loc, data), report["msg"], report["input"], model))
+        kind, message = report["type"], report["msg"]
+        if kind == "missing" and isinstance(loc[-1], int):
+            kind, message = "too_short", "list has too few items"
+        found.append(_problem(kind, _written_path(loc, data), message, report["input"], model))
     found = list(dict.fromkeys(found))
     return sorted(found, key=lambda problem: problem.code != "unknown_field")
 
@@ -79,7 +82,8 @@ def _problem(kind: str, path: KeyPath, message: str, given: Any, model: type[Bas
         return Problem(code, path, f"{key} is not a field" + near(str(path[-1]), _names_at(model, path[:-1])))
     if code == "missing_field":
         return Problem(code, path, f"{key} is required")
-    message = message.removeprefix("Value error, ")
+    # what is a list in a file is a tuple in Python
+    message = message.removeprefix("Value error, ").replace("valid tuple", "valid list").replace("Tuple", "List")
     message = message[:1].lower() + message[1:] if kind != "value_error" else message
     shown = f" (it is {given!r:.80})" if kind != "value_error" and isinstance(given, str | int | float | None) else ""
     return Problem(code, path, f"{key}: {message}{shown}" if key else message)

@@ -365,6 +365,11 @@ def test_not_warned(given: dict[str, Any]) -> None:
     assert config_warnings(ObjectiveConfig(**given)) == []
 
 
+def test_a_job_refuses_turn_rewards_that_nobody_records() -> None:
+    config = ObjectiveConfig(advantage={"turn_reward_weight": 0.5})
+    assert config_refusals(config)[0].startswith("advantage.turn_reward_weight")
+
+
 def test_a_job_refuses_a_one_sided_clip_unless_it_says_so() -> None:
     one_sided: dict[str, Any] = {"anchor": "behavior", "compensate": False}
     assert "compensate" in config_refusals(ObjectiveConfig(**one_sided))[0]

@@ -190,6 +190,18 @@ def test_missing_keys_are_named():
     ]
 
 
+def test_what_a_file_writes_as_a_list_is_called_a_list():
+    assert refusal(optimizer={"betas": 0.9}) == "optimizer.betas: input should be a valid list (it is 0.9)"
+    assert refusal(optimizer={"betas": [0.9]}) == "optimizer.betas: list has too few items"
+    assert "list should have at most 2 items" in refusal(optimizer={"betas": [0.9, 0.9, 0.9]})
+
+
+def test_rewards_of_turns_are_refused_until_episodes_record_them():
+    assert refusal(objective={"advantage": {"turn_reward_weight": 0.5}}).startswith(
+        "objective.advantage.turn_reward_weight: episodes do not record"
+    )
+
+
 def test_one_mistake_is_one_problem():
     # The cap's default could not be computed, and the list of environments has no valid member: echoes, not problems.
     assert refusal(rollout={"max_staleness": -1}).count("|") == 0
