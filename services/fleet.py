@@ -33,9 +33,13 @@ class Fleet:
 
     async def engines(self) -> list[dict[str, Any]]:
         records = await self._records("engine")
-        bindings = await self._redis.hgetall(service_key("engine_bindings"))
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.hgetall(service_key("engine_bindings"))
+            pipeline.hgetall(service_key("engine_states"))
+            bindings, states = await pipeline.execute()
         bound = {name.decode(): binding.decode().split("/")[0] for name, binding in bindings.items()}
-        return [record | {"job": bound.get(record["id"])} for record in records]
+        told = {name.decode(): json.loads(state) for name, state in states.items()}
+        return [record | {"job": bound.get(record["id"])} | told.get(record["id"], {}) for record in records]
 
     async def workers(self) -> list[dict[str, Any]]:
         return await self._records("worker")
@@ -45,6 +49,14 @@ class Fleet:
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)
         replaceable = held if held is not None and await self._is_void(held.decode(), binding) else ""
         return bool(await self._functions.call("bind_engine", service_keys(), engine_id, binding, replaceable))
+
+    async def mark(self, job: str, token: str, engine_id: str, state: Mapping[str, Any]) -> bool:
+        """Says how an engine is; False when it is not ours any more."""
+        held = await self._redis.hget(service_key("engine_bindings"), engine_id)
+        if held is None or held.decode().split("/")[::2] != [job, token]:
+            return False
+        text = json.dumps(dict(state), separators=(",", ":"), allow_nan=False)
+        return bool(await self._functions.call("mark_engine", service_keys(), engine_id, held, text))
 
     async def unbind(self, job: str, token: str, engine_id: str) -> None:
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)

@@ -27,6 +27,7 @@ register("delist", FREES, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
   if args[1] == "engine" then
     redis.call("HDEL", K.engine_bindings, args[2])
+    redis.call("HDEL", K.engine_states, args[2])
   end
   redis.call("HDEL", K[args[1] .. "_beats"], args[2])
   return redis.call("HDEL", K[args[1] .. "s"], args[2])
@@ -42,7 +43,20 @@ register("bind_engine", {}, function(keys, args)
   if held ~= args[2] and held ~= args[3] then
     return 0
   end
+  if held ~= args[2] then
+    redis.call("HDEL", K.engine_states, args[1])
+  end
   redis.call("HSET", K.engine_bindings, args[1], args[2])
+  return 1
+end)
+
+-- engine, binding, state: only who holds the binding may say how the engine is
+register("mark_engine", {}, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  if redis.call("HGET", K.engine_bindings, args[1]) ~= args[2] then
+    return 0
+  end
+  redis.call("HSET", K.engine_states, args[1], args[3])
   return 1
 end)
 
@@ -52,6 +66,7 @@ register("unbind_engine", {}, function(keys, args)
   if redis.call("HGET", K.engine_bindings, args[1]) ~= args[2] then
     return 0
   end
+  redis.call("HDEL", K.engine_states, args[1])
   return redis.call("HDEL", K.engine_bindings, args[1])
 end)
 

@@ -45,6 +45,7 @@ SERVICE_KEYS = (
     "engines",  # hash: engine id -> record as JSON
     "engine_beats",  # hash: engine id -> how often it registered
     "engine_bindings",  # hash: engine id -> "job/epoch/token"
+    "engine_states",  # hash: engine id -> what the owner of its binding says of it, as JSON
     "workers",  # hash: worker -> record as JSON
     "worker_beats",  # hash: worker -> how often it registered
     "lease_tokens",  # hash: worker -> token of its one lease

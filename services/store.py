@@ -204,12 +204,16 @@ class Store:
         await self._fleet.delist("engine", engine_id)
 
     async def engines(self) -> list[dict[str, Any]]:
-        """The records, each with ``beats`` and ``job``, the one it is bound to or None."""
+        """The records, each with ``beats`` and ``job``, the one it is bound to or None, and what its owner said."""
         return await self._fleet.engines()
 
     async def bind_engine(self, job: str, token: str, engine_id: str) -> bool:
         """Bind an engine to the job. False: it serves another job. Raises Fenced, Missing (no such engine)."""
         return await self._fleet.bind(job, token, engine_id)
+
+    async def mark_engine(self, job: str, token: str, engine_id: str, state: Mapping[str, Any]) -> bool:
+        """What the job's owner says of an engine that it holds (``state``, ``label``, measurements); False: not its."""
+        return await self._fleet.mark(job, token, engine_id, state)
 
     async def unbind_engine(self, job: str, token: str, engine_id: str) -> None:
         """Give an engine back; one that this owner does not hold is left alone."""

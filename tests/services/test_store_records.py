@@ -241,6 +241,18 @@ async def test_an_engine_serves_one_job_at_a_time(store: Store, claim: Claim) ->
         await store.bind_engine(other.job_id, other.token, "no engine")
 
 
+async def test_only_who_holds_an_engine_says_how_it_is(store: Store, claim: Claim) -> None:
+    await store.register_engine({"id": "e"})
+    assert not await store.mark_engine(claim.job_id, claim.token, "e", {"state": "ready"})
+    await store.bind_engine(claim.job_id, claim.token, "e")
+    assert await store.mark_engine(claim.job_id, claim.token, "e", {"state": "dirty"})
+    assert not await store.mark_engine(claim.job_id, "another", "e", {"state": "ready"})
+    await store.register_engine({"id": "e"})  # a beat says nothing about it
+    assert (await store.engines())[0]["state"] == "dirty"
+    await store.unbind_engine(claim.job_id, claim.token, "e")
+    assert "state" not in (await store.engines())[0]
+
+
 async def test_an_engine_of_a_finished_job_is_free(store: Store, claim: Claim) -> None:
     await store.create_job("{}")
     other = await store.claim_job("other")
