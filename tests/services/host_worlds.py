@@ -1,0 +1,232 @@
+"""Worlds that misbehave, for tests of the host: loaded by path, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def die(how: str) -> str:
+    if how == "exit":
+        os._exit(7)
+    os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(10)
+    return "still here"
+
+
+def daemonise() -> str:
+    """Leaves a process behind that belongs to no group of ours; answers with its id."""
+    program = "import os, time; os.setsid(); print(os.getpid(), flush=True); os.close(1); os.close(2); time.sleep(300)"
+    outer = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {program!r}])"
+    return subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, check=True).stdout.strip()
+
+
+class Light:
+    """Async: many sessions share a process."""
+
+    tasks = [{"start": number} for number in range(10)]  # noqa: RUF012
+    eval_tasks = [{"start": 0}]  # noqa: RUF012
+    replayable = True
+    reward_range = (-1.0, 10.0)
+
+    async def reset(self, start: int) -> str:
+        self.total = start
+        return f"You have {start}."
+
+    async def add(self, amount: int) -> str:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        self.total += amount
+        return str(self.total)
+
+    async def rest(self, seconds: float) -> str:
+        """Wait politely.
+
+        Args:
+            seconds: how long
+        """
+        await asyncio.sleep(seconds)
+        return "rested"
+
+    async def block(self, seconds: float) -> str:
+        """Wait rudely, in a task of its own.
+
+        Args:
+            seconds: how long
+        """
+
+        async def sleep() -> None:
+            time.sleep(seconds)  # noqa: ASYNC251
+
+        await asyncio.create_task(sleep())
+        return "blocked"
+
+    async def die(self, how: str) -> str:
+        """Kill the process.
+
+        Args:
+            how: exit or a signal
+        """
+        return die(how)
+
+    async def where(self) -> str:
+        """Tell the process."""
+        return str(os.getpid())
+
+    async def get_reward(self) -> float:
+        return float(self.total)
+
+
+class Shared:
+    """Sync and replayable: several sessions share a process, each with a thread."""
+
+    tasks = [{"start": number} for number in range(10)]  # noqa: RUF012
+    replayable = True
+    reward_range = (-1.0, 10.0)
+
+    def reset(self, start: int) -> str:
+        self.total = start
+        return f"You have {start}."
+
+    def add(self, amount: int) -> str:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        self.total += amount
+        return str(self.total)
+
+    def block(self, seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: how long
+        """
+        time.sleep(seconds)
+        return "blocked"
+
+    def die(self, how: str, after: float = 0.0) -> str:
+        """Kill the process.
+
+        Args:
+            how: exit or a signal
+            after: when
+        """
+        time.sleep(after)
+        return die(how)
+
+    def where(self) -> str:
+        """Tell the process."""
+        return str(os.getpid())
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+class Alone:
+    """Sync and not replayable: a process for each session."""
+
+    reward_range = (-2.0, 1.0)
+    hosting = {"max_processes": 2, "memory_mb": 128, "file_mb": 1}  # noqa: RUF012
+
+    def __init__(self, trouble: str = "") -> None:
+        self.trouble = trouble
+
+    def reset(self) -> str:
+        if self.trouble == "hanging reset":
+            time.sleep(60)
+        if self.trouble == "crashing reset":
+            die("SIGSEGV")
+        return "go"
+
+    def where(self) -> str:
+        """Tell the process."""
+        return str(os.getpid())
+
+    def block(self, seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: how long
+        """
+        time.sleep(seconds)
+        return "blocked"
+
+    def explode(self) -> str:
+        """Raise."""
+        raise RuntimeError("boom")
+
+    def die(self, how: str) -> str:
+        """Kill the process.
+
+        Args:
+            how: exit or a signal
+        """
+        return die(how)
+
+    def hog(self) -> str:
+        """Take memory, little by little."""
+        held = []
+        while True:
+            held.append(bytearray(b"x") * (1 << 20))
+
+    def grab(self) -> str:
+        """Take far too much memory at once."""
+        return str(len(bytearray(1 << 40)))
+
+    def fill(self, size: int) -> str:
+        """Write a file.
+
+        Args:
+            size: bytes
+        """
+        with open(os.path.join(os.environ["TMPDIR"], "large"), "wb") as file:
+            file.write(b"x" * size)
+        return "written"
+
+    def shout(self, size: int) -> str:
+        """Print a lot.
+
+        Args:
+            size: bytes
+        """
+        print("x" * size)
+        return "shouted"
+
+    def speak(self, size: int) -> str:
+        """Answer at length.
+
+        Args:
+            size: characters
+        """
+        return "x" * size
+
+    def daemonise(self) -> str:
+        """Leave a process behind."""
+        return daemonise()
+
+    def variables(self) -> list[str]:
+        """Tell what the process was given."""
+        return sorted(os.environ)
+
+    def get_reward(self) -> Any:
+        if self.trouble == "crashing reward":
+            die("SIGSEGV")
+        return 1.0
+
+
+class Fickle(Shared):
+    """Says that it can be replayed, and cannot."""
+
+    def reset(self, start: int) -> str:
+        super().reset(start)
+        return f"It is {time.monotonic()}."
