@@ -192,6 +192,22 @@ class SamplingSpec(Documented):
     """Always 1, all of the vocabulary: the recorded log-probs describe no other distribution."""
 
 
+class ChatSpec(Documented):
+    """How messages become tokens. Left out, the model's own files decide."""
+
+    format: Literal["auto", "hermes", "template"] = "auto"
+    """`hermes`: ChatML with Hermes tool calls, written out here, as Qwen2.5 and Qwen3 read it. `template`: the model's
+    own chat template. `auto`: hermes where both give the same tokens, else template."""
+    calls: Literal["auto", "hermes", "qwen_xml", "llama_json", "none"] = "auto"
+    """The syntax in which the model writes tool calls, where its own template is used: `qwen_xml` for Qwen3-Coder and
+    Qwen3.5, `llama_json` for Llama 3. `auto` goes by what the template tells the model."""
+    thinking: Literal["keep", "template"] = "keep"
+    """Earlier reasoning when a new question comes: `keep` leaves the history as it was sampled; `template` removes it
+    where the model's template does, which starts a new branch of the episode."""
+    variables: FreeForm = Field(default_factory=dict)
+    """Handed to the template, e.g. `{"enable_thinking": false}` for Qwen3."""
+
+
 class EvaluationSpec(Documented):
     """Episodes on held-out tasks; they are measured and never trained."""
 
@@ -238,6 +254,8 @@ class JobSpec(Documented):
     """How episodes are collected, and how old what is trained may be."""
     sampling: SamplingSpec = Field(default_factory=SamplingSpec)
     """How the policy is sampled while it trains."""
+    chat: ChatSpec = Field(default_factory=ChatSpec)
+    """How messages become tokens."""
     limits: Limits = Field(default_factory=Limits)
     """Bounds for every episode; those of an environment's entry win."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

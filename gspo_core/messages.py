@@ -30,6 +30,23 @@ class CallStatus(StrEnum):
     UNKNOWN_TOOL = "unknown_tool"
 
 
+class ForkReason(StrEnum):
+    """Why a conversation cannot go on behind what was sampled, so that it starts a new branch."""
+
+    ASSISTANT_MESSAGE = "assistant_message"
+    """The new messages hold words of the assistant that nobody sampled."""
+    SAMPLED_AFTER_END = "sampled_after_end"
+    """Tokens were sampled behind the end of the turn."""
+    THINKING_STRIPPED = "thinking_stripped"
+    """The format removes earlier reasoning when a new question comes, and the job asks to follow it."""
+    HISTORY_REWRITTEN = "history_rewritten"
+    """The model's template writes earlier messages in another way once these follow."""
+    TURN_REWRITTEN = "turn_rewritten"
+    """The template says something else for the turn than what was sampled."""
+    TEMPLATE_REFUSED = "template_refused"
+    """The template does not accept the conversation in this form."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """One attempt to call a tool."""

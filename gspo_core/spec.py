@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gspo_core.job_spec import (
+        ChatSpec,
         CheckpointSpec,
         EnvironmentSpec,
         EpisodeLimits,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ChatSpec",
     "CheckpointSpec",
     "EnvironmentSpec",
     "EpisodeLimits",

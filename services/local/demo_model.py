@@ -130,7 +130,7 @@ class School:
                 continue
             if observed:
                 bridge = self.codec.bridge(token_ids, [self.codec.stop_ids[0]], observed)
-                assert bridge is not None
+                assert isinstance(bridge, list)
                 token_ids += bridge
                 action_mask += [False] * len(bridge)
                 observed = []

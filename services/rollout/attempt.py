@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Session, ToolSchema
-from gspo_core.messages import CallStatus
+from gspo_core.messages import ForkReason
 from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
 from services.rollout.ledger import Ledger, LedgerConflict
 from services.rollout.policy import Drained
@@ -119,7 +119,7 @@ class Attempt:
 
     async def _act(self) -> StopReason | None:
         """Gives the finished turn to the environment and reads what it answers."""
-        parsed = self._setting.codec.parse(self._ledger.turns[-1].sampled)
+        parsed = self._setting.codec.parse(self._ledger.turns[-1].sampled, self._tools)
         stop = self._judge(parsed)
         if stop is not None:
             return stop
@@ -129,10 +129,12 @@ class Attempt:
             return observation.stop_reason
         if len(self._ledger.turns) >= self._order.limits.max_turns:
             return StopReason.MAX_TURNS
-        return self._read(parsed, observation.messages)
+        return self._read(observation.messages)
 
     def _judge(self, parsed: ParsedTurn) -> StopReason | None:
-        """Limits that this turn breaks by itself, before anything acts on it."""
+        """What this turn breaks by itself, before anything acts on it: its structure, or a limit."""
+        if not parsed.complete:
+            return StopReason.PARSE_ERROR
         self._num_calls += len(parsed.calls)
         self._num_parse_errors += parsed.has_parse_error
         self._consecutive_parse_errors = self._consecutive_parse_errors + 1 if parsed.has_parse_error else 0
@@ -140,17 +142,20 @@ class Attempt:
             return StopReason.PARSE_ERROR
         return StopReason.MAX_TOOL_CALLS if self._num_calls > self._order.limits.max_tool_calls else None
 
-    def _read(self, parsed: ParsedTurn, messages: Sequence[Message]) -> StopReason | None:
+    def _read(self, messages: Sequence[Message]) -> StopReason | None:
         """Opens the next turn with ``messages``, on a new branch where they cannot be added to what was sampled."""
         codec, ledger = self._setting.codec, self._ledger
-        self._messages += [_assistant_message(parsed), *messages]
-        token_ids = codec.bridge(ledger.context, ledger.turns[-1].sampled, messages)
-        if token_ids is not None:
-            num_tokens, read = ledger.num_tokens + len(token_ids), ledger.observe
-        else:
+        sampled = ledger.turns[-1].sampled
+        bridge = codec.bridge(ledger.context, sampled, messages, history=self._messages, tools=self._tools)
+        self._messages += [codec.message(sampled, self._tools), *messages]
+        if isinstance(bridge, ForkReason):
             self._setting.counters.add("drift/forks")
+            self._setting.counters.add(f"drift/forks_{bridge}")
             token_ids = codec.render(self._messages, self._tools)
             num_tokens, read = len(token_ids), ledger.fork
+        else:
+            token_ids = bridge
+            num_tokens, read = ledger.num_tokens + len(token_ids), ledger.observe
         if num_tokens >= self._order.max_context_tokens:
             return StopReason.CONTEXT_OVERFLOW
         read(token_ids)
@@ -182,6 +187,7 @@ class Attempt:
             "turns": len(ledger.turns),
             "tool_calls": self._num_calls,
             "parse_errors": self._num_parse_errors,
+            "forks": ledger.num_forks,
             "tokens_sampled": ledger.num_sampled,
             "versions": len(ledger.versions),
             "model_s": self._model_s,
@@ -194,14 +200,3 @@ class Attempt:
             return await phase
         finally:
             self._env_s += self._setting.clock() - started
-
-
-def _assistant_message(parsed: ParsedTurn) -> Message:
-    """The turn as a message, for the case that the history has to be rendered anew."""
-    calls = [
-        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in parsed.calls
-        if call.status in (CallStatus.OK, CallStatus.UNKNOWN_TOOL)
-    ]
-    message = {"role": "assistant", "content": parsed.text}
-    return message | {"tool_calls": calls} if calls else message

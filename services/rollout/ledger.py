@@ -50,6 +50,11 @@ class Ledger:
         self._last_version: int | None = None
 
     @property
+    def num_forks(self) -> int:
+        """How often the history was rewritten."""
+        return self._branch
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the present branch."""
         return len(self._token_ids)

@@ -15,10 +15,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gspo_core.chat import HermesCodec, load_tokenizer
+from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.env import Environment, InvalidEnvironment, load_environment
 from gspo_core.spec import JobSpec
-from services.rollout.setting import ChatCodec
 
 
 class JobNotServable(Exception):
@@ -55,11 +54,14 @@ def _load(spec_text: str) -> LoadedJob:
             spec.episode_limits(number, environment.limits)
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         context_tokens = _number(config, "max_position_embeddings")
-        tokenizer = load_tokenizer(model_dir)
-        if tokenizer.vocab_size > _number(config, "vocab_size"):
+        chat = spec.chat
+        codec = load_codec(
+            model_dir, format=chat.format, calls=chat.calls, thinking=chat.thinking, variables=chat.variables
+        )
+        vocab_size = codec.tokenizer.vocab_size
+        if vocab_size > _number(config, "vocab_size"):
             # An engine can die of an id that its model does not have.
-            raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {config['vocab_size']}")
-        codec = HermesCodec(tokenizer)
+            raise ValueError(f"the tokenizer has {vocab_size} ids, the model {config['vocab_size']}")
         _check_ends(config, codec.stop_ids)
     except InvalidEnvironment as error:
         raise JobNotServable(str(error)) from error

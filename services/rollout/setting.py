@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from gspo_core.env import Environment, Message, ParsedTurn, ToolSchema
+from gspo_core.chat import ChatCodec
+from gspo_core.env import Environment
 from gspo_core.spec import EpisodeLimits, JobSpec
 from gspo_core.types import EpisodeKey, Split
 from services.bus import EpisodeLease
@@ -20,21 +21,6 @@ from services.rollout.counters import Counters
 from services.rollout.outbox import Outbox
 from services.rollout.patience import Patience
 from services.rollout.policy import Policy
-
-
-class ChatCodec(Protocol):
-    """Between messages and ids; `gspo_core.chat` has the real ones."""
-
-    @property
-    def stop_ids(self) -> Collection[int]: ...
-
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]: ...
-
-    def bridge(
-        self, prefix_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Sequence[Message]
-    ) -> list[int] | None: ...
-
-    def parse(self, sampled_ids: Sequence[int]) -> ParsedTurn: ...
 
 
 class EpisodeRecords(Protocol):

@@ -156,7 +156,7 @@ def test_an_empty_think_block_is_part_of_the_generation_prompt_if_configured(tok
     ids = codec.render([])
     assert ids.count(tokenizer.token_id("<think>") or -1) == 1
     bridge = codec.bridge(ids, [codec.stop_ids[0]], [{"role": "user", "content": "a"}])
-    assert bridge is not None
+    assert isinstance(bridge, list)
     assert bridge[-len(ids) :] == ids
 
 
@@ -202,7 +202,7 @@ def test_a_bridge_only_appends_and_reads_as_the_template(
     end = codec.stop_ids[0]
     turn = sampled + [end] * closed
     bridge = codec.bridge(prefix, turn, messages)
-    assert bridge is not None
+    assert isinstance(bridge, list)
     # Nothing that was sent or sampled is touched, and what follows is what a render of the new messages alone gives.
     expected = [] if closed else [end]
     expected += ids_of(codec, "\n")
@@ -218,7 +218,7 @@ def test_a_canonical_turn_with_its_bridge_equals_a_render_of_the_whole(codec: He
         opening = len(codec.render([]))
         turn = codec.render([CONVERSATION[assistant]], generation_prompt=False)[opening : -len(ids_of(codec, "\n"))]
         bridge = codec.bridge(ids, turn, following)
-        assert bridge is not None
+        assert isinstance(bridge, list)
         ids = [*ids, *turn, *bridge]
     assert ids == whole
 
@@ -233,22 +233,22 @@ def test_a_canonical_turn_with_its_bridge_equals_a_render_of_the_whole(codec: He
         ("<think>so", [], "</think><|im_end|>\n<|im_start|>assistant\n"),
         ("<think>so</think>", [], "<|im_end|>\n<|im_start|>assistant\n"),
         ("<think>so<tool_call>", [], "<|im_end|>\n<|im_start|>assistant\n"),
-        ("Hi<|im_end|>", ["assistant"], None),
-        ("Hi<|im_end|>", ["tool", "assistant"], None),
-        ("Hi<|im_end|>more", ["user"], None),
-        ("Hi<|im_end|><|im_end|>", ["user"], None),
+        ("Hi<|im_end|>", ["assistant"], "assistant_message"),
+        ("Hi<|im_end|>", ["tool", "assistant"], "assistant_message"),
+        ("Hi<|im_end|>more", ["user"], "sampled_after_end"),
+        ("Hi<|im_end|><|im_end|>", ["user"], "sampled_after_end"),
     ],
 )
-def test_bridges(codec: HermesCodec, sampled: str, messages: list[str], appended: str | None) -> None:
+def test_bridges(codec: HermesCodec, sampled: str, messages: list[str], appended: str) -> None:
     bridge = codec.bridge(codec.render([]), ids_of(codec, sampled), [{"role": r, "content": "x"} for r in messages])
-    assert (None if bridge is None else codec.tokenizer.decode(bridge)) == appended
-    assert bridge is None or bridge == ids_of(codec, appended or "")
+    assert (codec.tokenizer.decode(bridge) if isinstance(bridge, list) else bridge) == appended
+    assert not isinstance(bridge, list) or bridge == ids_of(codec, appended)
 
 
 def test_reasoning_that_the_prompt_opened_is_closed_too(codec: HermesCodec) -> None:
     prefix = [*codec.render([]), *ids_of(codec, "<think>\n")]
     bridge = codec.bridge(prefix, ids_of(codec, "so"), [])
-    assert bridge is not None
+    assert isinstance(bridge, list)
     assert codec.tokenizer.decode(bridge).startswith("</think><|im_end|>")
 
 
@@ -264,7 +264,7 @@ def test_many_turns_of_random_tokens_never_change_what_came_before(codec: Hermes
             turn = codec.parse(sampled)
             answers: list[Message] = [{"role": "tool", "content": call.raw} for call in turn.calls]
             bridge = codec.bridge(ids, sampled, answers or [{"role": "user", "content": turn.text}])
-            assert bridge is not None
+            assert isinstance(bridge, list)
             new_prompt = [*ids, *sampled, *bridge]
             assert new_prompt[: len(ids)] == ids
             assert new_prompt[len(ids) : len(ids) + len(sampled)] == sampled
@@ -319,7 +319,7 @@ OK = '{"name": "add", "arguments": {"x": 2}}'
 def test_every_attempt_is_kept_with_its_status(
     codec: HermesCodec, sampled: str, text: str, calls: list[Any], complete: bool
 ) -> None:
-    turn = codec.parse(ids_of(codec, sampled), tool_names={"add", "stop"})
+    turn = codec.parse(ids_of(codec, sampled), TOOLS)
     assert (turn.text, turn.reasoning, turn.complete) == (text, "", complete)
     assert [(call.name, call.arguments, call.status) for call in turn.calls] == calls
     assert turn.has_parse_error == any(status not in ("ok", "unknown_tool") for *_, status in calls)

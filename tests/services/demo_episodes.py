@@ -84,7 +84,7 @@ async def _take_turn(codec: HermesCodec, episode: Episode, sampled: list[int]) -
     observation = await episode.session.act(turn)
     episode.done = observation.done
     bridge = codec.bridge(episode.token_ids, sampled, observation.messages)
-    assert bridge is not None
+    assert isinstance(bridge, list)
     episode.token_ids += [*sampled, *bridge]
 
 

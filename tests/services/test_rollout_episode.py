@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from redis.asyncio import Redis
 
-from gspo_core.chat import HermesCodec
+from gspo_core.chat import ForkReason, HermesCodec
 from gspo_core.env import Environment, EnvironmentFailed, Observation, Start
 from gspo_core.types import Outcome, Segment, Split, StopReason, Trajectory
 from services.bus import Append, Fenced, Gap
@@ -95,7 +95,7 @@ async def test_an_episode_is_recorded_token_for_token(table: Table, codec: Herme
         world().tools,
     )
     bridge = codec.bridge(prompt, call, [{"role": "tool", "content": "2"}])
-    assert bridge is not None
+    assert isinstance(bridge, list)
     assert second_prompt == prompt + call + bridge
     assert stitched(segments) == prompt + call + bridge + say
     mask = [False] * len(prompt) + [True] * len(call) + [False] * len(bridge) + [True] * len(say)
@@ -685,8 +685,8 @@ async def test_a_history_that_cannot_be_continued_goes_on_in_a_new_branch(
     class Stripping(HermesCodec):
         """Rewrites the history before every turn, as templates that strip reasoning do."""
 
-        def bridge(self, prefix_ids: Any, sampled_ids: Any, new_messages: Any) -> None:
-            return None
+        def bridge(self, *_: Any, **__: Any) -> ForkReason:
+            return ForkReason.HISTORY_REWRITTEN
 
     call, say = speech.call("add", amount=2), speech.say("done")
     play = await Play.prepare(table, Stripping(codec.tokenizer), [call, say])
@@ -696,4 +696,5 @@ async def test_a_history_that_cannot_be_continued_goes_on_in_a_new_branch(
     assert first.token_ids.tolist() == play.policy.prompts[0] + call
     assert second.token_ids.tolist() == play.policy.prompts[1] + say
     assert codec.tokenizer.decode(play.policy.prompts[1]).count('{"name": "add", "arguments": {"amount": 2}}') == 1
-    assert play.setting.counters["drift/forks"] == 1
+    assert play.setting.counters["drift/forks"] == play.setting.counters["drift/forks_history_rewritten"] == 1
+    assert (await play.outcome()).metrics["forks"] == 1

@@ -1,0 +1,205 @@
+"""Reads tool calls out of sampled ids, in the syntaxes that models were trained to write.
+
+Rule: every attempt is kept, with its status and the tokens that it covers; nothing is repaired, and nothing is run.
+Whether arguments fit a tool is the business of whoever runs it; only a syntax without types (XML) looks at schemas, to
+know what was meant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from gspo_core.chat.text import strict_json
+from gspo_core.chat.tokenizer import Tokenizer, require_token
+from gspo_core.messages import CallStatus, ToolCall, ToolSchema
+
+Reading: TypeAlias = tuple[str | None, Any, CallStatus]
+"""Name, arguments and status of one attempt."""
+
+
+class CallReader(Protocol):
+    """One syntax of tool calls."""
+
+    @property
+    def opening_id(self) -> int | None:
+        """The token that begins a call wherever it stands, if the syntax has one."""
+        ...
+
+    def begin(self, ids: Sequence[int], start: int) -> int:
+        """Where the first attempt begins at or behind ``start``; ``len(ids)`` if there is none."""
+        ...
+
+    def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
+        """The attempts from ``begin`` on. ``ids`` is the turn without its stop token."""
+        ...
+
+
+class NoCalls:
+    """A model that is not known to write tool calls: whatever it says is text."""
+
+    opening_id = None
+
+    def begin(self, ids: Sequence[int], start: int) -> int:
+        return len(ids)
+
+    def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
+        yield from ()
+
+
+class TaggedCalls:
+    """Calls between the tokens ``<tool_call>`` and ``</tool_call>``; what is inside is read by ``read_body``."""
+
+    def __init__(self, tokenizer: Tokenizer, read_body: Callable[[str, Sequence[ToolSchema]], Reading]) -> None:
+        self._tokenizer = tokenizer
+        self._read_body = read_body
+        self.opening_id: int = require_token(tokenizer, "<tool_call>", "this syntax of tool calls")
+        self._closing_id = require_token(tokenizer, "</tool_call>", "this syntax of tool calls")
+
+    def begin(self, ids: Sequence[int], start: int) -> int:
+        return next((position for position in range(start, len(ids)) if ids[position] == self.opening_id), len(ids))
+
+    def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
+        position = begin
+        while (position := self.begin(ids, position)) < len(ids):
+            close = next((p for p in range(position + 1, len(ids)) if ids[p] == self._closing_id), None)
+            end = len(ids) if close is None else close + 1
+            raw = self._tokenizer.decode(ids[position + 1 : close])
+            unclosed: Reading = (None, {}, CallStatus.UNCLOSED_BLOCK)
+            name, arguments, status = unclosed if close is None else self._read_body(raw, tools)
+            yield ToolCall(name, arguments, status, raw, position, end)
+            position = end
+
+
+class LlamaCalls:
+    """Llama 3: the whole turn is a call, ``{"name": ..., "parameters": {...}}``, or several divided by ``;``.
+
+    Nothing marks a call but its shape. An object with neither a name nor parameters is an answer in JSON; text that
+    starts like a call and cannot be read is an attempt.
+    """
+
+    opening_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tag = tokenizer.token_id("<|python_tag|>")
+
+    def begin(self, ids: Sequence[int], start: int) -> int:
+        if self._tag is not None and self._tag in ids[start:]:
+            return ids.index(self._tag, start)
+        return start if _LLAMA_CALL.match(self._tokenizer.decode(ids[start:])) else len(ids)
+
+    def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
+        if begin == len(ids):
+            return
+        body = begin + (ids[begin] == self._tag)
+        text = self._tokenizer.decode(ids[body:])
+        position, start = 0, begin
+        while True:
+            (name, arguments, status), stop = _read_llama(text, position)
+            end = len(ids) if stop >= len(text) else self._token_behind(ids, body, stop)
+            yield ToolCall(name, arguments, status, text[position:stop].strip(), start, end)
+            if end == len(ids):
+                return
+            position, start = stop + 1, end
+
+    def _token_behind(self, ids: Sequence[int], body: int, num_chars: int) -> int:
+        """The first token that begins behind ``num_chars`` characters and the separator after them."""
+        low, high = body, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if len(self._tokenizer.decode(ids[body:middle])) <= num_chars:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def read_hermes(raw: str, tools: Sequence[ToolSchema]) -> Reading:
+    """``{"name": ..., "arguments": {...}}``."""
+    try:
+        value = strict_json(raw)
+    except ValueError:
+        return None, {}, CallStatus.INVALID_JSON
+    return _named(value, "arguments")
+
+
+def read_qwen_xml(raw: str, tools: Sequence[ToolSchema]) -> Reading:
+    """``<function=NAME> <parameter=KEY> value </parameter> ... </function>``, as Qwen3-Coder and Qwen3.5 write it."""
+    function = _XML_FUNCTION.fullmatch(raw)
+    if function is None:
+        return None, {}, CallStatus.MALFORMED_STRUCTURE
+    name, body = function[1].strip(), function[2]
+    types = _parameter_types(name, tools)
+    arguments: dict[str, Any] = {}
+    position = 0
+    for parameter in _XML_PARAMETER.finditer(body):
+        key = parameter[1].strip()
+        if body[position : parameter.start()].strip() or key in arguments:
+            return name or None, arguments, CallStatus.MALFORMED_STRUCTURE
+        arguments[key] = _typed(parameter[2], types.get(key))
+        position = parameter.end()
+    if body[position:].strip():
+        return name or None, arguments, CallStatus.MALFORMED_STRUCTURE
+    return (name, arguments, CallStatus.OK) if name else (None, arguments, CallStatus.MISSING_NAME)
+
+
+_LLAMA_CALL = re.compile(r'\s*\{\s*"(name|parameters|arguments|function)"\s*:')
+_XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
+# One newline on either side belongs to the syntax, everything else to the value.
+_XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _named(value: Any, *argument_keys: str) -> Reading:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        return None, {}, CallStatus.MISSING_NAME
+    return name, next((value[key] for key in argument_keys if key in value), {}), CallStatus.OK
+
+
+def _read_llama(text: str, position: int) -> tuple[Reading, int]:
+    """One attempt and where it stops: at the ``;`` before the next, or at the end of the text."""
+    begin = position + len(text[position:]) - len(text[position:].lstrip())
+    try:
+        value, end = _LLAMA_JSON.raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return (None, {}, CallStatus.INVALID_JSON), len(text)
+    rest = text[end:].lstrip()
+    if rest and not rest.startswith(";"):
+        return (None, {}, CallStatus.INVALID_JSON), len(text)
+    if not rest[1:].strip():
+        return _named(value, "parameters", "arguments"), len(text)
+    return _named(value, "parameters", "arguments"), text.index(";", end)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_LLAMA_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            properties = tool["function"].get("parameters", {}).get("properties", {})
+            return {key: schema.get("type") for key, schema in properties.items()}
+    return {}
+
+
+def _typed(text: str, wanted: Any) -> Any:
+    """The value that the text means for a parameter of this type; the text itself if it means none."""
+    if wanted is None or wanted == "string" or "string" in wanted:
+        return text
+    plain = text.strip()
+    if plain in _PYTHON_WORDS:  # templates write these as Python does
+        return _PYTHON_WORDS[plain]
+    try:
+        return strict_json(plain)
+    except ValueError:
+        return text
+
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}

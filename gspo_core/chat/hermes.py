@@ -1,0 +1,208 @@
+"""Turns messages into token ids and sampled ids into parsed turns, in the ChatML/Hermes format of the Qwen family.
+
+Rule: sampled ids are never decoded and encoded again. The prompt of the next turn is what was sent, what was sampled,
+and a freshly encoded bridge; text is read from ids, never the other way round. Control tokens come from this module
+alone: text that spells ``<|im_end|>``, in a tool's result say, is encoded as ordinary characters.
+No other chat format is known here, and no model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gspo_core.chat.calls import TaggedCalls, read_hermes
+from gspo_core.chat.text import text_of, to_json
+from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, require_token
+from gspo_core.chat.turns import TurnReader, can_be_written
+from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
+
+# The wording that Qwen models were trained to read around their tools.
+TOOLS_HEADER = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>"""
+TOOLS_FOOTER = """
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+_NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class HermesStyle:
+    """In what the models of the family differ."""
+
+    default_system: str | None = None
+    """What a conversation without a system message begins with (Qwen2.5)."""
+    reasons: bool = False
+    """History has think blocks, those of earlier questions removed (Qwen3)."""
+    empty_thought: bool = False
+    """The generation prompt ends with an empty think block: thinking switched off (Qwen3)."""
+
+
+class HermesCodec:
+    """Renders, continues and reads conversations of one model. Stateless, so one serves all episodes."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        default_system: str | None = None,
+        reasons: bool = False,
+        empty_thought: bool = False,
+        thinking: Literal["keep", "template"] = "keep",
+    ) -> None:
+        """The first three are those of ``HermesStyle``. ``thinking``: when a new question comes, ``keep`` goes on
+        behind everything that was sampled; ``template`` removes earlier reasoning, as the model's template does, which
+        starts a new branch."""
+        self.tokenizer = tokenizer
+        self.style = HermesStyle(default_system, reasons, empty_thought)
+        self._strips_thinking = thinking == "template" and reasons and not empty_thought
+        what = "the ChatML/Hermes format"
+        self._start, self._end = (require_token(tokenizer, token, what) for token in ("<|im_start|>", "<|im_end|>"))
+        end_of_text = tokenizer.token_id("<|endoftext|>")
+        self.stop_ids: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
+        """The tokens that end a turn; given to the engine as ids. The sampled one belongs to the turn."""
+        self._turn_reader = TurnReader(tokenizer, self.stop_ids, TaggedCalls(tokenizer, read_hermes))
+        if (reasons or empty_thought) and None in (self._turn_reader.think, self._turn_reader.think_end):
+            raise UnsuitableTokenizer("think blocks are configured, but the tokenizer has no <think> token")
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
+    ) -> list[int]:
+        """The ids of a whole conversation: for the first turn, and for a history that was rewritten."""
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        system = text_of(messages[0]) if has_system else self.style.default_system
+        pieces: list[str | int] = []
+        if tools or system is not None:
+            pieces += [self._start, "system\n", "" if system is None else system]
+            pieces += ["\n\n" if tools and system is not None else "", _tools_block(tools), self._end, "\n"]
+        pieces += self._turns(messages[has_system:])
+        return self._encode(pieces + self._generation_prompt() if generation_prompt else pieces)
+
+    def bridge(
+        self,
+        prefix_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        *,
+        history: Sequence[Message] = (),
+        tools: Sequence[ToolSchema] = (),
+    ) -> list[int] | ForkReason:
+        """The ids that follow ``prefix_ids + sampled_ids``: the turn's end if it was not sampled, ``new_messages``, and
+        the generation prompt. Where these cannot continue the conversation, why; then the caller starts a new branch.
+        ``history`` and ``tools`` are not needed: the ids say everything.
+        """
+        roles = {message["role"] for message in new_messages}
+        if not roles <= {"tool", "user", "system"}:
+            return ForkReason.ASSISTANT_MESSAGE
+        stops = [position for position, token in enumerate(sampled_ids) if token in self.stop_ids]
+        if stops and stops[0] != len(sampled_ids) - 1:
+            return ForkReason.SAMPLED_AFTER_END
+        if self._strips_thinking and "user" in roles and self._has_thought(prefix_ids, sampled_ids):
+            return ForkReason.THINKING_STRIPPED
+        pieces: list[str | int] = []
+        if not stops:
+            closing_id = self._turn_reader.think_end
+            if closing_id is not None and self._turn_reader.is_thinking(prefix_ids, sampled_ids, self._start):
+                pieces.append(closing_id)
+            pieces.append(self._end)
+        # The template writes a newline behind the end of a turn, and the engine stops before it.
+        return self._encode([*pieces, "\n", *self._turns(new_messages), *self._generation_prompt()])
+
+    def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn:
+        """Reads a sampled turn. With ``tools``, calls of other tools get the status ``unknown_tool``."""
+        return self._turn_reader.read(sampled_ids, tools)
+
+    def message(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> Message:
+        """A sampled turn as a message of the history."""
+        turn = self.parse(sampled_ids, tools)
+        return self._turn_reader.message(sampled_ids, turn, as_text=not can_be_written(turn))
+
+    def _has_thought(self, prefix_ids: Sequence[int], sampled_ids: Sequence[int]) -> bool:
+        closing_id = self._turn_reader.think_end
+        return closing_id in sampled_ids or closing_id in prefix_ids
+
+    def _turns(self, messages: Sequence[Message]) -> Iterator[str | int]:
+        question = _last_question(messages) if self.style.reasons else 0
+        for position, message in enumerate(messages):
+            role, is_last = message["role"], position + 1 == len(messages)
+            if role == "tool":  # neighbouring results share one user turn
+                if position == 0 or messages[position - 1]["role"] != "tool":
+                    yield from (self._start, "user")
+                yield f"\n<tool_response>\n{text_of(message)}\n</tool_response>"
+                if not is_last and messages[position + 1]["role"] == "tool":
+                    continue
+            elif role == "assistant":
+                thought, text = _thought_and_text(message) if self.style.reasons else ("", text_of(message))
+                if self.style.reasons and position > question and (thought or is_last):
+                    yield from (self._start, "assistant\n<think>\n" + thought.strip("\n") + "\n</think>\n\n")
+                    yield text.lstrip("\n")
+                else:
+                    yield from (self._start, "assistant\n" + text)
+                yield _written_calls(message, bool(text))
+            else:
+                yield from (self._start, f"{role}\n{text_of(message)}")
+            yield from (self._end, "\n")
+
+    def _generation_prompt(self) -> list[str | int]:
+        return [self._start, "assistant\n" + (_NO_THOUGHT if self.style.empty_thought else "")]
+
+    def _encode(self, pieces: Iterable[str | int]) -> list[int]:
+        """Text between two control tokens is encoded in one piece, as a template's whole text would be."""
+        ids: list[int] = []
+        text = ""
+        for piece in [*pieces, None]:
+            if isinstance(piece, str):
+                text += piece
+                continue
+            if text:
+                ids += self.tokenizer.encode(text)
+                text = ""
+            if piece is not None:
+                ids.append(piece)
+        return ids
+
+
+def _tools_block(tools: Sequence[ToolSchema]) -> str:
+    return TOOLS_HEADER + "".join(f"\n{to_json(tool)}" for tool in tools) + TOOLS_FOOTER if tools else ""
+
+
+def _written_calls(message: Message, has_text: bool) -> str:
+    """The calls of an assistant message of the history, as the model would have written them."""
+    written = ""
+    for call in message.get("tool_calls") or ():
+        function: Mapping[str, Any] = call.get("function", call)
+        arguments = function["arguments"]
+        value = arguments if isinstance(arguments, str) else to_json(arguments)
+        separator = "\n" if written or has_text else ""
+        written += f'{separator}<tool_call>\n{{"name": "{function["name"]}", "arguments": {value}}}\n</tool_call>'
+    return written
+
+
+def _last_question(messages: Sequence[Message]) -> int:
+    """Where the last message of a user stands that is no tool's result; behind everything if there is none."""
+    for position in range(len(messages) - 1, -1, -1):
+        if messages[position]["role"] == "user":
+            text = text_of(messages[position])
+            if not (text.startswith("<tool_response>") and text.endswith("</tool_response>")):
+                return position
+    return len(messages) - 1
+
+
+def _thought_and_text(message: Message) -> tuple[str, str]:
+    """The reasoning of an assistant message, given apart or in front of its text."""
+    text, thought = text_of(message), message.get("reasoning_content")
+    if isinstance(thought, str):
+        return thought, text
+    if "</think>" not in text:
+        return "", text
+    before, *_, after = text.split("</think>")
+    return before.rstrip("\n").split("<think>")[-1].lstrip("\n"), after.lstrip("\n")

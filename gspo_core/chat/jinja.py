@@ -1,0 +1,80 @@
+"""Runs a model's chat template, with what model publishers expect to find there.
+
+Rule: a template is somebody else's program: it runs in a sandbox, sees only what it is given, and knows no clock.
+`jinja2` is imported when a template is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gspo_core.messages import Message, ToolSchema
+
+
+class TemplateRefused(ValueError):
+    """A chat template cannot be used, or does not accept a conversation."""
+
+
+class Template:
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        variables: Mapping[str, Any],
+        generation_prompt: bool,
+    ) -> str:
+        """Raises ``TemplateRefused``."""
+        try:
+            return str(
+                self._compiled.render(
+                    **{"messages": messages, "tools": tools or None, "add_generation_prompt": generation_prompt},
+                    **variables,
+                )
+            )
+        except TemplateRefused:
+            raise
+        except Exception as error:  # a template is somebody else's program
+            raise TemplateRefused(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+def compile_template(source: str) -> Template:
+    """Raises ``TemplateRefused``."""
+    try:
+        from jinja2 import TemplateSyntaxError
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError:
+        raise TemplateRefused("chat templates need the package jinja2: pip install 'jinja2>=3.1'") from None
+
+    class Generation(Extension):
+        """``{% generation %}`` marks the assistant's words for other programs; here it changes nothing."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    try:
+        return Template(environment.from_string(source))
+    except TemplateSyntaxError as error:
+        raise TemplateRefused(f"the chat template cannot be read (line {error.lineno}): {error.message}") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Without HTML escapes, which jinja2's own filter writes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateRefused(f"the chat template says: {message}")

@@ -1,0 +1,234 @@
+"""Which codec a model gets: the written-out one where it agrees with the model's own template, else that template.
+
+Rule: agreement is shown, not assumed: probe conversations are rendered both ways and must give the same ids. What
+cannot be decided is an error that names the key to set, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+from gspo_core.chat.calls import CallReader, LlamaCalls, NoCalls, TaggedCalls, read_hermes, read_qwen_xml
+from gspo_core.chat.hermes import HermesCodec
+from gspo_core.chat.jinja import TemplateRefused
+from gspo_core.chat.template import TemplateCodec
+from gspo_core.chat.tokenizer import TemplateTokenizer, Tokenizer, UnsuitableTokenizer, load_tokenizer
+from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
+
+Format: TypeAlias = Literal["auto", "hermes", "template"]
+Calls: TypeAlias = Literal["auto", "hermes", "qwen_xml", "llama_json", "none"]
+Thinking: TypeAlias = Literal["keep", "template"]
+
+_CHATML = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+
+
+class UnsuitableChat(ValueError):
+    """No chat codec fits the model as the job asks for it. The text says what to change."""
+
+
+class ChatCodec(Protocol):
+    """Between messages and ids, for one model."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def stop_ids(self) -> Sequence[int]: ...
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
+    ) -> list[int]: ...
+
+    def bridge(
+        self,
+        prefix_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        *,
+        history: Sequence[Message] = (),
+        tools: Sequence[ToolSchema] = (),
+    ) -> list[int] | ForkReason: ...
+
+    def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn: ...
+
+    def message(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> Message: ...
+
+
+def load_codec(
+    model_dir: Path,
+    *,
+    format: Format = "auto",
+    calls: Calls = "auto",
+    thinking: Thinking = "keep",
+    variables: Mapping[str, Any] | None = None,
+) -> ChatCodec:
+    """The codec of a model directory. Raises ``UnsuitableChat`` or ``UnsuitableTokenizer``."""
+    model_dir = Path(model_dir)
+    tokenizer = load_tokenizer(model_dir)
+    template = _chat_template(model_dir)
+    given = _special_tokens(model_dir) | dict(variables or {})
+    if template is None:
+        if format == "template":
+            raise UnsuitableChat(f"chat.format is template, but {model_dir} has no chat template")
+        return _without_template(tokenizer, model_dir, thinking, given)
+    try:
+        native = None if format == "template" else _native(tokenizer, template, given, thinking)
+        if native is not None:
+            return native
+        if format == "hermes":
+            raise UnsuitableChat(
+                "chat.format is hermes, but the model's own template writes conversations in another way; "
+                "leave the key out to follow the template"
+            )
+        reader = _call_reader(tokenizer, template, calls)
+        return TemplateCodec(
+            tokenizer, template, reader, thinking=thinking, variables=given, stop_ids=_model_ends(model_dir)
+        )
+    except TemplateRefused as error:
+        raise UnsuitableChat(f"the chat template of {model_dir} cannot be used: {error}") from error
+
+
+def _without_template(
+    tokenizer: TemplateTokenizer, model_dir: Path, thinking: Thinking, variables: Mapping[str, Any]
+) -> ChatCodec:
+    missing = [token for token in _CHATML if tokenizer.token_id(token) is None]
+    if missing:
+        raise UnsuitableChat(
+            f"{model_dir} has no chat template, and its tokenizer lacks {', '.join(missing)} of the ChatML/Hermes "
+            "format: put the model's template there as chat_template.jinja"
+        )
+    return HermesCodec(tokenizer, thinking=thinking, empty_thought=variables.get("enable_thinking") is False)
+
+
+def _native(
+    tokenizer: TemplateTokenizer, template: str, variables: Mapping[str, Any], thinking: Thinking
+) -> HermesCodec | None:
+    """The written-out codec in the variant that gives what the template gives, if there is one."""
+    if any(tokenizer.token_id(token) is None for token in _CHATML):
+        return None
+    theirs = TemplateCodec(tokenizer, template, NoCalls(), variables=variables)
+    default_system = _default_system(theirs)
+    for reasons, empty_thought in product((False, True), repeat=2):
+        try:
+            ours = HermesCodec(
+                tokenizer,
+                default_system=default_system,
+                reasons=reasons,
+                empty_thought=empty_thought,
+                thinking=thinking,
+            )
+        except UnsuitableTokenizer:  # no think tokens
+            continue
+        if _agree(ours, theirs):
+            return ours
+    return None
+
+
+def _agree(ours: HermesCodec, theirs: TemplateCodec) -> bool:
+    try:
+        return all(
+            ours.render(messages, tools, generation_prompt=prompt)
+            == theirs.render(messages, tools, generation_prompt=prompt)
+            for messages, tools in _probes()
+            for prompt in (True, False)
+        )
+    except TemplateRefused:
+        return False
+
+
+def _default_system(codec: TemplateCodec) -> str | None:
+    text = codec.tokenizer.decode(codec.render([{"role": "user", "content": "x"}]))
+    begin, end = "<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n"
+    return text[len(begin) : text.index(end)] if text.startswith(begin) and end in text else None
+
+
+def _probes() -> Iterator[tuple[list[Message], list[ToolSchema]]]:
+    tool: ToolSchema = {
+        "type": "function",
+        "function": {"name": "add", "description": "Ä <b>", "parameters": {"type": "object", "properties": {}}},
+    }
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": [1, "ü"], "y": None}}}
+    system: Message = {"role": "system", "content": "Be brief."}
+    user: Message = {"role": "user", "content": " What? "}
+    answer: Message = {"role": "assistant", "content": "That."}
+    acting: Message = {"role": "assistant", "content": "I add.", "tool_calls": [call, call]}
+    silent: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result: Message = {"role": "tool", "content": "2"}
+    for tools in ([], [tool]):
+        for begin in ([user], [system, user]):
+            yield begin, tools
+            yield [*begin, answer], tools
+            yield [*begin, answer, user], tools
+            yield [*begin, acting, result, result, silent, result], tools
+            for turn in (answer, acting):
+                thoughtful = {**turn, "reasoning_content": "Hm."}
+                yield [*begin, thoughtful, result if turn is acting else user], tools
+                yield [*begin, thoughtful, user, turn], tools
+
+
+def _call_reader(tokenizer: TemplateTokenizer, template: str, calls: Calls) -> CallReader:
+    chosen = _calls_of(template) if calls == "auto" else calls
+    if chosen == "none":
+        return NoCalls()
+    if chosen == "llama_json":
+        return LlamaCalls(tokenizer)
+    if chosen is None:
+        raise UnsuitableChat(
+            "the model's template is none whose tool calls are known: set chat.calls to hermes, qwen_xml or llama_json "
+            "if it writes them so, or to none for environments without tools"
+        )
+    return TaggedCalls(tokenizer, read_qwen_xml if chosen == "qwen_xml" else read_hermes)
+
+
+def _calls_of(template: str) -> Calls | None:
+    """By what the template says to the model. A template without a word on tools writes no calls."""
+    if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
+        return "qwen_xml"
+    if "<tool_call>" in template and '"arguments"' in template.replace("\\", ""):
+        return "hermes"
+    if "<|start_header_id|>" in template and '"parameters"' in template.replace("\\", ""):
+        return "llama_json"
+    return None if "tool" in template else "none"
+
+
+def _chat_template(model_dir: Path) -> str | None:
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    given = _read_json(model_dir / "tokenizer_config.json").get("chat_template")
+    if isinstance(given, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in given if isinstance(item, dict)}
+        given = named.get("tool_use") or named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _special_tokens(model_dir: Path) -> dict[str, Any]:
+    """``bos_token`` and the like, which templates name."""
+    config = _read_json(model_dir / "tokenizer_config.json")
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    found = {name: config.get(name) for name in names}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _model_ends(model_dir: Path) -> list[int]:
+    """Where engines stop by themselves."""
+    ends: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        given = _read_json(model_dir / name).get("eos_token_id")
+        ends += [token for token in (given if isinstance(given, list) else [given]) if isinstance(token, int)]
+    return ends
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsuitableChat(f"{path} is not JSON: {error}") from error
+    return value if isinstance(value, dict) else {}

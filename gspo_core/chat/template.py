@@ -1,0 +1,221 @@
+"""A chat format given by a model's own template: rendered as the template says, continued only where that is proven.
+
+Rule: a bridge is taken from the template's rendering of the whole conversation, and only if everything before the
+sampled turn is written as it was and the turn itself says what was sampled; otherwise the caller starts a new branch
+and is told why. What was sampled is kept as ids either way.
+Text that spells a control token stays text: it is defused before the template sees it. The template runs in a sandbox
+and knows no clock, so a prompt does not depend on the day.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from gspo_core.chat.calls import CallReader
+from gspo_core.chat.jinja import TemplateRefused, compile_template
+from gspo_core.chat.text import strict_json, text_of
+from gspo_core.chat.tokenizer import TemplateTokenizer, UnsuitableTokenizer
+from gspo_core.chat.turns import TurnReader, can_be_written
+from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
+
+_PROBE = "gspo probe"
+_THOUGHT = re.compile(r"<think>.*?</think>\s*|<think>\s*$", re.DOTALL)
+_FIRST_PRIVATE, _LAST_PRIVATE = 0xE000, 0xF8FF
+
+
+class TemplateCodec:
+    """Renders, continues and reads conversations of one model. Stateless, so one serves all episodes."""
+
+    def __init__(
+        self,
+        tokenizer: TemplateTokenizer,
+        template: str,
+        calls: CallReader,
+        *,
+        thinking: Literal["keep", "template"] = "keep",
+        variables: Mapping[str, Any] | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        """``variables`` are handed to the template; ``stop_ids`` end a turn besides the token that the template writes
+        there. ``thinking: template`` follows a template that removes earlier reasoning, at the price of new branches;
+        ``keep`` goes on behind what was sampled."""
+        self.tokenizer = tokenizer
+        self._template = compile_template(template)
+        self._variables = dict(variables or {})
+        self._keeps_thinking = thinking == "keep"
+        self._specials = re.compile("|".join(re.escape(token) for token in tokenizer.special_tokens) or r"(?!)")
+        self._turn_end = self._find_turn_end()
+        end_id = tokenizer.token_id(self._turn_end)
+        assert end_id is not None
+        self.stop_ids: tuple[int, ...] = (end_id, *(token for token in dict.fromkeys(stop_ids) if token != end_id))
+        """The tokens that end a turn; given to the engine as ids. The sampled one belongs to the turn."""
+        prompt = self._template.render([{"role": "user", "content": _PROBE}], (), self._variables, True)
+        self._turn_reader = TurnReader(
+            tokenizer, self.stop_ids, calls, opens_thought=prompt.rstrip().endswith("<think>")
+        )
+        self._takes_several_calls = self._accepts(2)
+        self._check_encoding(prompt)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
+    ) -> list[int]:
+        """The ids of a whole conversation. Raises ``TemplateRefused``."""
+        defused = _Defused(self._specials, (messages, tools))
+        return self._encode(self._text(defused, messages, tools, generation_prompt), defused)
+
+    def bridge(
+        self,
+        prefix_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        *,
+        history: Sequence[Message] = (),
+        tools: Sequence[ToolSchema] = (),
+    ) -> list[int] | ForkReason:
+        """The ids that follow ``prefix_ids + sampled_ids``, or why there are none. ``history`` is what the turn
+        answered: the messages behind ``prefix_ids``."""
+        if any(message["role"] == "assistant" for message in new_messages):
+            return ForkReason.ASSISTANT_MESSAGE
+        stops = [position for position, token in enumerate(sampled_ids) if token in self.stop_ids]
+        if stops and stops[0] != len(sampled_ids) - 1:
+            return ForkReason.SAMPLED_AFTER_END
+        turn = self.message(sampled_ids, tools)
+        defused = _Defused(self._specials, (history, turn, new_messages, tools))
+        try:
+            before = self._text(defused, history, tools, True)
+            after = self._text(defused, [*history, turn, *new_messages], tools, True)
+        except TemplateRefused:
+            return ForkReason.TEMPLATE_REFUSED
+        # Contents are defused, so each of these tokens is structure: the turn ends at the next one behind its prompt.
+        pieces = after.split(self._turn_end)
+        num_before = before.count(self._turn_end) + 1
+        head, following = self._turn_end.join(pieces[:num_before]), self._turn_end.join(pieces[num_before:])
+        if len(pieces) <= num_before or not self._plain(head).startswith(self._plain(before)):
+            return ForkReason.HISTORY_REWRITTEN
+        written = self._plain(head)[len(self._plain(before)) :]
+        if not self._says_the_same(self._encode(written, defused), sampled_ids, tools):
+            return ForkReason.TURN_REWRITTEN
+        return self._encode(("" if stops else self._turn_end) + following, defused)
+
+    def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn:
+        """Reads a sampled turn. With ``tools``, calls of other tools get the status ``unknown_tool``."""
+        return self._turn_reader.read(sampled_ids, tools)
+
+    def message(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> Message:
+        """A sampled turn as a message of the history, in a form that the template accepts."""
+        turn = self.parse(sampled_ids, tools)
+        as_calls = can_be_written(turn) and (len(turn.calls) < 2 or self._takes_several_calls)
+        return self._turn_reader.message(sampled_ids, turn, as_text=not as_calls)
+
+    def _says_the_same(
+        self, written_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[ToolSchema]
+    ) -> bool:
+        """Whether the template's version of the turn is read as the sampled one is."""
+        opens_thought = self._turn_reader.opens_thought and not self._keeps_thinking
+        written = self._turn_reader.read([*written_ids, self.stop_ids[0]], tools, opens_thought=opens_thought)
+        sampled = self._turn_reader.read(sampled_ids, tools)
+        if not self._keeps_thinking and written.reasoning != sampled.reasoning:
+            return False
+        return written.text == sampled.text and [_meaning(call) for call in written.calls] == [
+            _meaning(call) for call in sampled.calls
+        ]
+
+    def _plain(self, text: str) -> str:
+        """Text to compare histories by: without think blocks where the job keeps them as they were sampled."""
+        return _THOUGHT.sub("", text) if self._keeps_thinking else text
+
+    def _text(
+        self, defused: _Defused, messages: Sequence[Message], tools: Sequence[ToolSchema], generation_prompt: bool
+    ) -> str:
+        normal = [_normal(message) for message in messages]
+        return self._template.render(defused(normal), defused(tools), self._variables, generation_prompt)
+
+    def _encode(self, text: str, defused: _Defused) -> list[int]:
+        ids: list[int] = []
+        position = 0
+        for match in self._specials.finditer(text):
+            ids += self._encode_plain(defused.restore(text[position : match.start()]))
+            token_id = self.tokenizer.token_id(match[0])
+            assert token_id is not None
+            ids.append(token_id)
+            position = match.end()
+        return ids + self._encode_plain(defused.restore(text[position:]))
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text) if text else []
+
+    def _find_turn_end(self) -> str:
+        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
+        text = self._template.render(conversation, (), self._variables, False)
+        found = self._specials.search(text, text.find(_PROBE) + len(_PROBE))
+        if _PROBE not in text or found is None:
+            raise UnsuitableTokenizer(
+                "the chat template writes no control token behind the assistant's words, so nothing would end a turn"
+            )
+        return found[0]
+
+    def _accepts(self, num_calls: int) -> bool:
+        call = _normal_call({"function": {"name": "f", "arguments": {"x": 1}}})
+        turn: Message = {"role": "assistant", "content": "", "tool_calls": [call] * num_calls}
+        answer: Message = {"role": "tool", "content": "1", "name": "f", "tool_call_id": call["id"]}
+        conversation = [{"role": "user", "content": "x"}, turn, *[answer] * num_calls]
+        try:
+            self._template.render(conversation, (), self._variables, True)
+        except TemplateRefused:
+            return False
+        return True
+
+    def _check_encoding(self, prompt: str) -> None:
+        """Pieces between control tokens, encoded one by one, must give the ids of the whole text."""
+        if self._encode(prompt, _Defused(self._specials, ())) != self.tokenizer.encode_whole(prompt):
+            raise UnsuitableTokenizer(
+                "this tokenizer encodes text behind a control token in another way than text alone, which the codec "
+                "for chat templates does not know"
+            )
+
+
+class _Defused:
+    """Writes a character into text that spells a control token, and takes it out again after rendering."""
+
+    def __init__(self, specials: re.Pattern[str], values: Any) -> None:
+        self._specials = specials
+        seen = repr(values)
+        # A private character that nobody wrote; ``repr`` shows these escaped.
+        codes = range(_FIRST_PRIVATE, _LAST_PRIVATE)
+        self._mark = next(chr(code) for code in codes if f"\\u{code:04x}" not in seen)
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._specials.sub(lambda match: match[0][0] + self._mark + match[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self(key): self(item) for key, item in value.items()}
+        if isinstance(value, Iterable):
+            return [self(item) for item in value]
+        return value
+
+    def restore(self, text: str) -> str:
+        return text.replace(self._mark, "")
+
+
+def _normal(message: Message) -> Message:
+    """The message as templates expect it: text as a string, the arguments of calls as objects."""
+    normal: dict[str, Any] = {**message, "content": text_of(message)}
+    if message.get("tool_calls"):
+        normal["tool_calls"] = [_normal_call(call) for call in message["tool_calls"]]
+    else:
+        normal.pop("tool_calls", None)
+    return normal
+
+
+def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function", call))
+    if isinstance(function["arguments"], str):
+        function["arguments"] = strict_json(function["arguments"])
+    return {"id": "call00000", "type": "function", **call, "function": function}
+
+
+def _meaning(call: Any) -> tuple[Any, ...]:
+    readable = call.name is not None
+    return (call.status, call.name, call.arguments) if readable else (call.status, call.raw.strip())

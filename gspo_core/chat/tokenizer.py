@@ -1,0 +1,90 @@
+"""The tokenizer of a model, as far as chat codecs need it.
+
+Rule: text never becomes a control token, whatever it spells; who wants one asks for its id.
+It loads ``tokenizer.json`` with the `tokenizers` library and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class UnsuitableTokenizer(ValueError):
+    """The tokenizer, or what should hold it, cannot be used with this codec."""
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text: nothing is added, and text never becomes a special token, whatever it spells."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included; damaged UTF-8 becomes U+FFFD."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that is written exactly so, None if there is none."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class TemplateTokenizer(Tokenizer, Protocol):
+    """What a codec needs besides if the control tokens come out of a template, as text."""
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The control tokens, as they are written."""
+        ...
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Ids of text in which control tokens are spelt out and meant."""
+        ...
+
+
+def load_tokenizer(model_dir: Path) -> TemplateTokenizer:
+    """The tokenizer of a model directory (``tokenizer.json``)."""
+    return _FileTokenizer(Path(model_dir) / "tokenizer.json")
+
+
+def require_token(tokenizer: Tokenizer, token: str, what: str) -> int:
+    """The id of a token that ``what`` is made of."""
+    found = tokenizer.token_id(token)
+    if found is None:
+        raise UnsuitableTokenizer(f"the tokenizer has no token {token}, which {what} is made of")
+    return found
+
+
+class _FileTokenizer:
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        if not path.is_file():
+            raise UnsuitableTokenizer(f"{path} does not exist; a model directory holds its tokenizer in this file")
+        self._backend = Backend.from_file(str(path))
+        self._backend.encode_special_tokens = True  # text never becomes a special token
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        added = self._backend.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in added if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        # A policy can write half a surrogate pair as JSON escape; it has no bytes.
+        sound = text.encode("utf-8", "replace").decode("utf-8")
+        return list(self._backend.encode(sound, add_special_tokens=False).ids)
+
+    def encode_whole(self, text: str) -> list[int]:
+        self._backend.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._backend.encode_special_tokens = True
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found

@@ -1,0 +1,102 @@
+"""Reads one sampled turn: reasoning, text and calls, from its ids.
+
+Rule: text is read from ids, never the other way round, and a call inside the reasoning is no call.
+What a conversation looks like around the turn is the business of the codecs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from gspo_core.chat.calls import CallReader
+from gspo_core.chat.tokenizer import Tokenizer
+from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema
+
+
+class TurnReader:
+    """One per codec; stateless."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop_ids: Sequence[int], calls: CallReader, *, opens_thought: bool = False
+    ) -> None:
+        """``opens_thought``: the generation prompt ends inside a think block."""
+        self._tokenizer = tokenizer
+        self._stop_ids = tuple(stop_ids)
+        self._calls = calls
+        self.opens_thought = opens_thought
+        self.think, self.think_end = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+
+    def read(
+        self,
+        sampled_ids: Sequence[int],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        opens_thought: bool | None = None,
+    ) -> ParsedTurn:
+        """With ``tools``, calls of others get the status ``unknown_tool``."""
+        ids = self._without_stop(sampled_ids)
+        complete = len(ids) < len(sampled_ids)
+        thought, begin, is_open = self._split_thought(
+            ids, self.opens_thought if opens_thought is None else opens_thought
+        )
+        first_call = self._calls.begin(ids, begin)
+        text = "" if is_open else self._tokenizer.decode(ids[begin:first_call]).strip()
+        calls = () if is_open else tuple(self._read_calls(ids, first_call, tools))
+        return ParsedTurn(text, calls, complete and not is_open, self._tokenizer.decode(thought).strip())
+
+    def message(self, sampled_ids: Sequence[int], turn: ParsedTurn, *, as_text: bool = False) -> Message:
+        """The turn as a message of the history; ``as_text`` writes its calls as they were sampled."""
+        message: dict[str, object] = {"role": "assistant"}
+        if as_text:
+            ids = self._without_stop(sampled_ids)
+            message["content"] = self._tokenizer.decode(ids[self._split_thought(ids, self.opens_thought)[1] :]).strip()
+        else:
+            message["content"] = turn.text
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.calls and not as_text:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in turn.calls
+            ]
+        return message
+
+    def is_thinking(self, prefix_ids: Sequence[int], sampled_ids: Sequence[int], header_id: int) -> bool:
+        """Whether a think block is open behind these ids; ``header_id`` begins a message."""
+        for token in (*reversed(sampled_ids), *reversed(prefix_ids)):
+            if token in (self.think_end, self._calls.opening_id, header_id):
+                return False
+            if token == self.think:
+                return True
+        return False
+
+    def _without_stop(self, sampled_ids: Sequence[int]) -> list[int]:
+        ids = list(sampled_ids)
+        return ids[: next((position for position, token in enumerate(ids) if token in self._stop_ids), None)]
+
+    def _split_thought(self, ids: Sequence[int], opens_thought: bool) -> tuple[Sequence[int], int, bool]:
+        """The reasoning, where the rest begins, and whether the reasoning was left open."""
+        has_begun = opens_thought or (self.think is not None and self.think in ids)
+        begin = ids.index(self.think) + 1 if self.think is not None and self.think in ids else 0
+        if self.think_end is not None and self.think_end in ids[begin:]:
+            end = ids.index(self.think_end, begin)
+            return ids[begin:end], end + 1, False
+        if not has_begun:
+            return [], 0, False
+        if self._calls.opening_id is not None and self._calls.opening_id in ids[begin:]:  # a call closes the reasoning
+            end = ids.index(self._calls.opening_id, begin)
+            return ids[begin:end], end, False
+        return ids[begin:], len(ids), True
+
+    def _read_calls(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema] | None) -> Iterator[ToolCall]:
+        names = None if tools is None else {tool["function"]["name"] for tool in tools}
+        for call in self._calls.read(ids, begin, tools or ()):
+            is_foreign = call.status is CallStatus.OK and names is not None and call.name not in names
+            yield replace(call, status=CallStatus.UNKNOWN_TOOL) if is_foreign else call
+
+
+def can_be_written(turn: ParsedTurn) -> bool:
+    """Its calls can be written down again as calls: each names a tool and gives it an object."""
+    readable = (CallStatus.OK, CallStatus.UNKNOWN_TOOL)
+    return all(call.status in readable and isinstance(call.arguments, dict) for call in turn.calls)
