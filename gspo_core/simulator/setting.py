@@ -1,0 +1,89 @@
+"""What is simulated: lengths of episodes, machines, the job's settings, and what fails how often."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gspo_core.staleness import OnStale
+from gspo_core.types import InvalidValue
+
+# The 99th percentile of a normal distribution, in standard deviations.
+_P99 = 2.3263
+BYTES_PER_TOKEN = 10
+"""About what a token takes in the queue: id, log-prob, mask and version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens that episodes sample: log-normal, cut off where the job's limit ends an episode."""
+
+    median: float = 500.0
+    p99_over_p50: float = 10.0
+    """How heavy the tail is: 1 is none, 10 is usual for reasoning with tools, 33 is extreme."""
+    limit: float = 32_000.0
+    """``limits.max_episode_tokens``."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.median <= self.limit and self.p99_over_p50 >= 1):
+            raise InvalidValue(f"lengths with median {self.median}, p99/p50 {self.p99_over_p50}, limit {self.limit}")
+
+    def draw(self, rng: np.random.Generator) -> float:
+        sigma = math.log(self.p99_over_p50) / _P99
+        return float(min(self.limit, max(1.0, self.median * math.exp(sigma * rng.standard_normal()))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Mean times between failures in seconds; infinite is never."""
+
+    worker_mtbf_s: float = math.inf
+    """Of each rollout worker; its episodes are leased again after ``lease_s``."""
+    resumable: bool = True
+    """Whether an episode goes on after its last appended piece; else it starts again."""
+    episode_failure_share: float = 0.0
+    """Of episodes that end for a reason of the infrastructure: without a reward, so they are not trained."""
+    trainer_mtbf_s: float = math.inf
+    rollback_share: float = 0.0
+    """Of the trainer's deaths after which the batch logs since the newest checkpoint are lost too."""
+    lease_s: float = 30.0
+    restart_s: float = 20.0
+    """From a trainer's death until its successor has loaded the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A job on machines that sample ``num_episodes`` at once, each with ``tokens_per_s``."""
+
+    lengths: Lengths = field(default_factory=Lengths)
+    faults: Faults = field(default_factory=Faults)
+    groups_per_step: int = 8
+    group_size: int = 8
+    max_staleness: int = 4
+    staleness_cap: int | None = None
+    """None: 4 times ``max_staleness``, as in a job."""
+    on_stale: OnStale = "mask"
+    stale_wait_s: float = 600.0
+    budget_bytes: int | None = None
+    """For what the queue holds; None is no bound but admission."""
+    num_workers: int = 4
+    num_episodes: int = 256
+    tokens_per_s: float = 40.0
+    chunk_tokens: float = 1024.0
+    train_s: float = 3.0
+    publish_s: float = 0.5
+    checkpoint_every: int = 20
+    num_steps: int = 100
+    warmup_steps: int = 20
+    """Rates are measured after so many steps: the first groups to end are the short ones."""
+
+    @property
+    def cap(self) -> int:
+        return 4 * self.max_staleness if self.staleness_cap is None else self.staleness_cap
+
+    @property
+    def group_bytes(self) -> int:
+        """The most that a group may need in the queue."""
+        return int(self.group_size * self.lengths.limit * BYTES_PER_TOKEN)
