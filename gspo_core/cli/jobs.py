@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +46,18 @@ def show(url: str, *, as_json: bool) -> int:
     if not jobs:
         print("no jobs yet; submit one with: gspo submit FILE")
         return 0
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    # An id that is cut short cannot be copied into another command.
-    whole_id = Column("job", no_wrap=True, min_width=max(len(job["id"]) for job in jobs))
-    table = Table(whole_id, "name", "status", "step", "version", "why it waits or ended", "created", box=None)
     for job in jobs:
-        table.add_row(*_row(job))
-    Console().print(table)
+        print(*_lines(job), sep="\n")
     return 0
 
 
-def _row(job: Mapping[str, Any]) -> tuple[str, ...]:
-    reason = job.get("status_reason") or {}
-    version = job.get("policy_version")
-    return (
-        *(job["id"], job.get("name") or "", job["status"], str(job.get("step", 0))),
-        *("" if version is None else str(version), reason.get("message", ""), job["created_at"]),
-    )
+def _lines(job: Mapping[str, Any]) -> Iterator[str]:
+    """The id first and whole, so that it can be copied into another command; a reason below, however long it is."""
+    created = f"{job['created_at'][:16]}Z".replace("T", " ")
+    yield f"{job['id']}  {job['status']:<10} step {job.get('step', 0):<6} {created}  {job.get('name') or ''}".rstrip()
+    reason = (job.get("status_reason") or {}).get("message")
+    if reason and job["status"] != "succeeded":
+        yield f"    {reason}"
 
 
 def cancel(url: str, job_id: str) -> int:

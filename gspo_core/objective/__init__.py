@@ -5,7 +5,7 @@ in `docs/objective.md`. In order of reading: `loss` (the whole in one function),
 `losses`, `stats`, `metrics`, `alarms`. It holds no model and takes no step (`gspo_core.learner` does).
 """
 
-from gspo_core.objective.alarms import Alarm, AlarmKind, AlarmPatience, loss_alarms
+from gspo_core.objective.alarms import Alarm, AlarmKind, AlarmPatience, group_alarms, loss_alarms
 from gspo_core.objective.inputs import NonFiniteInput, ObjectiveError
 from gspo_core.objective.loss import loss_denominators, policy_loss
 from gspo_core.objective.metrics import loss_metrics
@@ -30,6 +30,7 @@ __all__ = [
     "ObjectiveError",
     "config_refusals",
     "config_warnings",
+    "group_alarms",
     "loss_alarms",
     "loss_denominators",
     "loss_metrics",

@@ -43,10 +43,15 @@ class AlarmKind(StrEnum):
     CORRECTION_COLLAPSE = "correction_collapse"
     WEIGHT_DRIFT = "weight_drift"
     GATE_PRESSURE = "gate_pressure"
+    NO_SIGNAL = "no_signal"
 
 
 # Steps in a row before it is worth an event, since one batch may be odd; all others are at once.
-PATIENCE: Mapping[AlarmKind, int] = {AlarmKind.OVER_CLIP: 3, AlarmKind.ONE_SIDED_CLIP: 3, AlarmKind.GATE_PRESSURE: 3}
+PATIENCE: Mapping[AlarmKind, int] = dict.fromkeys(
+    (AlarmKind.OVER_CLIP, AlarmKind.ONE_SIDED_CLIP, AlarmKind.GATE_PRESSURE, AlarmKind.NO_SIGNAL), 3
+)
+# Of the groups of a batch, those whose members must differ in reward for the batch to teach something.
+MIN_COMPARED_FRAC = 0.1
 STEPS_UNTIL_REPEATED = 10
 
 
@@ -79,6 +84,15 @@ class AlarmPatience:
     def _is_due(self, kind: AlarmKind) -> bool:
         overdue = self.steps[kind] - PATIENCE.get(kind, 1)
         return overdue >= 0 and overdue % STEPS_UNTIL_REPEATED == 0
+
+
+def group_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
+    """The alarm of the groups of one batch, from the metrics that ``batch_advantages`` counts."""
+    compared = 1 - metrics["groups/zero_variance"] / max(1.0, metrics["groups/total"])
+    if compared >= MIN_COMPARED_FRAC:
+        return []
+    meaning = "nearly all groups have one reward for all members and teach nothing: the tasks are too easy or too hard"
+    return [Alarm(AlarmKind.NO_SIGNAL, "1 - groups/zero_variance / groups/total", compared, MIN_COMPARED_FRAC, meaning)]
 
 
 def loss_alarms(stats: LossStats, config: ObjectiveConfig, num_updates: int = 1) -> list[Alarm]:

@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.advantage import judge_group
 from gspo_core.learner import Learner
-from gspo_core.objective import AlarmPatience
+from gspo_core.objective import AlarmPatience, group_alarms
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position, groups_admissible, token_staleness
 from gspo_core.types import Group, Split, StepReport, WeightsManifest
@@ -37,10 +36,10 @@ from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
 from services.trainer.environments import DescribedEnvironments
 from services.trainer.evaluation import Evaluator
-from services.trainer.failure import JobFailure
 from services.trainer.intake import Intake
 from services.trainer.lineage import Lineage
 from services.trainer.race import first_to_end
+from services.trainer.selection import Selection, nothing_to_train, refusal
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
 from services.trainer.status import JobStatusBoard
 from services.trainer.tasks import TaskSchedule
@@ -79,6 +78,8 @@ class JobRun:
         """Of every version that may have sampled a token."""
         self._forks: dict[int, Position] = {}
         self._newest: WeightsManifest
+        self._dispatched_steps: dict[int, int] = {}
+        """Of open groups: the step whose weights were published when it was dispatched by this process."""
         self._dropped_in_a_row: Counter[str] = Counter()
         self._patience = AlarmPatience()
 
@@ -179,7 +180,7 @@ class JobRun:
             "throughput/tokens_per_s": metrics["tokens/trained"] / (ended - started),
         }
         await self._report(StepReport(self._lineage.step, self._newest.version, self._claim.epoch, metrics))
-        for alarm in self._patience.ripe(learner.alarms):
+        for alarm in self._patience.ripe([*learner.alarms, *group_alarms(metrics)]):
             data = {"step": self._lineage.step, "kind": alarm.kind, "message": str(alarm)}
             await services.store.add_event(self._job, "alert", data)
 
@@ -194,51 +195,56 @@ class JobRun:
             await self._services.store.add_event(self._job, "checkpoint", {"step": step, "epoch": position.epoch})
 
     async def _take_groups(self, schedule: TaskSchedule) -> list[Group]:
-        """The oldest ready groups that may be trained, logged and committed."""
+        """The groups that are to be trained next, logged and committed."""
         services, spec, lineage = self._services, self._spec, self._lineage
-        chosen: list[Group] = []
-        while len(chosen) < spec.groups_per_step:
-            missing = spec.groups_per_step - len(chosen)
-            owed = set(lineage.owed()) - {group.group for group in chosen}
-            for group in await services.intake.wait_for(Split.TRAIN, missing, among=owed):
-                reason = self._refusal(group)
-                if reason is None:
-                    chosen.append(group)
-                else:
-                    await self._drop(group, reason)
-            await self._admit(schedule)
-        numbers = [group.group for group in chosen]
+        selection = Selection(spec, services.intake, services.status, services.clock, self._dispatched_steps)
+        while True:
+            num_segments = services.intake.num_segments
+            ready = await self._trainable(schedule)
+            choice = selection.choose(list(lineage.owed()), ready, lineage.step, self._staleness_of)
+            for group in choice.drop:
+                await self._drop(group, "dropped_stale")
+            if choice.train:
+                break
+            if choice.drop:
+                await self._admit(schedule)
+            await selection.explain(choice, lineage.step)
+            await services.intake.progress(num_segments)
+        await selection.is_over()
+        numbers = sorted(choice.train)
+        chosen = [ready[group] for group in numbers]
         step = lineage.step + 1
         extra = {"version": self._newest.version, "num_dropped": lineage.num_dropped}
         await asyncio.to_thread(services.batch_log.write, self._claim.epoch, step, chosen, extra)
         await services.bus.commit(self._job, self._claim.token, step, numbers)
-        services.intake.forget(numbers)
-        lineage.settle(numbers)
+        self._forget(numbers)
         self._dropped_in_a_row.clear()
         return chosen
 
-    def _refusal(self, group: Group) -> str | None:
-        """Why a finished group is not trained, if it is not."""
-        rollout, rewards = self._spec.rollout, [reward for reward in group.rewards if reward is not None]
-        if not rewards or (rollout.on_partial_group != "all" and len(rewards) < rollout.min_group_size):
-            return "dropped_partial"
-        if judge_group(group.rewards, self._spec.objective.advantage).dropped:
-            return "dropped_zero_variance"
-        if rollout.on_stale == "drop":
-            versions = [version for trajectory in group for version in trajectory.versions]
-            if self._staleness_of(np.array(versions, dtype=np.int32)).max(initial=0) > rollout.staleness_cap:
-                return "dropped_stale"
-        return None
+    async def _trainable(self, schedule: TaskSchedule) -> dict[int, Group]:
+        """Complete groups; those that will never be trained are dropped, and others started in their place."""
+        complete = await self._services.intake.complete(Split.TRAIN, among=set(self._lineage.owed()))
+        refused = [(group.group, reason) for group in complete if (reason := refusal(group, self._spec))]
+        for number, reason in refused:
+            await self._drop(number, reason)
+        if refused:
+            await self._admit(schedule)
+        gone = {number for number, _ in refused}
+        return {group.group: group for group in complete if group.group not in gone}
 
-    async def _drop(self, group: Group, reason: str) -> None:
-        numbers = [group.group]
-        await self._services.bus.commit(self._job, self._claim.token, self._lineage.step + 1, numbers, reason=reason)
-        self._services.intake.forget(numbers)
-        self._lineage.settle(numbers)
+    async def _drop(self, group: int, reason: str) -> None:
+        await self._services.bus.commit(self._job, self._claim.token, self._lineage.step + 1, [group], reason=reason)
+        self._forget([group])
         self._lineage.num_dropped += 1
         self._dropped_in_a_row[reason] += 1
         if self._dropped_in_a_row.total() >= MAX_BATCHES_DROPPED_IN_A_ROW * self._spec.groups_per_step:
             raise nothing_to_train(self._dropped_in_a_row)
+
+    def _forget(self, groups: list[int]) -> None:
+        self._services.intake.forget(groups)
+        self._lineage.settle(groups)
+        for group in groups:
+            self._dispatched_steps.pop(group, None)
 
     def _staleness_of(self, versions: NDArray[np.int32]) -> NDArray[np.int32]:
         current = Position(self._claim.epoch, self._lineage.step)
@@ -272,6 +278,7 @@ class JobRun:
             task_index=task.index,
             environment=task.environment,
         )
+        self._dispatched_steps[group] = self._lineage.step
 
     async def _publish(self, learner: Learner) -> None:
         services, claim, step = self._services, self._claim, self._lineage.step
@@ -293,17 +300,3 @@ class JobRun:
         await self._services.store.add_metrics(self._job, report.step, report.metrics)
         await self._services.store.add_event(self._job, "step", record)
         get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))
-
-
-def nothing_to_train(dropped: Counter[str]) -> JobFailure:
-    """What the reasons of a long row of dropped groups say about the job."""
-    code = {"dropped_partial": "env_unhealthy", "dropped_zero_variance": "all_rewards_equal"}
-    advice = {
-        "dropped_partial": "their episodes failed for reasons outside the policy: see the env.health events",
-        "dropped_zero_variance": "all members of each had the same reward: the tasks are too easy or too hard",
-        "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise the cap",
-    }
-    ((reason, _),) = dropped.most_common(1)
-    return JobFailure(
-        code.get(reason, "stale_backlog"), f"{dropped.total()} groups in a row could not be trained; {advice[reason]}"
-    )

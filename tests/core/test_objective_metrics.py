@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from gspo_core.advantage import batch_advantages
 from gspo_core.objective import (
+    AdvantageConfig,
     Alarm,
     AlarmKind,
     AlarmPatience,
     LossStats,
     ObjectiveConfig,
+    group_alarms,
     loss_alarms,
     loss_denominators,
     loss_metrics,
@@ -288,6 +291,18 @@ def test_correction_collapse_weight_drift_and_gate_pressure() -> None:
     alarm = next(alarm for alarm in loss_alarms(gated, config, 4) if alarm.kind == AlarmKind.GATE_PRESSURE)
     assert (alarm.metric, alarm.value, alarm.bound) == ("gspo/kept_frac_k3", 0.5, 0.8)
     assert str(alarm).startswith("gate_pressure: gspo/kept_frac_k3 is 0.5, bound 0.8")
+
+
+def test_no_signal_is_about_groups_that_nothing_can_be_learned_from() -> None:
+    def alarms(*rewards: list[float]) -> list[Alarm]:
+        ids = [group for group, members in enumerate(rewards) for _ in members]
+        return group_alarms(
+            batch_advantages([r for members in rewards for r in members], ids, AdvantageConfig()).metrics()
+        )
+
+    (alarm,) = alarms([0.0, 0.0], [1.0, 1.0], [0.5, 0.5])
+    assert (alarm.kind, alarm.value) == (AlarmKind.NO_SIGNAL, 0.0)
+    assert alarms([0.0, 0.0], [1.0, 1.0], [0.5, 0.6]) == []
 
 
 def test_patience() -> None:

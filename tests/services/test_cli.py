@@ -32,13 +32,16 @@ def submitted(api: ApiProcess, job_file: Path, capsys: pytest.CaptureFixture[str
     return capsys.readouterr().out.strip()
 
 
-def test_the_list_shows_every_id_whole_however_narrow_the_screen(
-    api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_list_shows_every_id_whole_and_why_a_job_waits(
+    api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["jobs", "--url", api.url]) == 0
+    assert "gspo submit FILE" in capsys.readouterr().out
     job = submitted(api, job_file, capsys)
     assert main(["jobs", "--url", api.url]) == 0
-    assert job in capsys.readouterr().out
+    summary, reason = capsys.readouterr().out.splitlines()
+    assert summary.split()[:4] == [job, "queued", "step", "0"]
+    assert reason.strip() == "no trainer has taken the job yet"
 
 
 async def test_cancelling_a_running_job_says_that_it_will_end_and_a_queued_one_that_it_has(
