@@ -53,6 +53,8 @@ async def main(stop: asyncio.Event) -> None:
                 weights,
                 settings.engine_urls,
                 lambda url: EngineClient(url, http),
+                num_wanted=spec.resources.num_engines,
+                lease_s=settings.lease_s,
             )
             intake = Intake(bus, claim.job_id)
             services = Services(

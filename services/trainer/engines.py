@@ -1,41 +1,41 @@
-"""Which engines sample for a job, and with which weights: kept up to date apart from the step loop.
+"""The engines that sample for a job, and with which weights: found, bound, kept at the newest version, given back.
 
-New weights are loaded by all engines at once: paused without aborting, loaded, resumed. Requests in flight survive
-and go on under the new version. An engine that fails to load stays paused, is left out and tried again.
+Rule: a job holds an engine by a binding that is fenced by its claim; what it says of an engine it says under that
+binding, and other processes route by it. It takes every engine that is free and fits its model, and gives back what
+another job lacks. A version is staged (checked on disk, beside the running engines) before any engine is paused for it,
+and at most half of the engines are paused at a time. How one engine is switched is the business of `engine_switch`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from gspo_core.types import WeightsManifest
 from services.engine_beats import engine_record
-from services.engine_client import EngineClient, EngineError, EngineRejected
+from services.engine_client import EngineClient, EngineError
+from services.leases import BeatWatch
 from services.store import Store
 from services.telemetry import get_logger
+from services.trainer.engine_switch import BoundEngine, Deadlines, EngineState, WeightSync, still_holds, switch
+from services.trainer.needs import Needs
+from services.trainer.race import first_to_end
+from services.trainer.staging import Staging
 from services.weights import WeightStore
 
 RETRY_S = 1.0
-# How often an engine is asked whether it still holds what it was given: one that was restarted holds it no more.
+# How often engines are looked for, asked whether they are still what they were, and shared with other jobs.
 WATCH_S = 2.0
-
-
-@dataclass
-class _Engine:
-    url: str
-    client: EngineClient
-    label: str = ""
-    """Of the weights that it holds; empty while unknown."""
-    switches_s: list[float] = field(default_factory=list)
-    """How long each switch paused it."""
+_ANSWER_S = 5.0
 
 
 class Engines:
-    """The engines of one job."""
+    """The engines of one job. ``run`` keeps them; the step loop publishes, waits and asks."""
 
     def __init__(
         self,
@@ -45,14 +45,30 @@ class Engines:
         weights: WeightStore,
         urls: Sequence[str],
         connect: Callable[[str], EngineClient],
+        *,
+        num_wanted: int = 1,
+        sync: WeightSync = "retract",
+        deadlines: Deadlines | None = None,
+        lease_s: float = 30.0,
     ) -> None:
         self._store = store
         self._job = job
         self._token = token
         self._weights = weights
-        self._engines = [_Engine(url, connect(url)) for url in urls]
+        self._staging = Staging(weights)
+        self._static_urls = tuple(urls)
+        self._connect = connect
+        self._num_wanted = num_wanted
+        self._sync = sync
+        self._deadlines = deadlines or Deadlines()
+        self._presence = BeatWatch(lease_s, time.monotonic)
+        self._needs = Needs(store, job, num_wanted)
+        self._bound: dict[str, BoundEngine] = {}
+        self._unfit: dict[str, str] = {}
+        """Why an engine cannot serve this model."""
         self._target: WeightsManifest | None = None
         self._changed = asyncio.Condition()
+        self._told: dict[str, Mapping[str, Any]] = {}
 
     async def publish(self, manifest: WeightsManifest) -> None:
         """Let the engines move to ``manifest`` as soon as they can."""
@@ -64,82 +80,151 @@ class Engines:
         """Until every serving engine, and at least ``num_engines``, hold ``manifest`` or something newer."""
         async with self._changed:
             await self._changed.wait_for(
-                lambda: len(self._versions()) >= num_engines and min(self._versions()) >= manifest.version
+                lambda: len(self.ready()) >= num_engines and min(self._versions()) >= manifest.version
             )
 
-    def versions_in_use(self) -> set[int]:
-        return set(self._versions())
+    def ready(self) -> list[BoundEngine]:
+        return [engine for engine in self._bound.values() if engine.state is EngineState.READY]
 
-    def _versions(self) -> list[int]:
-        """One per engine that serves."""
-        return [int(engine.label.rpartition("/")[2]) for engine in self._engines if engine.label]
+    def versions_in_use(self) -> set[int]:
+        """Held by an engine, or on the way into one."""
+        on_the_way = () if self._target is None else (self._target.version,)
+        return {*(engine.version for engine in self._bound.values() if engine.label), *on_the_way}
+
+    def unfit(self) -> Mapping[str, str]:
+        """Engines that were looked at and cannot serve the job's model, with the reason."""
+        return dict(self._unfit)
 
     def last_switch_s(self) -> float:
         """The longest pause of the newest switch."""
-        return max((engine.switches_s[-1] for engine in self._engines if engine.switches_s), default=0.0)
+        return max((engine.costs.last_paused_s for engine in self._bound.values()), default=0.0)
 
-    async def run(self) -> None:
-        """Move engines to the newest published version until cancelled."""
-        while True:
-            target = await self._next_target()
-            if target is None:
-                await asyncio.gather(*(self._verify(engine) for engine in self._engines if engine.label))
-                continue
-            results = await asyncio.gather(*(self._switch(engine, target) for engine in self._outdated(target)))
+    def metrics(self) -> dict[str, float]:
+        costs = [engine.costs for engine in self._bound.values()]
+        return {
+            "engine/ready": float(len(self.ready())),
+            "engine/paused_s": sum(cost.paused_s for cost in costs),
+            "engine/tokens_prefilled_again": float(sum(cost.tokens_prefilled_again for cost in costs)),
+            "engine/tokens_lost": float(sum(cost.tokens_lost for cost in costs)),
+        }
+
+    def _versions(self) -> list[int]:
+        """One per engine that serves."""
+        return [engine.version for engine in self.ready()]
+
+    async def distrust(self, url: str, reason: str) -> None:
+        """Its log-probs are not those of its label: it is loaded anew before it serves again."""
+        if engine := self._bound.get(url):
+            engine.distrust(EngineState.DIRTY, reason)
+            await self._tell(engine)
             async with self._changed:
                 self._changed.notify_all()
-            if not all(results):
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await first_to_end(self._keep_up(), self._watch())
+
+    async def _keep_up(self) -> None:
+        while True:
+            target = await self._next_target()
+            path = await self._staging.stage(target)
+            slots = asyncio.Semaphore(max(1, math.ceil(len(self._bound) / 2)))
+            behind = self._outdated(target)
+            done = await asyncio.gather(*(self._switch(engine, target, path, slots) for engine in behind))
+            async with self._changed:
+                self._changed.notify_all()
+            if not all(done):
                 await asyncio.sleep(RETRY_S)
-
-    def _outdated(self, target: WeightsManifest) -> list[_Engine]:
-        return [engine for engine in self._engines if engine.label != target.label]
-
-    async def _next_target(self) -> WeightsManifest | None:
-        """What some engine does not hold yet; None after a while in which all hold what they should."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WATCH_S), self._changed:
-                await self._changed.wait_for(lambda: self._target is not None and bool(self._outdated(self._target)))
-                return self._target
-        return None
-
-    async def _verify(self, engine: _Engine) -> None:
-        try:
-            held = (await engine.client.model_info()).get("weight_version")
-        except EngineError as error:
-            held = str(error)
-        if held != engine.label:
-            get_logger().warning("engine lost its weights", engine=engine.url, label=engine.label, held=held)
-            engine.label = ""
 
     async def release(self) -> None:
         """Give the engines back, so that they can serve another job."""
-        for engine in self._engines:
-            await self._store.unbind_engine(self._job, self._token, engine.url)
+        for url in list(self._bound):
+            await self._give_back(url)
 
-    async def _load(self, engine: _Engine, target: WeightsManifest) -> None:
-        try:
-            await engine.client.load_weights(self._weights.path(target.version), target.label)
-        except EngineRejected:
-            # It holds what it held before: what is in flight there goes on.
-            await engine.client.resume()
-            raise
+    async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
+        async with slots:
+            await self._tell(engine, switching=True)
+            done = await switch(engine, path, target.label, self._sync, self._deadlines)
+        if engine.state is EngineState.GONE:
+            await self._give_back(engine.url)
+        else:
+            await self._tell(engine)
+        return done
 
-    async def _switch(self, engine: _Engine, target: WeightsManifest) -> bool:
-        """False: not now; the engine does not answer, or it serves another job."""
+    def _outdated(self, target: WeightsManifest) -> list[BoundEngine]:
+        return [engine for engine in self._bound.values() if engine.label != target.label]
+
+    async def _next_target(self) -> WeightsManifest:
+        """What some engine does not hold yet."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._target is not None and bool(self._outdated(self._target)))
+            assert self._target is not None
+            return self._target
+
+    async def _watch(self) -> None:
+        while True:
+            if self._target is not None:  # before, there is nothing to give to an engine
+                await self._look()
+            await asyncio.sleep(WATCH_S if self._bound else min(WATCH_S, RETRY_S))
+
+    async def _look(self) -> None:
+        """One round: lose what is lost, share, find what is new."""
+        ready = self.ready()
+        held = await asyncio.gather(*(still_holds(engine, self._deadlines) for engine in ready))
+        for engine, is_fine in zip(ready, held, strict=True):
+            if engine.state is EngineState.GONE:
+                await self._give_back(engine.url)
+            elif not is_fine:
+                await self._tell(engine)
+        records = await self._store.engines()
+        for url in await self._needs.surplus(records, list(self._bound)):
+            get_logger().info("engine given to a job that has too few", engine=url)
+            await self._give_back(url)
+        await asyncio.gather(*(self._take(url) for url in await self._free(records)))
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _free(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Engines that live and are bound to nobody else, in an order that differs between jobs."""
+        known = {str(record["id"]): record for record in records if record.get("url")}
+        urls = {*self._static_urls, *(url for url, record in known.items() if self._lives(url, record))}
+        others = await self._needs.others_lack(known.values())
+        free = sorted(url for url in urls - self._bound.keys() if known.get(url, {}).get("job") in (None, self._job))
+        return free[: max(0, len(free) - others)] if len(self._bound) >= self._num_wanted else free
+
+    def _lives(self, url: str, record: Mapping[str, Any]) -> bool:
+        return not self._presence.stands_still(url, record.get("beats"))
+
+    async def _take(self, url: str) -> None:
+        client = self._connect(url)
         try:
-            info = await engine.client.model_info()
-            await self._store.register_engine(engine_record(engine.url, info))
-            if not await self._store.bind_engine(self._job, self._token, engine.url):
-                return False
-            started = time.monotonic()
-            await engine.client.pause()
-            await self._load(engine, target)
-            await engine.client.resume()
-        except EngineError as error:
-            engine.label = ""
-            get_logger().warning("engine not switched", engine=engine.url, label=target.label, error=str(error))
-            return False
-        engine.switches_s.append(time.monotonic() - started)
-        engine.label = target.label
-        get_logger().info("engine switched", engine=engine.url, label=target.label, paused_s=engine.switches_s[-1])
-        return True
+            async with asyncio.timeout(_ANSWER_S):
+                info = await client.model_info()
+        except (EngineError, TimeoutError):
+            return
+        assert self._target is not None
+        problem = await self._staging.unfit(self._target, info)
+        if problem is not None:
+            if self._unfit.get(url) != problem:
+                get_logger().warning("engine does not fit", engine=url, reason=problem)
+            self._unfit[url] = problem
+            return
+        self._unfit.pop(url, None)
+        await self._store.register_engine(engine_record(url, info))
+        if await self._store.bind_engine(self._job, self._token, url):
+            self._bound[url] = engine = BoundEngine(client)
+            get_logger().info("engine bound", engine=url, job=self._job)
+            await self._tell(engine)
+
+    async def _give_back(self, url: str) -> None:
+        self._bound.pop(url, None)
+        self._told.pop(url, None)
+        await self._store.unbind_engine(self._job, self._token, url)
+
+    async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> None:
+        """What others see of it."""
+        state = "switching" if switching else engine.state.value
+        said = {"state": state, "label": engine.label, "reason": engine.reason, **asdict(engine.costs)}
+        if self._told.get(engine.url) != said:
+            self._told[engine.url] = said
+            await self._store.mark_engine(self._job, self._token, engine.url, said)

@@ -1,65 +1,278 @@
-"""How a trainer keeps its engines at the newest weights; the engine here is SGLang's protocol without a model."""
+"""How a trainer finds its engines, keeps them at the newest weights, shares them and never resumes one it cannot trust.
+
+The engines are scripted: SGLang's protocol without a model; what they sample tells which weights they hold.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
-from gspo_core.types import WeightFile, WeightsManifest
+from gspo_core.types import WeightsManifest
+from services.engine.scripted import Fault, ScriptedEngine, ScriptedTransport
+from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient
 from services.store import Claim, Store
 from services.trainer import engines as engines_module
+from services.trainer.engine_switch import Deadlines
 from services.trainer.engines import Engines
-from services.weights import WeightStore
+from services.weights import DamagedVersion, WeightStore
+from tests.services.rollout_kit import until
 
-DEADLINE_S = 10.0
-URL = "http://engine"
-
-
-class FakeEngine:
-    def __init__(self) -> None:
-        self.restart()
-        self.num_loads = 0
-
-    def restart(self) -> None:
-        self.label, self.paused = "default", False
-
-    def answer(self, request: httpx.Request) -> httpx.Response:
-        match request.url.path:
-            case "/pause_generation":
-                self.paused = True
-            case "/continue_generation":
-                self.paused = False
-            case "/update_weights_from_disk":
-                self.label = msgspec.json.decode(request.content)["weight_version"]
-                self.num_loads += 1
-        return httpx.Response(200, content=msgspec.json.encode({"weight_version": self.label}))
+LEASE_S = 0.6
+PROMPT = [1, 2, 3]
 
 
-async def until_serving(engine: FakeEngine, label: str) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while engine.label != label or engine.paused:
-            await asyncio.sleep(0.005)
+@dataclass
+class Place:
+    """Engines by name, on one network, and jobs that want them."""
+
+    store: Store
+    root: Path
+    transport: ScriptedTransport
+    http: httpx.AsyncClient
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def add_engine(self, name: str, **options: Any) -> ScriptedEngine:
+        first = self.root / "first"
+        if not first.exists():
+            write_model(first)
+        engine = ScriptedEngine(first, **{"tick_s": 0.001, **options})
+        self.transport.engines[name] = engine
+        self.tasks.append(asyncio.create_task(engine.run()))
+        return engine
+
+    def announce(self, name: str) -> asyncio.Task[None]:
+        """Somebody beats for this engine."""
+        beats = EngineBeats(self.store, [self.client(f"http://{name}")], lease_s=LEASE_S)
+        self.tasks.append(task := asyncio.create_task(beats.run()))
+        return task
+
+    def client(self, url: str) -> EngineClient:
+        return EngineClient(url, self.http, vocab_size=300)
+
+    def engines_of(self, claim: Claim, *urls: str, **options: Any) -> Job:
+        weights = WeightStore(self.root / claim.job_id)
+        engines = Engines(
+            self.store, claim.job_id, claim.token, weights, urls, self.client, **{"lease_s": LEASE_S, **options}
+        )
+        self.tasks.append(running := asyncio.create_task(engines.run()))
+        return Job(claim, weights, engines, running)
+
+    async def records(self) -> dict[str, Mapping[str, Any]]:
+        return {record["id"]: record for record in await self.store.engines()}
+
+    async def state(self, url: str) -> str | None:
+        return (await self.records()).get(url, {}).get("state")
 
 
-async def test_an_engine_that_was_restarted_is_given_its_weights_again(
-    store: Store, claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines_module, "WATCH_S", 0.02)
-    engine = FakeEngine()
-    async with httpx.AsyncClient(transport=httpx.MockTransport(engine.answer)) as http:
-        weights = WeightStore(tmp_path / claim.job_id)
-        engines = Engines(store, claim.job_id, claim.token, weights, [URL], lambda url: EngineClient(url, http))
-        manifest = WeightsManifest(claim.job_id, 0, claim.epoch, 0, (WeightFile("model.safetensors", 1, "0" * 64),))
-        moving = asyncio.create_task(engines.run())
-        await engines.publish(manifest)
-        await until_serving(engine, manifest.label)
-        engine.restart()
-        await until_serving(engine, manifest.label)
-        assert engine.num_loads == 2
-        moving.cancel()
-        await asyncio.gather(moving, return_exceptions=True)
+@dataclass
+class Job:
+    claim: Claim
+    weights: WeightStore
+    engines: Engines
+    running: asyncio.Task[None]
+
+    async def publish(self, version: int, **changes: Any) -> WeightsManifest:
+        manifest = self.weights.write(version, self.claim.epoch, version, lambda path: write_model(path, **changes))
+        await self.engines.publish(manifest)
+        return manifest
+
+
+def write_model(directory: Path, **changes: Any) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"architectures": ["Scripted"], "hidden_size": 8} | changes))
+    (directory / "model.safetensors").write_bytes(b"weights")
+
+
+@pytest.fixture
+async def place(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    monkeypatch.setattr(engines_module, "WATCH_S", 0.05)
+    monkeypatch.setattr(engines_module, "RETRY_S", 0.05)
+    transport = ScriptedTransport({})
+    async with httpx.AsyncClient(transport=transport) as http:
+        made = Place(store, tmp_path, transport, http)
+        yield made
+        for task in made.tasks:
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+def serves(engine: ScriptedEngine, manifest: WeightsManifest) -> Callable[[], bool]:
+    return lambda: engine.label == manifest.label and engine.paused is None
+
+
+async def test_an_engine_that_was_restarted_is_given_its_weights_again(place: Place, claim: Claim) -> None:
+    place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    manifest = await job.publish(0)
+    await job.engines.wait_for(manifest)
+    assert place.transport.engines["e"].weights == str(job.weights.path(0))
+    restarted = place.add_engine("e")
+    await until(serves(restarted, manifest))
+    assert restarted.weights == str(job.weights.path(0))
+
+
+async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    running = asyncio.create_task(
+        place.client("http://e").generate(PROMPT, max_new_tokens=400, temperature=1.0, stop_token_ids=[])
+    )
+    await until(lambda: engine.num_generated > 30)
+    newer = await job.publish(1)
+    await job.engines.wait_for(newer)
+    answer = await running
+    assert [span.label for span in answer.spans] == [f"{claim.job_id}/{claim.epoch}/{v}" for v in (0, 1)]
+    assert job.engines.metrics()["engine/tokens_prefilled_again"] >= 30
+    assert job.engines.metrics()["engine/tokens_lost"] == 0
+    assert (await place.records())["http://e"]["num_switches"] == 2
+
+
+async def test_requests_of_another_job_are_ended_when_an_engine_changes_hands(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    engine.label = engine.shown_label = "job_other/1/7"
+    stranger = asyncio.create_task(
+        place.client("http://e").generate(PROMPT, max_new_tokens=400, temperature=1.0, stop_token_ids=[])
+    )
+    await until(lambda: engine.num_generated > 5)
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    answer = await stranger
+    assert (answer.finish_reason, [span.label for span in answer.spans]) == ("abort", ["job_other/1/7"])
+
+
+async def test_a_load_that_fails_half_way_makes_an_engine_dirty_until_a_full_load(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    running = asyncio.create_task(
+        place.client("http://e").generate(PROMPT, max_new_tokens=400, temperature=1.0, stop_token_ids=[])
+    )
+    await until(lambda: engine.num_generated > 5)
+    engine.faults.append(Fault("/update_weights_from_disk", "drop", times=10**6))
+    newer = await job.publish(1)
+
+    async def is_dirty() -> bool:
+        return await place.state("http://e") == "dirty"
+
+    await until(is_dirty)
+    assert engine.paused is not None  # nobody may sample from weights that nobody knows
+    assert not job.engines.ready()
+    assert "no answer to a weight load" in (await place.records())["http://e"]["reason"]
+    engine.faults.clear()
+    await job.engines.wait_for(newer)
+    assert (engine.weights, engine.paused) == (str(job.weights.path(1)), None)
+    assert len((await running).output_ids) == 400  # what was in flight there survived
+
+
+async def test_an_engine_that_misses_a_deadline_is_dirty_and_not_resumed(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    deadlines = Deadlines(answer_s=0.3, pause_s=0.1, load_s=0.5)
+    job = place.engines_of(claim, "http://e", deadlines=deadlines)
+    await job.engines.wait_for(await job.publish(0))
+    engine.faults.append(Fault("/continue_generation", "hang"))
+    newer = await job.publish(1)
+
+    async def is_dirty() -> bool:
+        return await place.state("http://e") == "dirty"
+
+    await until(is_dirty)
+    assert "no answer to resume within" in (await place.records())["http://e"]["reason"]
+    await job.engines.wait_for(newer)  # the next load heals it
+
+
+async def test_a_refused_load_leaves_the_old_version_serving(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    old = await job.publish(0)
+    await job.engines.wait_for(old)
+    lost = job.weights.write(1, claim.epoch, 1, write_model)
+    staged = await job.engines._staging.stage(lost)
+    staged.rename(staged.with_name("elsewhere"))  # gone between staging and loading
+    await job.engines.publish(lost)
+    await asyncio.sleep(0.2)  # several attempts
+    assert (engine.label, engine.paused) == (old.label, None)
+    assert [one.label for one in job.engines.ready()] == [old.label]
+
+
+async def test_no_engine_is_paused_for_a_damaged_version(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    old = await job.publish(0)
+    await job.engines.wait_for(old)
+    damaged = job.weights.write(1, claim.epoch, 1, write_model)
+    (job.weights.path(1) / "model.safetensors").write_bytes(b"somehow")
+    await job.engines.publish(damaged)
+    with pytest.raises(DamagedVersion):
+        await job.running
+    assert (engine.label, engine.paused) == (old.label, None)
+
+
+async def test_an_engine_of_another_shape_is_never_told_to_load(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.publish(0, hidden_size=16)
+    await until(lambda: bool(job.engines.unfit()))
+    assert job.engines.unfit() == {"http://e": "its model has hidden_size 8, the job's has 16"}
+    assert engine.label == "default"
+
+
+async def test_engines_join_late_leave_and_come_back(place: Place, claim: Claim) -> None:
+    place.add_engine("first")
+    job = place.engines_of(claim, "http://first")
+    manifest = await job.publish(0)
+    await job.engines.wait_for(manifest)
+    late = place.add_engine("late")  # in nobody's settings: it announces itself
+    place.announce("late")
+    await job.engines.wait_for(manifest, num_engines=2)
+    assert serves(late, manifest)()
+    late.kill()
+    await until(lambda: [one.url for one in job.engines.ready()] == ["http://first"])
+    back = place.add_engine("late")
+    await job.engines.wait_for(manifest, num_engines=2)
+    assert serves(back, manifest)()
+
+
+async def claim_new_job(store: Store, trainer: str) -> Claim:
+    await store.create_job(json.dumps(SPEC), idempotency_key=trainer)
+    claim = await store.claim_job(trainer)
+    assert claim is not None
+    await store.set_status(claim.job_id, "starting", token=claim.token)
+    return claim
+
+
+async def test_a_second_job_is_given_what_the_first_can_spare(place: Place, store: Store) -> None:
+    for name in ("a", "b"):
+        place.add_engine(name)
+    urls = "http://a", "http://b"
+    first = place.engines_of(await claim_new_job(store, "one"), *urls)
+    await first.engines.wait_for(await first.publish(0), num_engines=2)
+    other = await claim_new_job(store, "two")
+    second = place.engines_of(other, *urls)
+    await second.engines.wait_for(await second.publish(0))
+    held = [sorted(one.url for one in job.engines.ready()) for job in (first, second)]
+    assert [len(urls) for urls in held] == [1, 1]
+    assert held[0] != held[1]
+    for job, (url,) in zip((first, second), held, strict=True):
+        engine = place.transport.engines[url.removeprefix("http://")]
+        assert engine.weights == str(job.weights.path(0))
+        assert engine.label.startswith(job.claim.job_id)
+    second.running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await second.running
+    await second.engines.release()
+    await store.set_status(other.job_id, "failed", token=other.token)
+    await until(lambda: len(first.engines.ready()) == 2)
+
+
+SPEC = {"model": "somewhere", "environments": [{"ref": "environments.calculator:Calculator"}]}
