@@ -56,11 +56,16 @@ RANK_CASES: dict[str, tuple[ObjectiveConfig, dict[str, object], int]] = {
 }
 
 
+MISTAKE = "gradients averaged where they should be summed"
+
+
 def ranks(root: Path) -> None:
     dist.init_process_group("gloo")
     try:
         for name, (objective, config, number) in RANK_CASES.items():
             run_case(root, root / name, objective, config, number)
+        Learner._backward = lambda self, loss: loss.backward()  # type: ignore[method-assign]
+        run_case(root, root / MISTAKE, *RANK_CASES["gspo"])
     finally:
         dist.destroy_process_group()
 

@@ -41,16 +41,26 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
     objective, config, number = learner_process.RANK_CASES[case]
     learner_process.run_case(two_ranks, tmp_path / case, objective, config, number)
-    start = load_file(learner_process.model_of(two_ranks, case) / "model.safetensors")
+    model = learner_process.model_of(two_ranks, case) / "model.safetensors"
+    check_same(model, tmp_path / case, two_ranks / case)
+
+
+def check_same(model: Path, first: Path, second: Path) -> None:
+    """Both learned the same from `model`."""
+    start = load_file(model)
     for stage in ("weights", "supervised"):
-        one, two = (load_file(root / stage / "model.safetensors") for root in (tmp_path / case, two_ranks / case))
+        one, two = (load_file(root / stage / "model.safetensors") for root in (first, second))
         moved = largest_difference(start, one)
         assert moved > 1e-4, "the case must train something"
         assert largest_difference(one, two) < TOLERANCE * moved
-    one_metrics, two_metrics = (
-        json.loads((root / "metrics.json").read_text()) for root in (tmp_path / case, two_ranks / case)
-    )
+    one_metrics, two_metrics = (json.loads((root / "metrics.json").read_text()) for root in (first, second))
     assert one_metrics == pytest.approx(two_metrics, rel=1e-3, abs=2e-5)
+
+
+def test_averaging_over_ranks_would_be_noticed(two_ranks: Path, tmp_path: Path) -> None:
+    learner_process.run_case(two_ranks, tmp_path / "gspo", *learner_process.RANK_CASES["gspo"])
+    with pytest.raises(AssertionError):
+        check_same(two_ranks / "model/model.safetensors", tmp_path / "gspo", two_ranks / learner_process.MISTAKE)
 
 
 @pytest.mark.parametrize("case", learner_process.RANK_CASES)
