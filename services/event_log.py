@@ -15,9 +15,10 @@ from typing import Any
 from uuid import uuid4
 
 from services.functions import Functions
-from services.jobs import InvalidCursor
+from services.jobs import InvalidCursor, JobNotFound
 from services.keys import job_key, job_keys
 from services.redis_client import MAX_BLOCK_MS
+from services.refusals import Missing
 
 _POSITION = re.compile(r"\d{1,16}(-\d{1,16})?")
 
@@ -37,9 +38,14 @@ class EventLog:
         self._functions = functions
         self._redis = functions.redis
 
-    async def add(self, job: str, kind: str, data: Mapping[str, Any]) -> str:
+    async def add(self, job: str, kind: str, data: Mapping[str, Any], token: str | None) -> str:
         text = json.dumps(dict(data), separators=(",", ":"), allow_nan=False)
-        event_id: bytes = await self._functions.call("add_event", job_keys(job), uuid4().hex, kind, text)
+        try:
+            event_id: bytes = await self._functions.call(
+                "add_event", job_keys(job), token or "", uuid4().hex, kind, text
+            )
+        except Missing:
+            raise JobNotFound(job) from None
         return event_id.decode()
 
     async def read(self, job: str, after: str, count: int, block_ms: int) -> list[Event]:

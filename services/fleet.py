@@ -1,8 +1,9 @@
-"""Which engines and workers there are, and which engine serves which job.
+"""Which engines, trainers and workers there are, and which engine serves which job.
 
 The rule: an engine serves one job at a time; the binding names job, epoch and token, and is replaced only by the same
 job's newer owner, or when its job is over. Presence is a counter that rises with every registration: who wants to know
-whether one is alive watches it. It routes nothing.
+whether one is alive watches it. Who was silent while all others registered hundreds of times is forgotten. It routes
+nothing.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from services.functions import Functions
 from services.keys import job_key, service_key, service_keys
 from services.refusals import Fenced
 
+Kind = Literal["engine", "trainer", "worker"]
+
 
 class Fleet:
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
         self._redis = functions.redis
 
-    async def enlist(self, kind: Literal["engine", "worker"], record: Mapping[str, Any]) -> None:
+    async def enlist(self, kind: Kind, record: Mapping[str, Any]) -> None:
         name = record.get("id")
         if not isinstance(name, str) or not name:
             raise ValueError(f"the record of an {kind} has a text under 'id', not {name!r}")
         text = json.dumps(dict(record), separators=(",", ":"), allow_nan=False)
         await self._functions.call("enlist", service_keys(), kind, name, text)
 
-    async def delist(self, kind: Literal["engine", "worker"], name: str) -> None:
+    async def delist(self, kind: Kind, name: str) -> None:
         await self._functions.call("delist", service_keys(), kind, name)
 
     async def engines(self) -> list[dict[str, Any]]:
@@ -40,6 +43,9 @@ class Fleet:
         bound = {name.decode(): binding.decode().split("/")[0] for name, binding in bindings.items()}
         told = {name.decode(): json.loads(state) for name, state in states.items()}
         return [record | {"job": bound.get(record["id"])} | told.get(record["id"], {}) for record in records]
+
+    async def trainers(self) -> list[dict[str, Any]]:
+        return await self._records("trainer")
 
     async def workers(self) -> list[dict[str, Any]]:
         return await self._records("worker")
@@ -82,7 +88,7 @@ class Fleet:
         status, finished_at = await self._redis.hmget(job_key(bound_job, "job"), ["status", "finished_at"])
         return status is None or finished_at is not None
 
-    async def _records(self, kind: Literal["engine", "worker"]) -> list[dict[str, Any]]:
+    async def _records(self, kind: Kind) -> list[dict[str, Any]]:
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hgetall(service_key(f"{kind}s"))
             pipeline.hgetall(service_key(f"{kind}_beats"))

@@ -1,9 +1,8 @@
--- One job's record, its trainer's lease, events, versions, metrics. Which transitions are legal is not known here: the
--- caller passes the states from which the new one may be entered (services/jobs.py), and the comparison is made here.
+-- One job's record and its trainer's lease. Which transitions are legal is not known here: the caller passes the states
+-- from which the new one may be entered (services/jobs.py), and the comparison is made here.
 
 -- Trimming in strides keeps its cost per event small.
 local EVENTS_KEPT, EVENTS_STRIDE = 10000, 500
-local METRIC_STEPS_KEPT = 20000
 
 local function trim_events(K, keep)
   local excess = redis.call("XLEN", K.events) - keep
@@ -60,13 +59,30 @@ local function set_reason(K, code, message, now)
   redis.call("HSET", K.job, "reason_code", code, "reason_message", message)
 end
 
+-- Every change of what the user is told about the job has a number; the record on disk carries it.
+local function revise(K)
+  redis.call("HINCRBY", K.job, "revision", 1)
+end
+
 local function enter(K, current, status, now, code, message)
   redis.call("HSET", K.job, "status", status)
+  revise(K)
   if status == "running" then
     redis.call("HSETNX", K.job, "started_at", now)
   end
   set_reason(K, code, message, now)
   emit_status(K, current)
+end
+
+-- Nothing of the queue outlives its job; what was in flight is accounted for.
+local function finish(K, now)
+  redis.call("HSET", K.job, "finished_at", now)
+  local open = redis.call("HLEN", K.groups)
+  if open > 0 then
+    redis.call("HINCRBY", K.counters, "dropped_job_over", open)
+  end
+  redis.call("UNLINK", K.groups, K.queue, K.episodes, K.index, K.segments, K.ready, K.held, K.holders)
+  redis.call("HDEL", K.meta, "charged_bytes", "stored_bytes")
 end
 
 local function contains(values, wanted, first)
@@ -90,6 +106,7 @@ register("create", {}, function(keys, args)
   end
   redis.call("HSET", K.job, "spec", args[1], "digest", args[2], "status", "queued", "desired_state", "running",
     "attempt", 0, "epoch", 0, "step", 0, "created_at", args[3])
+  revise(K)
   set_reason(K, args[4], args[5], args[3])
   emit_status(K, nil)
   return 1
@@ -111,6 +128,7 @@ register("set_status", {}, function(keys, args)
     local known, said = unpack(redis.call("HMGET", K.job, "reason_code", "reason_message"))
     if code ~= "" and (known ~= code or said ~= message) then
       set_reason(K, code, message, now)
+      revise(K)
       emit_status(K, current)
     end
     return 0
@@ -119,7 +137,7 @@ register("set_status", {}, function(keys, args)
     return refuse("FORBIDDEN", current)
   end
   if terminal then
-    redis.call("HSET", K.job, "finished_at", now)
+    finish(K, now)
     if token == "" then
       redis.call("HSET", K.trainer, "token", "")
     end
@@ -147,19 +165,30 @@ register("set_desired_state", {}, function(keys, args)
   end
   redis.call("HSET", K.job, "desired_state", desired)
   if desired == "cancelled" and current == "queued" then
-    redis.call("HSET", K.job, "finished_at", now)
+    finish(K, now)
     enter(K, current, "cancelled", now, args[3], args[4])
   else
+    revise(K)
     emit_status(K, current)
   end
   return 1
 end)
 
--- token, trainer, token and beat that the caller saw stand still, now, reason code and message, the states from which
+-- A job that killed its trainers again and again without a new step ends with that as the cause.
+local function give_up(K, status, now, attempts)
+  finish(K, now)
+  redis.call("HSET", K.trainer, "token", "")
+  enter(K, status, "failed", now, "max_attempts_exceeded",
+    attempts .. " trainers in a row were lost before they made a new step")
+end
+
+-- token, trainer, token and beat that the caller saw stand still, now, reason code and message, how many attempts in a
+-- row may be without a new step, how many states follow in which an attempt counts, those, the states from which
 -- "starting" may be entered -> {epoch, attempt}, or nil when it is not to be had
 register("claim", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local token, trainer, seen_token, seen_beat, now = args[1], args[2], args[3], args[4], args[5]
+  local max_attempts, num_counting = tonumber(args[8]), tonumber(args[9])
   local status, desired = unpack(redis.call("HMGET", K.job, "status", "desired_state"))
   local owner, beat = unpack(redis.call("HMGET", K.trainer, "token", "beat"))
   if not status then
@@ -174,12 +203,21 @@ register("claim", {}, function(keys, args)
   if redis.call("HEXISTS", K.job, "finished_at") == 1 or idle or not (free or standing) then
     return false
   end
+  local counts = contains({unpack(args, 10, 9 + num_counting)}, status, 1)
+  if counts and number_of(K.job, "barren_attempts") >= max_attempts then
+    give_up(K, status, now, max_attempts)
+    return false
+  end
   redis.call("HSET", K.trainer, "token", token, "trainer", trainer, "beat", 0)
   local epoch = redis.call("HINCRBY", K.job, "epoch", 1)
   local attempt = redis.call("HINCRBY", K.job, "attempt", 1)
-  if contains(args, status, 8) then
+  if counts then
+    redis.call("HINCRBY", K.job, "barren_attempts", 1)
+  end
+  if contains(args, status, 10 + num_counting) then
     enter(K, status, "starting", now, args[6], args[7])
   else
+    revise(K)
     emit_status(K, status)
   end
   return {tostring(epoch), tostring(attempt)}
@@ -204,6 +242,8 @@ register("release", {}, function(keys, args)
     return refuse("FENCED", "release of the job")
   end
   redis.call("HSET", K.trainer, "token", "")
+  -- Leaving in an orderly way is no failure.
+  redis.call("HSET", K.job, "barren_attempts", 0)
   local status = redis.call("HGET", K.job, "status")
   if contains(args, status, 5) then
     enter(K, status, "queued", args[2], args[3], args[4])
@@ -218,6 +258,7 @@ register("raise_epoch", {}, function(keys, args)
   end
   if tonumber(args[2]) > number_of(K.job, "epoch") then
     redis.call("HSET", K.job, "epoch", args[2])
+    revise(K)
   end
   return redis.call("HGET", K.job, "epoch")
 end)
@@ -229,110 +270,9 @@ register("update_progress", {}, function(keys, args)
     return refuse("FENCED", "progress to step " .. args[2])
   end
   redis.call("HSET", K.job, "step", args[2], "policy_version", args[3])
-  return 1
-end)
-
--- nonce, type, data as JSON -> event id; the same nonce is the same event
-register("add_event", {}, function(keys, args)
-  local K = named(JOB_KEYS, keys)
-  return redis.call("HGET", K.event_nonces, args[1]) or emit(K, args[1], args[2], args[3])
-end)
-
-local function earlier(one, other)
-  local one_ms, one_seq = string.match(one, "^(%d+)-?(%d*)$")
-  local other_ms, other_seq = string.match(other, "^(%d+)-?(%d*)$")
-  one_ms, other_ms = tonumber(one_ms), tonumber(other_ms)
-  if one_ms ~= other_ms then
-    return one_ms < other_ms
-  end
-  return (tonumber(one_seq) or 0) < (tonumber(other_seq) or 0)
-end
-
--- position, count -> {last removed id if that lies behind the position, else "", entries}
-register("read_events", READS, function(keys, args)
-  local K = named(JOB_KEYS, keys)
-  local last_removed = redis.call("HGET", K.event_log, "last_removed")
-  local gap = last_removed and earlier(args[1], last_removed) and last_removed or ""
-  return {gap, redis.call("XRANGE", K.events, "(" .. args[1], "+", "COUNT", args[2])}
-end)
-
-register("trim_events", FREES, function(keys, args)
-  trim_events(named(JOB_KEYS, keys), tonumber(args[1]))
-  return 1
-end)
-
--- index, description -> the description that holds
-register("describe_environment", {}, function(keys, args)
-  local K = named(JOB_KEYS, keys)
-  redis.call("HSETNX", K.environments, args[1], args[2])
-  return redis.call("HGET", K.environments, args[1])
-end)
-
--- token, least value -> a version that was never handed out
-register("next_version", {}, function(keys, args)
-  local K = named(JOB_KEYS, keys)
-  if not owns(K, args[1]) then
-    return refuse("FENCED", "next version")
-  end
-  local version = math.max(number_of(K.job, "next_version"), tonumber(args[2]))
-  redis.call("HSET", K.job, "next_version", version + 1)
-  return version
-end)
-
--- token, version, manifest
-register("publish_version", {}, function(keys, args)
-  local K = named(JOB_KEYS, keys)
-  local token, name, manifest = args[1], args[2], args[3]
-  local version = tonumber(name)
-  if not owns(K, token) then
-    return refuse("FENCED", "version " .. name)
-  end
-  local published = redis.call("HGET", K.versions, name)
-  if published == manifest then
-    return 0
-  end
-  local current = redis.call("HGET", K.job, "published_version")
-  if published or (current and version < tonumber(current)) then
-    return refuse("CONFLICT", "version " .. name)
-  end
-  redis.call("HSET", K.versions, name, manifest)
-  redis.call("HSET", K.job, "published_version", name, "policy_version", name,
-    "next_version", math.max(version + 1, number_of(K.job, "next_version")))
-  return 1
-end)
-
-register("current_version", READS, function(keys, args)
-  local K = named(JOB_KEYS, keys)
-  local version = redis.call("HGET", K.job, "published_version")
-  return version and redis.call("HGET", K.versions, version)
-end)
-
--- step, name, value, ...: values are kept as the text that the caller wrote, so none loses precision
-register("add_metrics", {}, function(keys, args)
-  local K = named(JOB_KEYS, keys)
-  local values = read_packed(K.metrics, args[1]) or {}
-  for position = 2, #args, 2 do
-    values[args[position]] = args[position + 1]
-  end
-  write_packed(K.metrics, args[1], values)
-  redis.call("ZADD", K.metric_steps, args[1], args[1])
-  if redis.call("ZCARD", K.metric_steps) > METRIC_STEPS_KEPT then
-    redis.call("HDEL", K.metrics, redis.call("ZPOPMIN", K.metric_steps)[1])
+  local furthest = redis.call("HGET", K.job, "furthest_step")
+  if not furthest or tonumber(args[2]) > tonumber(furthest) then
+    redis.call("HSET", K.job, "furthest_step", args[2], "barren_attempts", 0)
   end
   return 1
-end)
-
--- first step -> rows {step, name, value, ...} in order
-register("read_metrics", READS, function(keys, args)
-  local K = named(JOB_KEYS, keys)
-  local rows = {}
-  for _, step in ipairs(redis.call("ZRANGE", K.metric_steps, args[1], "+inf", "BYSCORE")) do
-    local row = {step}
-    for name, value in pairs(read_packed(K.metrics, step)) do
-      row[#row + 1] = name
-      row[#row + 1] = value
-    end
-    rows[#rows + 1] = row
-  end
-  return rows
 end)

@@ -1,9 +1,21 @@
--- What belongs to no job: the list of jobs, idempotency keys, engines, workers and their leases.
+-- What belongs to no job: the list of jobs, idempotency keys, engines, trainers, workers and their leases.
+
+local IDEMPOTENCY_KEPT = 10000
+
+-- How long the dead are listed, in signs of life that the others of their kind give, each: no clock decides. Workers and
+-- trainers give one every few seconds; engines give one with every version only, which may take long.
+local SILENCE = {worker = 300, trainer = 300, engine = 100000}
 
 -- digest of the client's key, job id -> the job id that this key names from now on
 register("reserve", {}, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
-  redis.call("HSETNX", K.idempotency, args[1], args[2])
+  if redis.call("HSETNX", K.idempotency, args[1], args[2]) == 1 then
+    local newest = redis.call("ZRANGE", K.idempotency_order, 0, 0, "REV", "WITHSCORES")
+    redis.call("ZADD", K.idempotency_order, (tonumber(newest[2]) or 0) + 1, args[1])
+    if redis.call("ZCARD", K.idempotency_order) > IDEMPOTENCY_KEPT then
+      redis.call("HDEL", K.idempotency, redis.call("ZPOPMIN", K.idempotency_order)[1])
+    end
+  end
   return redis.call("HGET", K.idempotency, args[1])
 end)
 
@@ -15,14 +27,40 @@ register("announce", {}, function(keys, args)
   return 1
 end)
 
--- kind ("engine" or "worker"), id, record
+local function forget(K, kind, name)
+  redis.call("ZREM", K[kind .. "_signs"], name)
+  redis.call("HDEL", K[kind .. "_beats"], name)
+  if kind == "worker" then
+    -- A lease that nobody renews; the episodes that it holds are found by their token, which is right no more.
+    redis.call("HDEL", K.lease_tokens, name)
+    redis.call("HDEL", K.lease_beats, name)
+  end
+  return redis.call("HDEL", K[kind .. "s"], name)
+end
+
+local function give_sign(K, kind, name)
+  local signs = K[kind .. "_signs"]
+  local now = redis.call("HINCRBY", K.signs, kind, 1)
+  redis.call("ZADD", signs, now, name)
+  local silent_since = now - SILENCE[kind] * redis.call("ZCARD", signs)
+  if silent_since > 0 then
+    for _, silent in ipairs(redis.call("ZRANGE", signs, 0, silent_since, "BYSCORE", "LIMIT", 0, 10)) do
+      if kind ~= "engine" or redis.call("HEXISTS", K.engine_bindings, silent) == 0 then
+        forget(K, kind, silent)
+      end
+    end
+  end
+end
+
+-- kind ("engine", "trainer" or "worker"), id, record
 register("enlist", {}, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
   redis.call("HSET", K[args[1] .. "s"], args[2], args[3])
+  give_sign(K, args[1], args[2])
   return redis.call("HINCRBY", K[args[1] .. "_beats"], args[2], 1)
 end)
 
--- kind, id: it is gone; an engine's binding goes with it
+-- kind, id: it is gone; an engine's binding goes with it, a worker's lease is ended by `end_lease`
 register("delist", FREES, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
   if args[1] == "engine" then
@@ -30,6 +68,9 @@ register("delist", FREES, function(keys, args)
     redis.call("HDEL", K.engine_states, args[2])
   end
   redis.call("HDEL", K[args[1] .. "_beats"], args[2])
+  if args[1] ~= "worker" or redis.call("HEXISTS", K.lease_tokens, args[2]) == 0 then
+    redis.call("ZREM", K[args[1] .. "_signs"], args[2])
+  end
   return redis.call("HDEL", K[args[1] .. "s"], args[2])
 end)
 
@@ -77,6 +118,7 @@ register("join", {}, function(keys, args)
     redis.call("HSET", K.lease_tokens, args[1], args[2])
     redis.call("HSET", K.lease_beats, args[1], 0)
   end
+  give_sign(K, "worker", args[1])
   return 1
 end)
 
@@ -85,6 +127,7 @@ register("beat", FREES, function(keys, args)
   if redis.call("HGET", K.lease_tokens, args[1]) ~= args[2] then
     return refuse("FENCED", "beat of worker " .. args[1])
   end
+  give_sign(K, "worker", args[1])
   return redis.call("HINCRBY", K.lease_beats, args[1], 1)
 end)
 
@@ -99,5 +142,25 @@ register("end_lease", FREES, function(keys, args)
   end
   redis.call("HDEL", K.lease_tokens, args[1])
   redis.call("HDEL", K.lease_beats, args[1])
+  if redis.call("HEXISTS", K.workers, args[1]) == 0 then
+    redis.call("ZREM", K.worker_signs, args[1])
+  end
+  return 1
+end)
+
+-- nonce -> the nonce of the rebuild that is under way
+register("begin_rebuild", {}, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  redis.call("HSETNX", K.rebuild, "begun", args[1])
+  return redis.call("HGET", K.rebuild, "begun")
+end)
+
+-- nonce that was told at the begin -> 1, or 0 when the server was wiped again meanwhile
+register("finish_rebuild", {}, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  if redis.call("HGET", K.rebuild, "begun") ~= args[1] then
+    return 0
+  end
+  redis.call("HSET", K.rebuild, "done", 1)
   return 1
 end)

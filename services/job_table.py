@@ -1,7 +1,8 @@
 """Jobs and the trainers' leases on them: created once, moved along the ONE table of transitions, owned by one trainer.
 
 The rule: a state changes by compare-and-set in one function that also writes the event ``job.status``, so what a client
-sees in the event stream is exactly what happened. It does not know what a specification says.
+sees in the event stream is exactly what happened. Where the table has the jobs' directories, what it acknowledges is
+written down there first. It does not know what a specification says.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import hashlib
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from pydantic import BaseModel
 
 from services.functions import Functions
+from services.job_directory import AcceptedJob, JobDirectory
 from services.jobs import (
     Claim,
     DesiredState,
@@ -33,15 +36,39 @@ from services.jobs import (
 )
 from services.keys import InvalidJobId, check_job_id, job_key, job_keys, service_key, service_keys
 from services.leases import BeatWatch
+from services.rebuild import Rebuild
 from services.refusals import Conflict, Forbidden, Missing
 
+# What is written down of a job's record with every change. Progress is not: checkpoints and versions tell it.
+_STATUS_FIELDS = (
+    *("status", "desired_state", "attempt", "epoch", "created_at", "started_at", "finished_at"),
+    *("reason_code", "reason_message", "reason_since"),
+)
+
+# States in which a trainer that is lost has failed; who is paused or ends was not training.
+_COUNTING = [status for status in sources_of(JobStatus.FAILED) if status is not JobStatus.CANCELLING]
 _TERMINAL = [status for status in JobStatus if status.is_terminal]
 
 
 class JobTable:
-    """``now`` is the time of day in seconds, shown to people; no lease depends on it."""
+    """``now`` is the time of day in seconds, shown to people; no lease depends on it.
 
-    def __init__(self, functions: Functions, watch: BeatWatch, now: Callable[[], float]) -> None:
+    ``max_attempts``: so many trainers in a row may be lost without a new step before the job has failed.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        watch: BeatWatch,
+        now: Callable[[], float],
+        *,
+        max_attempts: int,
+        root: Path | None,
+        rebuild: Rebuild | None,
+    ) -> None:
+        self._max_attempts = max_attempts
+        self._root = root
+        self._rebuild = rebuild
         self._functions = functions
         self._redis = functions.redis
         self._watch = watch
@@ -55,30 +82,70 @@ class JobTable:
         text, digest = _canonical(spec)
         job = job_id or new_job_id(self._now())
         check_job_id(job)
+        await self._ensure_rebuilt()
+        key_digest = None
         if idempotency_key is not None:
             key_digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
             job = (await self._functions.call("reserve", service_keys(), key_digest, job)).decode()
+        accepted = await self._accept(job, AcceptedJob(text, digest, self._time(), key_digest))
         reason = default_reason(JobStatus.QUEUED)
         try:
-            await self._functions.call("create", job_keys(job), text, digest, self._time(), reason.code, reason.message)
+            await self._functions.call(
+                "create", job_keys(job), text, digest, accepted.created_at, reason.code, reason.message
+            )
         except Conflict:
             raise JobConflict(job) from None
         # Last, so that who finds it in the list finds it whole. Until here nothing was acknowledged.
         await self._functions.call("announce", service_keys(), job)
-        return await self.get(job)
+        return await self._written_down(job)
 
     async def get(self, job: str) -> Job:
+        return _job(job, await self._fields(job))
+
+    async def _fields(self, job: str) -> dict[bytes, bytes]:
         try:
-            fields = await self._redis.hgetall(job_key(job, "job"))
+            key = job_key(job, "job")
         except InvalidJobId:
             raise JobNotFound(job) from None
+        fields: dict[bytes, bytes] = await self._redis.hgetall(key)
+        if not fields and self._rebuild is not None:
+            await self._rebuild.ensure()
+            fields = await self._redis.hgetall(key)
         if not fields:
             raise JobNotFound(job)
+        return fields
+
+    # What is written down before it is acknowledged
+
+    async def _ensure_rebuilt(self) -> None:
+        if self._rebuild is not None:
+            await self._rebuild.ensure()
+
+    def _directory(self, job: str) -> JobDirectory | None:
+        return None if self._root is None else JobDirectory(self._root / job)
+
+    async def _accept(self, job: str, wanted: AcceptedJob) -> AcceptedJob:
+        directory = self._directory(job)
+        if directory is None:
+            return wanted
+        accepted = await asyncio.to_thread(directory.accept, wanted)
+        if accepted.digest != wanted.digest:
+            raise JobConflict(job)
+        return accepted
+
+    async def _written_down(self, job: str) -> Job:
+        """The job as it is now. Whatever changed it, this state (or a newer one) is on disk when this returns."""
+        fields = await self._fields(job)
+        directory = self._directory(job)
+        if directory is not None:
+            record = {name: fields[name.encode()].decode() for name in _STATUS_FIELDS if name.encode() in fields}
+            await asyncio.to_thread(directory.write_status, int(fields[b"revision"]), record)
         return _job(job, fields)
 
     async def page(self, limit: int, after: str | None, before: str | None, order: str) -> list[Job]:
         if order not in ("asc", "desc"):
             raise ValueError(f"order is asc or desc, not {order!r}")
+        await self._ensure_rebuilt()
         jobs = service_key("jobs")
         for cursor in (after, before):
             if cursor is not None and await self._redis.zscore(jobs, cursor) is None:
@@ -116,7 +183,7 @@ class JobTable:
             raise JobNotFound(job) from None
         except Forbidden as refusal:
             raise IllegalTransition(job, refusal.detail, status) from None
-        return await self.get(job)
+        return await self._written_down(job)
 
     async def set_desired_state(self, job: str, desired: DesiredState) -> Job:
         at_once = default_reason(JobStatus.CANCELLED)
@@ -131,13 +198,14 @@ class JobTable:
             raise JobNotFound(job) from None
         except Forbidden as refusal:
             raise IllegalTransition(job, refusal.detail, desired) from None
-        return await self.get(job)
+        return await self._written_down(job)
 
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
         await self._functions.call("update_progress", job_keys(job), token, step, version)
 
     async def claim(self, trainer: str) -> Claim | None:
         async with self._claiming:
+            await self._ensure_rebuilt()
             for job in await self._open():
                 seen = await self._seen(job)
                 claim = None if seen is None else await self._claim(job, trainer, *seen)
@@ -152,13 +220,26 @@ class JobTable:
             "claim",
             job_keys(job),
             *(token, trainer, seen_token, seen_beat, self._time(), reason.code, reason.message),
+            *(self._max_attempts, len(_COUNTING)),
+            *_COUNTING,
             *sources_of(JobStatus.STARTING),
         )
-        del self._unanswered[job]
         if reply is None:
+            del self._unanswered[job]
             return None
+        epoch = await self._own_epoch(job, token, int(reply[0]))
+        await self._written_down(job)
+        del self._unanswered[job]
         self._watch.forget(job)
-        return Claim(job, token, epoch=int(reply[0]), attempt=int(reply[1]))
+        return Claim(job, token, epoch, attempt=int(reply[1]))
+
+    async def _own_epoch(self, job: str, token: str, epoch: int) -> int:
+        """A server that lost its newest writes may hand out an epoch a second time; the directory knows better."""
+        directory = self._directory(job)
+        if directory is None:
+            return epoch
+        highest = await asyncio.to_thread(directory.highest_epoch)
+        return epoch if epoch > highest else await self.raise_epoch(job, token, highest + 1)
 
     async def _seen(self, job: str) -> tuple[str | bytes, str | bytes] | None:
         """The owner's token and beat if the job may be had: ("", "") when nobody owns it. None: leave it alone."""
@@ -187,9 +268,12 @@ class JobTable:
             *(token, self._time(), reason.code, reason.message),
             *sources_of(JobStatus.QUEUED),
         )
+        await self._written_down(job)
 
     async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
-        return int(await self._functions.call("raise_epoch", job_keys(job), token, epoch))
+        held = int(await self._functions.call("raise_epoch", job_keys(job), token, epoch))
+        await self._written_down(job)
+        return held
 
     async def _open(self) -> list[str]:
         members = await self._redis.smembers(service_key("open_jobs"))

@@ -37,17 +37,36 @@ JOB_KEYS = (
     "metrics",  # hash: step -> packed {name: value}
     "metric_steps",  # sorted set: steps that have metrics
     "environments",  # hash: index of the environment -> description as JSON
+    # The queue ends with its job: in the same call that makes the job's state a terminal one.
+    "counters",
+    "groups",
+    "queue",
+    "episodes",
+    "index",
+    "segments",
+    "ready",
+    "held",
+    "holders",
+    "meta",
 )
 SERVICE_KEYS = (
     "jobs",  # sorted set, all scores 0: every job id (ids sort by time)
     "open_jobs",  # set: jobs that may not be terminal yet
     "idempotency",  # hash: digest of the client's key -> job id
+    "idempotency_order",  # sorted set: the same digests by age, so that the oldest can be forgotten
+    "rebuild",  # hash: begun, done; whether the records on disk were read into this server
+    "signs",  # hash: kind -> how many signs of life were given by all of this kind
     "engines",  # hash: engine id -> record as JSON
     "engine_beats",  # hash: engine id -> how often it registered
+    "engine_signs",  # sorted set: engine id -> the count of signs when it gave its last one
     "engine_bindings",  # hash: engine id -> "job/epoch/token"
     "engine_states",  # hash: engine id -> what the owner of its binding says of it, as JSON
+    "trainers",  # hash: trainer -> record as JSON
+    "trainer_beats",  # hash: trainer -> how often it registered
+    "trainer_signs",  # sorted set, like engine_signs
     "workers",  # hash: worker -> record as JSON
     "worker_beats",  # hash: worker -> how often it registered
+    "worker_signs",  # sorted set, like engine_signs
     "lease_tokens",  # hash: worker -> token of its one lease
     "lease_beats",  # hash: worker -> beat counter of its one lease
 )

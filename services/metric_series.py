@@ -11,19 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.functions import Functions
+from services.jobs import JobNotFound
 from services.keys import job_keys
+from services.refusals import Missing
 
 
 class MetricSeries:
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
 
-    async def add(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
+    async def add(self, job: str, step: int, metrics: Mapping[str, float], token: str | None) -> None:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise ValueError(f"metric {name} of step {step} is not a finite number: {value}")
         flat = [text for name, value in metrics.items() for text in (name, repr(float(value)))]
-        await self._functions.call("add_metrics", job_keys(job), step, *flat)
+        try:
+            await self._functions.call("add_metrics", job_keys(job), token or "", step, *flat)
+        except Missing:
+            raise JobNotFound(job) from None
 
     async def read(self, job: str, from_step: int) -> list[dict[str, Any]]:
         rows = await self._functions.call("read_metrics", job_keys(job), from_step)

@@ -3,13 +3,18 @@
 Duty: the interface that processes use; the work is done by one small module per subject. The rule: whatever a client
 sends again changes nothing, and what an owner writes is fenced by its token. It keeps no state of its own and knows
 nothing of what a specification says.
+
+With ``jobs_dir`` the jobs' directories are the truth and Redis may be lost: what is acknowledged is written down there
+first, and a server that was wiped is given it back by whoever notices (``rebuild``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -19,6 +24,7 @@ from gspo_core.types import WeightsManifest
 from services.event_log import Event, EventLog
 from services.fleet import Fleet
 from services.functions import Functions
+from services.job_directory import JobDirectory
 from services.job_table import JobTable
 from services.jobs import (
     Claim,
@@ -34,8 +40,9 @@ from services.jobs import (
 from services.keys import job_key, job_keys
 from services.leases import BeatWatch
 from services.metric_series import MetricSeries
-from services.refusals import Conflict, Fenced
-from services.versions import VersionTable
+from services.rebuild import Rebuild, encode_description
+from services.refusals import Conflict, Fenced, Missing
+from services.versions import Version, VersionTable
 
 __all__ = [
     "Claim",
@@ -51,11 +58,15 @@ __all__ = [
     "JobStatus",
     "StatusReason",
     "Store",
+    "Version",
 ]
 
 
 class Store:
-    """``lease_s``: a trainer whose beat stands still for so long loses its job. ``now`` is shown to people only."""
+    """``lease_s``: a trainer whose beat stands still for so long loses its job. ``now`` is shown to people only.
+
+    ``max_attempts``: so many trainers in a row may be lost without a new step, then the job has failed.
+    """
 
     def __init__(
         self,
@@ -64,17 +75,36 @@ class Store:
         lease_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        max_attempts: int = 3,
+        jobs_dir: Path | None = None,
     ) -> None:
         self._functions = Functions(redis)
-        self._jobs = JobTable(self._functions, BeatWatch(lease_s, clock), now)
+        self._jobs_dir = jobs_dir
+        self._rebuild = None if jobs_dir is None else Rebuild(self._functions, jobs_dir)
+        self._jobs = JobTable(
+            self._functions,
+            BeatWatch(lease_s, clock),
+            now,
+            max_attempts=max_attempts,
+            root=jobs_dir,
+            rebuild=self._rebuild,
+        )
         self._events = EventLog(self._functions)
-        self._versions = VersionTable(self._functions)
+        self._versions = VersionTable(self._functions, jobs_dir)
         self._fleet = Fleet(self._functions)
         self._metrics = MetricSeries(self._functions)
 
     async def load_functions(self) -> None:
         """Make sure that the server has our functions; raises LibraryTooOld, LibraryTooNew."""
         await self._functions.load()
+
+    async def rebuild(self) -> int:
+        """Give the server what it does not know, or knows an older state of; returns how many jobs that were.
+
+        Processes with ``jobs_dir`` call it when they start. Later a wiped server is noticed by listing, claiming,
+        creating and not finding jobs.
+        """
+        return 0 if self._rebuild is None else await self._rebuild.run()
 
     # Jobs
 
@@ -147,9 +177,13 @@ class Store:
 
     # Events
 
-    async def add_event(self, job: str, type: str, data: Mapping[str, Any]) -> str:
-        """Returns the event's id. Events of type ``job.status`` are written by the store itself."""
-        return await self._events.add(job, type, data)
+    async def add_event(self, job: str, type: str, data: Mapping[str, Any], *, token: str | None = None) -> str:
+        """Returns the event's id. Events of type ``job.status`` are written by the store itself.
+
+        With a ``token`` only the owner may (Fenced): what it says of its run must not come from a former one.
+        Raises JobNotFound.
+        """
+        return await self._events.add(job, type, data, token)
 
     async def read_events(self, job: str, after: str = "0", *, count: int = 100, block_ms: int = 0) -> list[Event]:
         """Up to ``count`` events after the id ``after``, waiting at most ``block_ms`` for the first (0: not at all).
@@ -165,16 +199,30 @@ class Store:
     # Environments: described by workers, since no environment code runs in the trainer
 
     async def describe_environment(self, job: str, index: int, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the description that holds: the first one, since tasks are drawn from its numbers."""
-        text = json.dumps(dict(description), sort_keys=True, allow_nan=False)
-        held: dict[str, Any] = json.loads(
-            await self._functions.call("describe_environment", job_keys(job), index, text)
-        )
-        return held
+        """Returns the description that holds: the first one, since tasks are drawn from its numbers.
+
+        Raises JobNotFound.
+        """
+        text = encode_description(dict(description))
+        try:
+            held = await self._functions.call("describe_environment", job_keys(job), index, text)
+        except Missing:
+            raise JobNotFound(job) from None
+        return self._description(held)
 
     async def environment_description(self, job: str, index: int) -> dict[str, Any] | None:
+        """Where this process has the job's directory, what it is told is there too when this returns."""
         held = await self._functions.redis.hget(job_key(job, "environments"), str(index))
-        return None if held is None else json.loads(held)
+        if held is None:
+            return None
+        description = self._description(held)
+        if self._jobs_dir is not None:
+            await asyncio.to_thread(JobDirectory(self._jobs_dir / job).write_environment, index, description)
+        return description
+
+    def _description(self, text: bytes) -> dict[str, Any]:
+        description: dict[str, Any] = json.loads(text)
+        return description
 
     # Versions
 
@@ -194,7 +242,11 @@ class Store:
         """All that were published, in order."""
         return await self._versions.all(job)
 
-    # Engines and workers
+    async def version_table(self, job: str) -> list[Version]:
+        """Epoch, step and parent of all that were published, in order."""
+        return await self._versions.table(job)
+
+    # Engines, trainers and workers. The dead are forgotten after a while.
 
     async def register_engine(self, record: Mapping[str, Any]) -> None:
         """``record["id"]`` names the engine. Repeat it: every call raises the engine's ``beats``."""
@@ -219,6 +271,17 @@ class Store:
         """Give an engine back; one that this owner does not hold is left alone."""
         await self._fleet.unbind(job, token, engine_id)
 
+    async def register_trainer(self, record: Mapping[str, Any]) -> None:
+        """``record["id"]`` names the trainer, the rest says what it can do. Repeat it like a worker."""
+        await self._fleet.enlist("trainer", record)
+
+    async def remove_trainer(self, trainer: str) -> None:
+        await self._fleet.delist("trainer", trainer)
+
+    async def trainers(self) -> list[dict[str, Any]]:
+        """The records, each with ``beats``."""
+        return await self._fleet.trainers()
+
     async def register_worker(self, record: Mapping[str, Any]) -> None:
         """``record["id"]`` names the worker. Repeat it: every call raises the worker's ``beats``."""
         await self._fleet.enlist("worker", record)
@@ -232,9 +295,12 @@ class Store:
 
     # Metrics
 
-    async def add_metrics(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Add values to a step; a name that it has already gets the new value. All numbers are finite."""
-        await self._metrics.add(job, step, metrics)
+    async def add_metrics(self, job: str, step: int, metrics: Mapping[str, float], *, token: str | None = None) -> None:
+        """Add values to a step; a name that it has already gets the new value. All numbers are finite.
+
+        With a ``token`` only the owner may (Fenced). Raises JobNotFound.
+        """
+        await self._metrics.add(job, step, metrics, token)
 
     async def read_metrics(self, job: str, from_step: int = 0) -> list[dict[str, Any]]:
         """One dict per step in order: ``{"step": n, name: value, ...}``."""

@@ -1,24 +1,48 @@
 """The version table of a job: what was published, by which epoch, at which step.
 
-The rule: a version is a publish counter that is never handed out twice, and a published one never changes.
-It holds manifests, not weights.
+The rule: a version is a publish counter that is never handed out twice, also not by a server that lost its memory: the
+job's directory knows what was used. A published one never changes. It holds manifests, not weights.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from gspo_core.types import WeightFile, WeightsManifest
 from services.functions import Functions
+from services.job_directory import JobDirectory, RecordConflict, VersionRecord
 from services.keys import job_key, job_keys
+from services.refusals import Conflict
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A row of the table."""
+
+    version: int
+    epoch: int
+    step: int
+    parent: int | None
+    """The version whose weights these were trained from, or are; None for the first."""
 
 
 class VersionTable:
-    def __init__(self, functions: Functions) -> None:
+    """``root``: where the jobs' directories are, if this process writes there."""
+
+    def __init__(self, functions: Functions, root: Path | None) -> None:
         self._functions = functions
+        self._root = root
+        self._asked: set[str] = set()
+        """Owners for whom the directory was looked at: after that the server's counter is above it."""
 
     async def next(self, job: str, token: str, at_least: int) -> int:
+        if self._root is not None and token not in self._asked:
+            highest = await asyncio.to_thread(JobDirectory(self._root / job).highest_version)
+            at_least = max(at_least, highest + 1)
+            self._asked.add(token)
         return int(await self._functions.call("next_version", job_keys(job), token, at_least))
 
     async def publish(self, job: str, token: str, manifest: WeightsManifest) -> None:
@@ -26,6 +50,13 @@ class VersionTable:
             raise ValueError(f"the manifest of job {manifest.job} is no version of job {job}")
         text = json.dumps(asdict(manifest), sort_keys=True, separators=(",", ":"))
         await self._functions.call("publish_version", job_keys(job), token, manifest.version, text)
+        if self._root is not None:
+            # After the server, so that who is fenced leaves nothing; before anybody is told.
+            record = VersionRecord(manifest.version, manifest.step, text)
+            try:
+                await asyncio.to_thread(JobDirectory(self._root / job).write_version, record)
+            except RecordConflict as error:
+                raise Conflict(str(error)) from None
 
     async def current(self, job: str) -> WeightsManifest | None:
         text = await self._functions.call("current_version", job_keys(job))
@@ -34,6 +65,21 @@ class VersionTable:
     async def all(self, job: str) -> list[WeightsManifest]:
         texts = await self._functions.redis.hvals(job_key(job, "versions"))
         return sorted((_manifest(text) for text in texts), key=lambda manifest: manifest.version)
+
+    async def table(self, job: str) -> list[Version]:
+        rows: list[Version] = []
+        for manifest in await self.all(job):
+            parent = _parent(rows, manifest)
+            rows.append(Version(manifest.version, manifest.epoch, manifest.step, parent))
+        return rows
+
+
+def _parent(earlier: list[Version], manifest: WeightsManifest) -> int | None:
+    """The one before in the same epoch. The first of an epoch holds the weights that the epoch forked off."""
+    if earlier and earlier[-1].epoch == manifest.epoch:
+        return earlier[-1].version
+    same = [one.version for one in earlier if one.step == manifest.step]
+    return same[-1] if same else None
 
 
 def _manifest(text: bytes) -> WeightsManifest:

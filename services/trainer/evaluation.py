@@ -73,7 +73,7 @@ class Evaluator:
         await self._bus.commit(self._claim.job_id, self._claim.token, step, numbers, reason="evaluated")
         self._intake.forget(numbers)
         record = {"step": step, "version": version, **version_range(groups), **group_metrics(groups)}
-        await self._store.add_event(self._claim.job_id, "evaluation", record)
+        await self._store.add_event(self._claim.job_id, "evaluation", record, token=self._claim.token)
         get_logger().info("evaluation", **record)
 
 

@@ -10,8 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import Split, WeightFile, WeightsManifest
-from services.bus import Bus, Fenced
-from services.keys import job_key, service_key
+from services.bus import Append, Bus, Fenced
+from services.keys import BUS_KEYS, job_key, service_key
 from services.store import Claim, Store
 
 if TYPE_CHECKING:
@@ -125,7 +125,19 @@ _WRITES: dict[str, Callable[[Store, Bus, str, str], Awaitable[object]]] = {
     "bind": lambda store, bus, job, token: store.bind_engine(job, token, "engine"),
     "dispatch": lambda store, bus, job, token: bus.dispatch(job, token, 0, size=1, split=Split.TRAIN, task_index=0),
     "commit": lambda store, bus, job, token: bus.commit(job, token, 1, [7]),
+    "event": lambda store, bus, job, token: store.add_event(job, "step", {"step": 9}, token=token),
+    "metrics": lambda store, bus, job, token: store.add_metrics(job, 9, {"reward/mean": 9.0}, token=token),
 }
+
+
+async def state_of(store: Store, bus: Bus, job: str) -> list[object]:
+    return [
+        await store.get_job(job),
+        await bus.counters(job),
+        await store.versions(job),
+        await store.read_metrics(job),
+        await store.read_events(job),
+    ]
 
 
 @pytest.mark.parametrize("write", _WRITES)
@@ -138,10 +150,10 @@ async def test_a_former_owner_can_change_nothing(
     assert heir is not None
     await store.register_engine({"id": "engine"})
     await bus.dispatch(job, heir.token, 7, size=1, split=Split.TRAIN, task_index=0)
-    before = await store.get_job(job), await bus.counters(job), await store.versions(job)
+    before = await state_of(store, bus, job)
     with pytest.raises(Fenced):
         await _WRITES[write](store, bus, job, claim.token)
-    assert (await store.get_job(job), await bus.counters(job), await store.versions(job)) == before
+    assert await state_of(store, bus, job) == before
     assert await store.engines() == [{"id": "engine", "beats": 1, "job": None}]
     await _WRITES[write](store, bus, job, heir.token)
 
@@ -196,3 +208,89 @@ async def test_progress_is_what_clients_see(store: Store, claim: Claim) -> None:
     await store.update_progress(claim.job_id, claim.token, 12, 13)
     job = await store.get_job(claim.job_id)
     assert (job.step, job.policy_version) == (12, 13)
+
+
+async def lose_trainer(redis_client: Redis) -> Claim | None:
+    """The owner is silent for a lease, and the next one tries."""
+    clock = Clock()
+    return await claim_after_a_lease(Store(redis_client, lease_s=LEASE_S, clock=clock), clock)
+
+
+async def test_a_job_that_loses_trainer_after_trainer_without_a_step_has_failed(
+    store: Store, bus: Bus, claim: Claim, redis_client: Redis
+) -> None:
+    job = claim.job_id
+    await bus.dispatch(job, claim.token, 0, size=2, split=Split.TRAIN, task_index=0)
+    for attempt in (2, 3):
+        heir = await lose_trainer(redis_client)
+        assert heir is not None
+        assert heir.attempt == attempt
+    assert await lose_trainer(redis_client) is None
+    record = await store.get_job(job)
+    assert (record.status, record.status_reason and record.status_reason.code) == ("failed", "max_attempts_exceeded")
+    assert await bus.counters(job) == {
+        "dispatched": 1,
+        "trained": 0,
+        "evaluated": 0,
+        "dropped_job_over": 1,
+        "in_flight": 0,
+    }
+    with pytest.raises(Fenced):
+        await store.beat_trainer(job, heir.token)
+
+
+async def test_every_new_step_gives_a_job_all_its_attempts_again(
+    store: Store, claim: Claim, redis_client: Redis
+) -> None:
+    owner: Claim | None = claim
+    for step in range(6):
+        assert owner is not None
+        await store.update_progress(claim.job_id, owner.token, step, step)
+        assert await lose_trainer(redis_client) is not None
+        owner = await lose_trainer(redis_client)
+    # the same step again is none
+    for _ in range(2):
+        assert owner is not None
+        await store.update_progress(claim.job_id, owner.token, 5, 40)
+        owner = await lose_trainer(redis_client)
+    assert owner is None
+
+
+async def test_who_leaves_in_an_orderly_way_costs_no_attempt(store: Store, claim: Claim) -> None:
+    owner = claim
+    for _ in range(8):
+        await store.release_job(claim.job_id, owner.token)
+        heir = await store.claim_job("t")
+        assert heir is not None
+        owner = heir
+
+
+@pytest.mark.parametrize("status", ["paused", "cancelling"])
+async def test_a_job_that_does_not_train_is_not_counted(
+    store: Store, claim: Claim, redis_client: Redis, status: str
+) -> None:
+    await redis_client.hset(job_key(claim.job_id, "job"), "status", status)
+    for _ in range(5):
+        assert await lose_trainer(redis_client) is not None
+
+
+async def test_the_queue_ends_with_its_job(store: Store, bus: Bus, claim: Claim, redis_client: Redis) -> None:
+    job = claim.job_id
+    for group in range(3):
+        await bus.dispatch(job, claim.token, group, size=2, split=Split.TRAIN, task_index=0, bytes_per_episode=9)
+    token = await bus.join("w")
+    first, second, _ = await bus.lease(job, "w", token, 3)
+    await bus.append(job, token, [Append(first.key, 0, 0, b"x", False), Append(second.key, 0, 0, b"y", True)])
+    await bus.commit(job, claim.token, 1, [1])
+    await store.set_status(job, "running", token=claim.token)
+    for _ in range(2):  # sent again after a lost reply
+        await store.set_status(job, "succeeded", token=claim.token)
+    counts = await bus.counters(job)
+    assert counts == {"dispatched": 3, "trained": 1, "evaluated": 0, "dropped_job_over": 2, "in_flight": 0}
+    left = {name for name in BUS_KEYS if await redis_client.exists(job_key(job, name))}
+    assert left == {"trainer", "counters", "meta"}
+    usage = await bus.usage(job)
+    assert (usage.charged_bytes, usage.stored_bytes) == (0, 0)
+    with pytest.raises(Fenced):
+        await bus.append(job, token, [Append(first.key, 0, 1, b"z", True)])
+    assert await bus.reap(job) == 0

@@ -11,10 +11,11 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import WeightFile, WeightsManifest
+from services.bus import Bus, Fenced
 from services.functions import LIBRARY_VERSION, Functions, LibraryTooNew, library
-from services.keys import InvalidJobId, job_key, job_keys
+from services.keys import InvalidJobId, job_key, job_keys, service_key, service_keys
 from services.refusals import Conflict, Missing
-from services.store import Claim, Event, InvalidCursor, Store
+from services.store import Claim, Event, InvalidCursor, JobNotFound, Store, Version
 
 if TYPE_CHECKING:
     from tests.services.conftest import LossyProxy
@@ -87,7 +88,7 @@ async def test_events_are_bounded(store: Store, claim: Claim, redis_client: Redi
     for first in range(0, 11_000, 1000):
         async with redis_client.pipeline(transaction=False) as pipeline:
             for number in range(first, first + 1000):
-                pipeline.execute_command("FCALL", "gspo_add_event", len(keys), *keys, f"n{number}", "log", "{}")
+                pipeline.execute_command("FCALL", "gspo_add_event", len(keys), *keys, "", f"n{number}", "log", "{}")
             await pipeline.execute()
     assert 10_000 <= await redis_client.xlen(job_key(job, "events")) < 10_500
     # events of the store itself have no nonce
@@ -322,3 +323,93 @@ async def test_every_key_of_a_job_lies_in_its_slot(store: Store, claim: Claim, r
         tags.add(tag)
     assert tags == {f"{{{claim.job_id}}}", "{service}"}
     json.dumps(await store.engines())
+
+
+# What nobody renews any more
+
+
+async def test_a_write_about_a_job_that_is_not_there_makes_no_key(store: Store, redis_client: Redis) -> None:
+    """A worker that outlived its server's memory must not make half of a job."""
+    writes = [
+        store.add_event("job_gone", "env.health", {}),
+        store.add_metrics("job_gone", 1, {"x": 1.0}),
+        store.describe_environment("job_gone", 0, {}),
+    ]
+    for write in writes:
+        with pytest.raises(JobNotFound):
+            await write
+    assert await redis_client.keys("gspo:{job_gone}:*") == []
+
+
+async def test_idempotency_keys_are_bounded_and_the_oldest_go(store: Store, redis_client: Redis) -> None:
+    first = await store.create_job("{}", idempotency_key="first")
+    keys = service_keys()
+    async with redis_client.pipeline(transaction=False) as pipeline:
+        for number in range(10_000):
+            pipeline.execute_command("FCALL", "gspo_reserve", len(keys), *keys, f"digest{number}", f"job_{number}")
+        await pipeline.execute()
+    assert await redis_client.hlen(service_key("idempotency")) == 10_000
+    assert await redis_client.zcard(service_key("idempotency_order")) == 10_000
+    assert await redis_client.hget(service_key("idempotency"), "digest0") == b"job_0"
+    # the oldest one is forgotten, hence a new job
+    assert (await store.create_job("{}", idempotency_key="first")).id != first.id
+
+
+async def test_who_is_silent_while_all_others_show_up_is_forgotten(store: Store, redis_client: Redis) -> None:
+    bus = Bus(redis_client)
+    for name in ("dead", "alive"):
+        await store.register_worker({"id": name})
+        await store.register_trainer({"id": name, "device": "cpu"})
+    lost = await bus.join("dead")
+    alive = await bus.join("alive")
+    for _ in range(300):
+        await store.register_worker({"id": "alive"})
+        await store.register_trainer({"id": "alive", "device": "cpu"})
+    assert {worker["id"] for worker in await store.workers()} == {"alive", "dead"}
+    for _ in range(150):
+        await store.register_worker({"id": "alive"})
+        await bus.beat("alive", alive)
+        await store.register_trainer({"id": "alive", "device": "cpu"})
+        await store.register_trainer({"id": "alive", "device": "cpu"})
+    assert [worker["id"] for worker in await store.workers()] == ["alive"]
+    assert [trainer["id"] for trainer in await store.trainers()] == ["alive"]
+    assert await redis_client.hkeys(service_key("lease_tokens")) == [b"alive"]
+    assert await redis_client.zcard(service_key("worker_signs")) == 1
+    with pytest.raises(Fenced):
+        await bus.beat("dead", lost)
+
+
+async def test_who_beats_is_not_forgotten_although_it_never_registers(store: Store, redis_client: Redis) -> None:
+    bus = Bus(redis_client)
+    token = await bus.join("quiet")
+    for _ in range(40):
+        for _ in range(25):
+            await store.register_worker({"id": "loud"})
+        await bus.beat("quiet", token)
+
+
+async def test_an_engine_that_is_bound_is_kept_however_silent_it_is(store: Store, claim: Claim) -> None:
+    functions = Functions(store._functions.redis)
+    await store.register_engine({"id": "bound"})
+    await store.bind_engine(claim.job_id, claim.token, "bound")
+    await store.register_engine({"id": "idle"})
+    await functions.redis.hset(service_key("signs"), "engine", 10_000_000)
+    await store.register_engine({"id": "new"})
+    assert [engine["id"] for engine in await store.engines()] == ["bound", "new"]
+
+
+# The table of versions
+
+
+async def test_the_parent_of_a_version_is_what_it_was_trained_from(store: Store, claim: Claim) -> None:
+    job = claim.job_id
+    for version, epoch, step in [(0, 1, 0), (1, 1, 1), (2, 1, 2), (3, 1, 3), (4, 2, 2), (5, 2, 3)]:
+        await store.publish_version(job, claim.token, manifest(job, version, epoch=epoch, step=step))
+    assert await store.version_table(job) == [
+        Version(0, 1, 0, None),
+        Version(1, 1, 1, 0),
+        Version(2, 1, 2, 1),
+        Version(3, 1, 3, 2),
+        Version(4, 2, 2, 2),
+        Version(5, 2, 3, 4),
+    ]
