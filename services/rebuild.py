@@ -76,7 +76,7 @@ class Rebuild:
         )
         if accepted.idempotency is not None:
             await self._functions.call("reserve", service_keys(), accepted.idempotency, job)
-        record = {**_at_first(accepted), **fields}
+        record = {"spec": accepted.spec, "digest": accepted.digest, **(fields or _at_first(accepted))}
         flat = [text for item in record.items() for text in item]
         restored = int(await self._functions.call("restore_job", job_keys(job), max(revision, 1), *flat))
         if restored:
@@ -113,11 +113,9 @@ def encode_description(description: dict[str, Any]) -> str:
 
 
 def _at_first(accepted: AcceptedJob) -> dict[str, str]:
-    """The record of a job that was accepted and of which nothing else is known."""
+    """The state of a job that was accepted and of which nothing else is known."""
     reason = default_reason(JobStatus.QUEUED)
     return {
-        "spec": accepted.spec,
-        "digest": accepted.digest,
         "created_at": accepted.created_at,
         "status": JobStatus.QUEUED.value,
         "desired_state": DesiredState.RUNNING.value,
