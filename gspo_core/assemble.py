@@ -78,6 +78,17 @@ class Assembler:
             for member in sorted(self._groups[group])
         )
 
+    def versions(self, group: int) -> frozenset[int]:
+        """Those that sampled a token that is here, in the newest attempt of each episode of ``group``."""
+        members = self._groups.get(group, {}).values()
+        return frozenset[int]().union(*(episode.versions for episode in members))
+
+    def unfinished(self, group: int) -> tuple[EpisodeKey, ...]:
+        """Episodes of ``group`` of which at least one segment is here, and not all."""
+        members = self._groups.get(group, {})
+        open_members = sorted(member for member, episode in members.items() if episode.trajectory() is None)
+        return tuple(EpisodeKey(self._job or "", group, member) for member in open_members)
+
     def forget(self, group: int) -> None:
         """Free the segments of ``group`` and ignore what still arrives of it: it was committed or dropped."""
         self._groups.pop(group, None)
@@ -96,6 +107,8 @@ class _Episode:
     last: int | None = None
     """Index of the segment that carries the outcome, once it is here."""
     highest: int = -1
+    versions: set[int] = field(default_factory=set)
+    """That sampled at least one token of it."""
     complete: Trajectory | None = None
     """Built once: who waits for a group asks again and again."""
 
@@ -114,6 +127,8 @@ class _Episode:
                 f"but there is a segment {max(self.highest, segment.index)}"
             )
         self.segments[segment.index] = segment
+        if segment.num_actions:
+            self.versions.add(segment.version)
         self.last = end
         self.highest = max(self.highest, segment.index)
 

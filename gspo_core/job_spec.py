@@ -130,6 +130,23 @@ class EpisodeLimits:
         return cls(**given)
 
 
+class HostSpec(Documented):
+    """Bounds of the processes that an environment runs in. What is left out comes from its author (`hosting`), else
+    the stated default holds."""
+
+    sessions_per_process: PositiveInt | None = None
+    """Episodes that share a process. Default: 256 where every member is async, 16 where the environment is `replayable`
+    or offers snapshots, else 1."""
+    max_processes: PositiveInt | None = None
+    """Processes of one rollout worker. More episodes than they hold wait for a place. Default 64."""
+    memory_mb: PositiveInt | None = None
+    """What a process may hold; beyond it the episode that acted ends with `env_crash`. Default 1024."""
+    file_mb: PositiveInt | None = None
+    """How large a file may become that it writes; beyond it writing fails. Default 64."""
+    boot_timeout_s: Seconds = 120.0
+    """Time for loading the environment; beyond it the job cannot be served."""
+
+
 class EnvironmentSpec(Documented):
     """One environment of a job."""
 
@@ -141,6 +158,11 @@ class EnvironmentSpec(Documented):
     """Its share of the groups, relative to the weights of the other environments."""
     limits: Limits = Field(default_factory=Limits)
     """Bounds for episodes of this environment; they win over the job's."""
+    host: HostSpec = Field(default_factory=HostSpec)
+    """Bounds of the processes that it runs in."""
+    broken_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The reward of an episode whose own action broke its environment (`tool_timeout`, `env_crash`).
+    Left out: the low end of the environment's `reward_range`, else 0."""
 
 
 class RolloutSpec(Documented):
@@ -152,9 +174,11 @@ class RolloutSpec(Documented):
     """Steps by which sampling may run ahead of the published weights. 0 is exactly synchronous."""
     staleness_cap: Count = Field(default_factory=lambda given: STALENESS_CAP_FACTOR * given["max_staleness"])
     """No token older than so many steps is trained. Left out: 4 times `max_staleness`."""
-    on_stale: Literal["mask", "drop"] = "mask"
+    on_stale: Literal["mask", "drop", "wait"] = "mask"
     """What happens to an episode beyond the cap: `mask` withholds the old tokens and keeps the reward in its group's
-    baseline, `drop` drops the group."""
+    baseline, `drop` drops the group, `wait` delays a step that would put an unfinished episode beyond it."""
+    stale_wait_s: Seconds = 600.0
+    """With `on_stale: wait`: so long a step is delayed at most; what is beyond the cap then is masked."""
     on_partial_group: Annotated[str, StringConstraints(pattern=r"^(all|drop|min_viable:[1-9][0-9]*)$")] = "all"
     """A group with a member that cannot be finished: `all` waits for every member within its retries, `min_viable:k`
     trains the group from k finished members on, `drop` drops the group."""

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from gspo_core.assemble import Assembler
 from gspo_core.codec import SegmentRejected, decode
-from gspo_core.types import Group, Split
+from gspo_core.types import EpisodeKey, Group, Split
 from services.bus import Bus, ReadyGroup
 from services.telemetry import get_logger
 
@@ -58,27 +58,40 @@ class Intake:
     async def wait_for(self, split: Split, count: int, *, among: Collection[int] | None = None) -> list[Group]:
         """``count`` complete groups of ``split``, in the order of dispatch; they are not handed out again."""
         while True:
-            # What arrives while the question is on its way may be the last that ever does: it must end the wait below.
             num_segments = self.num_segments
-            groups = await self._complete(split, among)
+            groups = [group for group in await self.complete(split, among=among) if group.group not in self._taken]
             if len(groups) >= count:
                 chosen = groups[:count]
                 self._taken.update(group.group for group in chosen)
                 return chosen
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S), self._progress:
-                    if self.num_segments == num_segments:
-                        await self._progress.wait()
+            await self.progress(num_segments)
 
-    async def _complete(self, split: Split, among: Collection[int] | None) -> list[Group]:
+    async def progress(self, num_segments: int) -> None:
+        """Until more than ``num_segments`` were read, or for a moment: it is time to look again.
+
+        Take the number before asking anything: what arrives while the question is on its way may be the last that
+        ever does.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_AGAIN_S), self._progress:
+                if self.num_segments == num_segments:
+                    await self._progress.wait()
+
+    async def complete(self, split: Split, *, among: Collection[int] | None = None) -> list[Group]:
+        """Groups of ``split`` whose episodes have all ended, in the order of dispatch."""
         ready = await self._bus.ready_groups(self._job)
-        wanted = [one for one in ready if self._is_wanted(one, split, among)]
+        wanted = [one for one in ready if one.split == split and (among is None or one.group in among)]
         wanted.sort(key=lambda one: one.group)
         groups = (self._assemble(one) for one in wanted)
         return [group for group in groups if group is not None]
 
-    def _is_wanted(self, one: ReadyGroup, split: Split, among: Collection[int] | None) -> bool:
-        return one.split == split and one.group not in self._taken and (among is None or one.group in among)
+    def versions(self, group: int) -> frozenset[int]:
+        """Those that sampled what has arrived of ``group``, finished or not."""
+        return self._assembler.versions(group)
+
+    def unfinished(self, group: int) -> tuple[EpisodeKey, ...]:
+        """Episodes of ``group`` of which something has arrived, but not the end."""
+        return self._assembler.unfinished(group)
 
     def _assemble(self, one: ReadyGroup) -> Group | None:
         """None while segments of it are still on their way. Members that were given up are left out."""

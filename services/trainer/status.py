@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from services.jobs import default_reason
 from services.store import Claim, DesiredState, JobStatus, StatusReason, Store
 
 POLL_S = 0.2
@@ -30,6 +31,14 @@ class JobStatusBoard:
 
     async def started(self) -> None:
         await self._set(JobStatus.RUNNING)
+
+    async def waits(self, message: str) -> None:
+        """Say what a running job waits for."""
+        await self._set(JobStatus.RUNNING, StatusReason("waiting_for_trajectories", message))
+
+    async def goes_on(self) -> None:
+        """What it waited for is over."""
+        await self._set(JobStatus.RUNNING, default_reason(JobStatus.RUNNING))
 
     async def obey_pause(self) -> None:
         """Hold the step loop for as long as the user wants the job paused."""

@@ -13,9 +13,7 @@ from gspo_core.types import Split
 from services.bus import Append, Bus, ReadyGroup
 from services.store import Claim
 from services.trainer.intake import Intake
-from tests.services.trainer_kit import episode
-
-DEADLINE_S = 10.0
+from tests.services.trainer_kit import DEADLINE_S, episode, stop
 
 
 class SlowAnswers(Bus):
@@ -63,8 +61,7 @@ async def test_the_last_segment_may_arrive_while_the_answer_about_ready_groups_i
         bus.arrive.set()
         (group,) = await waiting
     assert list(group.rewards) == [1.0]
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
+    await stop(reading)
 
 
 async def test_a_group_whose_last_open_episode_is_given_up_is_handed_out_without_it(
@@ -86,5 +83,4 @@ async def test_a_group_whose_last_open_episode_is_given_up_is_handed_out_without
         (group,) = await waiting
     assert [trajectory.key.member for trajectory in group] == [0]
     assert group.size == 2
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
+    await stop(reading)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
+
+DEADLINE_S = 10.0
+
+
+async def stop(task: asyncio.Task[None]) -> None:
+    """Before Python 3.12 the Redis client may swallow a cancellation."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=1.0)
 
 
 def segment(key: EpisodeKey, index: int, version: int, num_actions: int, **changes: object) -> Segment:
