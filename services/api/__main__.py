@@ -42,11 +42,12 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         raise SettingsError("GSPO_REDIS_URL is not set: name the Redis that all processes share (`gspo up` starts one)")
 
     async with connect(redis_url) as redis:
-        store = Store(redis, lease_s=settings.lease_s)
+        store = Store(redis, lease_s=settings.lease_s, jobs_dir=settings.data_dir / "jobs")
         # A server that cannot hold our functions ends this process with the reason; one that is away does not.
         with contextlib.suppress(*REDIS_AWAY):
             async with asyncio.timeout(FIRST_CONTACT_S):
                 await store.load_functions()
+                await store.rebuild()
         app = create_app(lambda: contextlib.nullcontext(store), keys=keys, stopping=stop, lease_s=settings.lease_s)
         await _serve_app(app, settings, stop)
 

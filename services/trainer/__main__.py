@@ -39,8 +39,10 @@ async def main(stop: asyncio.Event) -> None:
     # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
     torch.set_num_interop_threads(1)
     async with connect(settings.redis_url) as redis, open_http() as http:
-        bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
+        bus = Bus(redis, lease_s=settings.lease_s)
+        store = Store(redis, lease_s=settings.lease_s, jobs_dir=settings.data_dir / "jobs")
         await bus.load_functions()
+        await store.rebuild()
 
         def make_run(claim: Claim, spec: JobSpec) -> JobRun:
             job_dir = settings.data_dir / "jobs" / claim.job_id

@@ -182,7 +182,7 @@ class JobRun:
         await self._report(StepReport(self._lineage.step, self._newest.version, self._claim.epoch, metrics))
         for alarm in self._patience.ripe([*learner.alarms, *group_alarms(metrics)]):
             data = {"step": self._lineage.step, "kind": alarm.kind, "message": str(alarm)}
-            await services.store.add_event(self._job, "alert", data)
+            await services.store.add_event(self._job, "alert", data, token=self._claim.token)
 
     async def _after_step(self, learner: Learner, evaluator: Evaluator) -> None:
         step, spec, checkpoints = self._lineage.step, self._spec, self._services.checkpoints
@@ -192,7 +192,9 @@ class JobRun:
             position = Position(self._claim.epoch, step)
             await asyncio.to_thread(checkpoints.write, position, self._lineage, learner.save_state)
             await asyncio.to_thread(checkpoints.collect, spec.checkpoints.keep)
-            await self._services.store.add_event(self._job, "checkpoint", {"step": step, "epoch": position.epoch})
+            await self._services.store.add_event(
+                self._job, "checkpoint", {"step": step, "epoch": position.epoch}, token=self._claim.token
+            )
 
     async def _take_groups(self, schedule: TaskSchedule) -> list[Group]:
         """The groups that are to be trained next, logged and committed."""
@@ -297,6 +299,7 @@ class JobRun:
         record = {"step": report.step, "version": report.version, "epoch": report.epoch, **report.metrics}
         with self._services.metrics_path.open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
-        await self._services.store.add_metrics(self._job, report.step, report.metrics)
-        await self._services.store.add_event(self._job, "step", record)
+        store, token = self._services.store, self._claim.token
+        await store.add_metrics(self._job, report.step, report.metrics, token=token)
+        await store.add_event(self._job, "step", record, token=token)
         get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))
