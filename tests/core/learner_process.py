@@ -53,6 +53,7 @@ RANK_CASES: dict[str, tuple[ObjectiveConfig, dict[str, object], int]] = {
     "checkpointed": (GATED, {"activation_checkpointing": True}, 13),
     "mixture with replayed routes": (GATED, {"routing_replay": True, "activation_checkpointing": True}, 13),
     "reference": (ObjectiveConfig(minibatches=2, kl_coef=0.1), {}, 13),
+    "bfloat16": (GATED, {"dtype": "bfloat16"}, 13),
 }
 
 

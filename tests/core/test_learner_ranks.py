@@ -17,6 +17,8 @@ from tests.core.learner_support import MIXTURE, largest_difference, write_model
 pytestmark = pytest.mark.timeout(300)  # starting processes is slow on a busy machine
 # Of what the weights moved by; float32 sums in another order, and the clip's rounding near its bounds.
 TOLERANCE = 2e-4
+# One rank casts where autocast does, two ranks whatever enters a layer; both round to 8 bits, each in its own places.
+HALF_TOLERANCE = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +44,20 @@ def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None
     objective, config, number = learner_process.RANK_CASES[case]
     learner_process.run_case(two_ranks, tmp_path / case, objective, config, number)
     model = learner_process.model_of(two_ranks, case) / "model.safetensors"
-    check_same(model, tmp_path / case, two_ranks / case)
+    tolerance = HALF_TOLERANCE if case == "bfloat16" else TOLERANCE
+    check_same(model, tmp_path / case, two_ranks / case, tolerance)
 
 
-def check_same(model: Path, first: Path, second: Path) -> None:
+def check_same(model: Path, first: Path, second: Path, tolerance: float = TOLERANCE) -> None:
     """Both learned the same from `model`."""
     start = load_file(model)
     for stage in ("weights", "supervised"):
         one, two = (load_file(root / stage / "model.safetensors") for root in (first, second))
         moved = largest_difference(start, one)
         assert moved > 1e-4, "the case must train something"
-        assert largest_difference(one, two) < TOLERANCE * moved
+        assert largest_difference(one, two) < tolerance * moved
     one_metrics, two_metrics = (json.loads((root / "metrics.json").read_text()) for root in (first, second))
-    assert one_metrics == pytest.approx(two_metrics, rel=1e-3, abs=2e-5)
+    assert one_metrics == pytest.approx(two_metrics, rel=5 * tolerance, abs=tolerance / 10)
 
 
 def test_averaging_over_ranks_would_be_noticed(two_ranks: Path, tmp_path: Path) -> None:
