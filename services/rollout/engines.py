@@ -2,7 +2,8 @@
 
 Rule: the label on an engine's answer decides, not what this worker believed when it asked: every span must name
 this job, and its version goes into the record. An answer that names anything else is thrown away and counted.
-Engines are bound and given new weights elsewhere; here they are only watched and asked.
+An engine that its owner calls dirty is asked nothing, whatever label it shows. Engines are bound and given new weights
+elsewhere; here they are only watched and asked.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gspo_core.types import WeightsManifest
+from gspo_core.types import CacheMode, WeightsManifest
 from services.engine_client import EngineClient, EngineError, EngineRejected, Generation
 from services.rollout.counters import Counters
 from services.rollout.patience import Patience
@@ -23,8 +24,15 @@ from services.telemetry import get_logger
 REFRESH_S = 0.1
 # An engine that does not say for so long what it holds gets no new requests; those in flight go on.
 LABEL_TIMEOUT_S = 2.0
+# How often engines are asked how busy they are.
+LOAD_S = 1.0
+# An episode leaves the engine that knows its prefix when that one has so many more requests than the idlest.
+MAX_IMBALANCE = 8
 # One that stays silent for longer than the longest load of weights is given up, with the requests that it holds.
 SILENCE_S = 120.0
+
+
+_UNUSABLE = frozenset({"joining", "dirty", "gone"})
 
 
 @dataclass(eq=False, slots=True)
@@ -35,8 +43,14 @@ class Engine:
     client: EngineClient
     label: str = ""
     """``job/epoch/version`` of the weights that it holds; empty while it does not answer."""
+    state: str = ""
+    """What its owner says; empty when nobody does."""
+    holder: str | None = None
+    """The job that it is bound to, where that is known."""
     num_requests: int = 0
     """Of this worker, in flight."""
+    num_waiting: int = 0
+    """Requests of anybody that waited in it when it was last asked."""
     last_answer: float = 0.0
     """When it last said what it holds."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -49,6 +63,14 @@ class Engine:
     @property
     def version(self) -> int:
         return parse_label(self.label)[1]
+
+    def serves(self, job: str) -> bool:
+        return self.job == job and self.holder in (None, job) and self.state not in _UNUSABLE
+
+    def abandon(self) -> None:
+        """Who waits for its answer asks elsewhere."""
+        self.gone.set()
+        self.gone = asyncio.Event()
 
 
 def parse_label(label: str) -> tuple[str, int]:
@@ -90,6 +112,7 @@ class EngineTable:
         self._clock = clock
         self._silence_s = silence_s
         self._engines: dict[str, Engine] = {}
+        self._asked_load_at = -LOAD_S
         self.changed = asyncio.Condition()
 
     async def watch(self) -> None:
@@ -103,6 +126,9 @@ class EngineTable:
         if records is not None:  # else what was known before holds on
             self._update(records)
         await asyncio.gather(*(self._read_label(engine) for engine in self._engines.values()))
+        if self._clock() - self._asked_load_at >= LOAD_S:
+            self._asked_load_at = self._clock()
+            await asyncio.gather(*(_read_load(engine) for engine in self._engines.values() if engine.label))
         async with self.changed:
             self.changed.notify_all()
 
@@ -114,8 +140,8 @@ class EngineTable:
         if label:
             engine.last_answer = self._clock()
         elif self._clock() - engine.last_answer > self._silence_s:
-            engine.gone.set()
-            engine.gone, engine.last_answer = asyncio.Event(), self._clock()
+            engine.abandon()
+            engine.last_answer = self._clock()
 
     def _update(self, records: Sequence[Mapping[str, Any]]) -> None:
         urls = {*self._static_urls, *(str(record["url"]) for record in records if record.get("url"))}
@@ -123,9 +149,19 @@ class EngineTable:
             self._engines.pop(url).gone.set()
         for url in sorted(urls - self._engines.keys()):
             self._engines[url] = Engine(url, self._connect(url), last_answer=self._clock())
+        for record in records:
+            if engine := self._engines.get(str(record.get("url"))):
+                self._hear(engine, str(record.get("state") or ""), record.get("job"))
+
+    def _hear(self, engine: Engine, state: str, holder: str | None) -> None:
+        was_usable, job = engine.serves(engine.job), engine.job
+        engine.state, engine.holder = state, holder
+        if was_usable and not engine.serves(job) and self.serving(job):
+            # Others serve; alone, what it holds may well survive its mending.
+            engine.abandon()
 
     def serving(self, job: str) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.job == job]
+        return [engine for engine in self._engines.values() if engine.serves(job)]
 
 
 async def _label_of(engine: Engine) -> str:
@@ -136,6 +172,16 @@ async def _label_of(engine: Engine) -> str:
     except (EngineError, InvalidAnswer, TimeoutError):
         return ""
     return label
+
+
+async def _read_load(engine: Engine) -> None:
+    """A snapshot; good enough to start no more episodes while requests queue up."""
+    try:
+        async with asyncio.timeout(LABEL_TIMEOUT_S):
+            loads = (await engine.client.loads()).get("loads", [])
+    except (EngineError, TimeoutError):
+        return
+    engine.num_waiting = sum(int(load.get("num_waiting_reqs", 0)) for load in loads)
 
 
 class JobEngines:
@@ -152,6 +198,7 @@ class JobEngines:
         counters: Counters,
         clock: Callable[[], float],
         leaving: asyncio.Event,
+        in_place: bool = False,
     ) -> None:
         self._table = table
         self._store = store
@@ -161,6 +208,7 @@ class JobEngines:
         self._counters = counters
         self._clock = clock
         self._leaving = leaving
+        self._in_place = in_place
         self._steps: Mapping[int, int] = {}
         """Version -> step, for the versions that the store knows."""
         self._published: WeightsManifest | None = None
@@ -185,7 +233,14 @@ class JobEngines:
     def usable(self) -> list[Engine]:
         """Engines within ``max_staleness`` steps of the published version, the least busy first."""
         engines = [engine for engine in self._table.serving(self._job) if self._is_fresh(engine)]
-        return sorted(engines, key=lambda engine: (engine in self._avoided, engine.num_requests))
+        return sorted(engines, key=lambda one: (one in self._avoided, one.state == "switching", one.num_requests))
+
+    def has_room(self) -> bool:
+        """Whether an episode that starts now would be served at once, as far as is known.
+
+        What an engine says of its queue can be old; one that holds nothing of ours is always worth a try.
+        """
+        return any(not (engine.num_waiting and engine.num_requests) for engine in self.usable())
 
     def _is_fresh(self, engine: Engine) -> bool:
         published = self._published
@@ -213,11 +268,12 @@ class JobEngines:
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 stop_token_ids=sorted(stop_token_ids),
+                extra_key=(key := engine.label),
             )
             try:
                 generation = await _answer_of(engine, request)
                 if generation is not None and generation.output_ids:
-                    return self._checked(generation, engine, held_s=asked - started)
+                    return self._checked(generation, engine, key, held_s=asked - started)
                 self._counters.add("engine/no_answers")
             except EngineRejected:
                 raise  # it would be refused again: the episode's business
@@ -235,17 +291,23 @@ class JobEngines:
         engines = self.usable()
         if not engines:
             raise Drained(f"{self._job}: no engine came before the worker left")
-        preferred = (engine for engine in engines if engine.url == prefer_engine and engine not in self._avoided)
-        return next(preferred, engines[0])
+        idlest = engines[0]
+        for engine in engines:
+            if engine.url == prefer_engine and engine not in self._avoided and engine.state != "switching":
+                return engine if engine.num_requests <= idlest.num_requests + MAX_IMBALANCE else idlest
+        return idlest
 
-    def _checked(self, generation: Generation, engine: Engine, held_s: float) -> Sampled:
+    def _checked(self, generation: Generation, engine: Engine, key: str, held_s: float) -> Sampled:
         spans = []
         for span in generation.spans:
             job, version = parse_label(span.label)
             if job != self._job:
                 raise InvalidAnswer(f"{engine.url} sampled with weights of {span.label} for job {self._job}")
             spans.append(VersionSpan(version, span.start, span.end))
-        return Sampled(generation.output_ids, generation.logprobs, spans, engine.url, held_s=held_s)
+        # In place, tokens of a later version stand on keys and values of an earlier one.
+        is_stale = self._in_place and any(span.label != key for span in generation.spans)
+        mode = CacheMode.STALE if is_stale else CacheMode.FRESH
+        return Sampled(generation.output_ids, generation.logprobs, spans, engine.url, mode, held_s)
 
 
 async def _answer_of(engine: Engine, request: Coroutine[Any, Any, Generation]) -> Generation | None:

@@ -95,7 +95,7 @@ class JobRollout:
         while not self._setting.leaving.is_set():
             self._wake.clear()
             num_free = self._limit() - len(self._held)
-            if num_free > 0 and self._engines.usable():
+            if num_free > 0 and self._engines.has_room():
                 for lease in await self._lease(num_free):
                     self._held.add(lease.key)
                     episodes.create_task(self._play(lease), name=str(lease.key))
