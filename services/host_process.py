@@ -249,6 +249,7 @@ class ForkServer(asyncio.Protocol):
     def __init__(self, order: HostOrder, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
         self._order = order
         self._process = process
+        self._connection = connection
         self._raw = connection.dup()
         """Descriptors are sent past the transport, which cannot."""
         self._frames = host_wire.Frames()
@@ -279,12 +280,12 @@ class ForkServer(asyncio.Protocol):
             os.close(write_output)
         ours.setblocking(False)
         server = cls(order, ours, process)
-        await loop.connect_read_pipe(lambda: server._output, os.fdopen(read_output, "rb"))
-        server._transport, _ = await loop.create_connection(lambda: server, sock=ours)
-        boot = {"ref": order.ref, "config": dict(order.config), "hosting": dict(order.hosting)}
-        server._transport.write(host_wire.encode(boot))
         try:
             async with asyncio.timeout(order.boot_timeout_s):
+                await loop.connect_read_pipe(lambda: server._output, os.fdopen(read_output, "rb"))
+                server._transport, _ = await loop.create_connection(lambda: server, sock=ours)
+                boot = {"ref": order.ref, "config": dict(order.config), "hosting": dict(order.hosting)}
+                server._transport.write(host_wire.encode(boot))
                 server.description = await server._ready
         except TimeoutError:
             await server.close()
@@ -315,10 +316,12 @@ class ForkServer(asyncio.Protocol):
 
     async def close(self) -> None:
         """Ends all of its processes and itself; waits until they are gone."""
+        self._ready.cancel()
         for process in list(self._processes.values()):
             process.condemn(Death(Cause.CLOSED))
         if self._transport is not None:
             self._transport.close()
+        self._connection.close()
         self._raw.close()
         loop = asyncio.get_running_loop()
         try:

@@ -65,10 +65,9 @@ class HostLimits:
     max_processes: int = 64
     memory_mb: int = 1024
     file_mb: int = 64
-    boot_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("sessions_per_process", "max_processes", "memory_mb", "file_mb", "boot_timeout_s"):
+        for name in ("sessions_per_process", "max_processes", "memory_mb", "file_mb"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"hosting: {name} is positive, not {value}")

@@ -56,6 +56,10 @@ class Settings(BaseSettings):
     engine_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
     """Base URLs of the inference engines, separated by commas, such as ``http://127.0.0.1:30000``."""
 
+    env_install: bool = False
+    """Whether rollout workers install what an environment's file asks for (``# /// script``), below
+    ``GSPO_DATA_DIR/venvs``. Installing runs code from a package index."""
+
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Seconds without a beat after which a worker's episodes, or a trainer's job, go to another. Alike everywhere."""
 

@@ -9,9 +9,11 @@ import random
 import socket
 import sys
 import time
+from functools import partial
 
 from services.bus import Bus
 from services.engine_client import EngineClient, open_http
+from services.host_venv import Interpreters
 from services.process import run_until_signalled
 from services.redis_server import connect
 from services.rollout.loading import load_job
@@ -36,7 +38,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
             bus,
             store,
             lambda url: EngineClient(url, http),
-            load_job,
+            partial(load_job, interpreters=Interpreters(settings.data_dir / "venvs", settings.env_install)),
             clock=time.monotonic,
             rng=random.Random(),
         )

@@ -31,7 +31,8 @@ TRUNCATED = frozenset(
     }
 )
 PROVOKED = frozenset({StopReason.TOOL_TIMEOUT, StopReason.ENV_CRASH})
-"""The policy's own action broke its session: an outcome that it can learn from, even if nobody can score it."""
+"""The policy's own action broke its session, so nobody can score it: an outcome all the same, else crashing would be
+an escape. What the turns before it paid does not count."""
 
 
 class Attempt:
@@ -171,13 +172,9 @@ class Attempt:
     async def _score(self, stop: StopReason) -> tuple[float, dict[str, float]]:
         if stop in TRUNCATED and self._order.limits.on_truncation == "zero":
             return 0.0, {}
-        try:
-            reward, parts = await self._in_environment(self._session.score())
-        except EnvironmentFailed:
-            if stop not in PROVOKED:
-                raise
-            self._setting.counters.add("env/unscored_after_provoked")
-            return (self._order.environment.reward_range or (0.0, 0.0))[0], {}
+        if stop in PROVOKED:
+            return self._order.broken_reward, {}
+        reward, parts = await self._in_environment(self._session.score())
         return reward + self._turn_rewards, parts
 
     def _metrics(self) -> dict[str, float]:

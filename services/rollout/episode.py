@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.env import EnvironmentFailed
 from gspo_core.types import Outcome, Segment, StopReason
+from services.hosted import HostedSession, SessionLost
 from services.refusals import Conflict, Refused
 from services.rollout.attempt import Attempt
 from services.rollout.ledger import Ledger, LedgerConflict
 from services.rollout.policy import Drained
 from services.rollout.setting import Order, Setting
 from services.telemetry import get_logger
+
+# How often an episode may lose its environment through nobody's fault before that counts as a failure too.
+MAX_UNCHARGED = 8
 
 
 class Episode:
@@ -29,6 +33,7 @@ class Episode:
         self._order = order
         self._attempt = order.lease.attempt
         self._num_failures = 0
+        self._num_uncharged = 0
         self._log = get_logger().bind(episode=str(order.key))
 
     async def run(self) -> StopReason:
@@ -49,7 +54,10 @@ class Episode:
                 return outcome.stop_reason
 
     def _is_hopeless(self, failure: Exception) -> bool:
-        self._num_failures += 1
+        if isinstance(failure, SessionLost) and self._num_uncharged < MAX_UNCHARGED:
+            self._num_uncharged += 1
+        else:
+            self._num_failures += 1
         phase = failure.phase if isinstance(failure, EnvironmentFailed) else type(failure).__name__
         self._setting.counters.add(f"attempts/{phase}_failed")
         self._log.warning("attempt failed", number=self._num_failures, phase=phase, error=str(failure))
@@ -59,6 +67,8 @@ class Episode:
         order = self._order
         session = order.environment.session(limits=order.limits, episode_id=str(order.key))
         try:
+            if isinstance(session, HostedSession):
+                await session.admit()  # waiting for a place is no time of the episode
             return await Attempt(self._setting, order, session, ledger, record).play()
         except (Drained, Refused, LedgerConflict, SegmentRejected, EnvironmentFailed, asyncio.CancelledError):
             raise

@@ -1,14 +1,14 @@
 """Everything that a job needs in this process before an episode can start: its spec, environments and chat codec.
 
 Rule: what cannot be loaded is one typed error that says what to change; it is about the job, never about the worker.
-Loading runs the environments' code and reads files, so it happens in a thread.
+No code of an environment runs in this process: each gets a host (`services.hosted`), which ends with the job.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from gspo_core.chat import ChatCodec, load_codec
-from gspo_core.env import Environment, InvalidEnvironment, load_environment
-from gspo_core.spec import JobSpec
+from gspo_core.env import InvalidEnvironment
+from gspo_core.spec import EnvironmentSpec, JobSpec
+from services.host_process import HostOrder
+from services.host_venv import Interpreters
+from services.hosted import HostedEnvironment
 
 
 class JobNotServable(Exception):
@@ -27,18 +30,48 @@ class JobNotServable(Exception):
 @dataclass(frozen=True, slots=True)
 class LoadedJob:
     spec: JobSpec
-    environments: Sequence[Environment]
+    environments: Sequence[HostedEnvironment]
     codec: ChatCodec
     context_tokens: int
     """The most that the model can read and write together."""
 
+    @property
+    def capacity(self) -> int:
+        """How many episodes find a place in their environment at once, if they are spread over all of them."""
+        return sum(environment.capacity for environment in self.environments)
 
-async def load_job(spec_text: str) -> LoadedJob:
-    """Raises ``JobNotServable``."""
-    return await asyncio.to_thread(_load, spec_text)
+    async def close(self) -> None:
+        """Ends the hosts."""
+        await asyncio.gather(*(environment.close() for environment in self.environments))
 
 
-def _load(spec_text: str) -> LoadedJob:
+async def load_job(spec_text: str, count: Callable[[str], None], interpreters: Interpreters) -> LoadedJob:
+    """Raises ``JobNotServable``. What happens to the hosts later is told to ``count``."""
+    spec, codec, context_tokens = await asyncio.to_thread(_load, spec_text)
+    environments: list[HostedEnvironment] = []
+    try:
+        for number, entry in enumerate(spec.environments):
+            environments.append(await _host(entry, count, interpreters))
+            spec.episode_limits(number, environments[-1].limits)
+    except BaseException as error:
+        for environment in environments:
+            await environment.close()
+        if isinstance(error, InvalidEnvironment):
+            raise JobNotServable(str(error)) from error
+        if isinstance(error, ValidationError):
+            raise JobNotServable(f"the limits that an environment's author asks for: {error}") from error
+        raise
+    return LoadedJob(spec, environments, codec, context_tokens)
+
+
+async def _host(entry: EnvironmentSpec, count: Callable[[str], None], interpreters: Interpreters) -> HostedEnvironment:
+    hosting = entry.host.model_dump(exclude_none=True, exclude={"boot_timeout_s"})
+    python = await interpreters.for_environment(entry.ref)
+    order = HostOrder(entry.ref, entry.config, hosting, python, entry.host.boot_timeout_s)
+    return await HostedEnvironment.open(order, count)
+
+
+def _load(spec_text: str) -> tuple[JobSpec, ChatCodec, int]:
     try:
         spec = JobSpec.model_validate_json(spec_text)
     except ValidationError as error:
@@ -49,9 +82,6 @@ def _load(spec_text: str) -> LoadedJob:
         )
     model_dir = Path(spec.model)
     try:
-        environments = [load_environment(entry.ref, entry.config) for entry in spec.environments]
-        for number, environment in enumerate(environments):
-            spec.episode_limits(number, environment.limits)
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         context_tokens = _number(config, "max_position_embeddings")
         chat = spec.chat
@@ -63,13 +93,9 @@ def _load(spec_text: str) -> LoadedJob:
             # An engine can die of an id that its model does not have.
             raise ValueError(f"the tokenizer has {vocab_size} ids, the model {config['vocab_size']}")
         _check_ends(config, codec.stop_ids)
-    except InvalidEnvironment as error:
-        raise JobNotServable(str(error)) from error
-    except ValidationError as error:
-        raise JobNotServable(f"the limits that an environment's author asks for: {error}") from error
     except (OSError, ValueError) as error:
         raise JobNotServable(f"the model directory {model_dir} cannot be used: {error}") from error
-    return LoadedJob(spec, environments, codec, context_tokens)
+    return spec, codec, context_tokens
 
 
 def _check_ends(config: Any, stop_ids: Collection[int]) -> None:

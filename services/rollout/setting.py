@@ -58,6 +58,8 @@ class Order:
     seed: int
     """Of the environment; the same for all members of a group, which differ by what the policy samples."""
     temperature: float
+    broken_reward: float
+    """Of an episode that the policy itself broke."""
     max_turn_tokens: int
     """Sampled tokens of one turn."""
     max_context_tokens: int
@@ -79,11 +81,17 @@ class Order:
             environment=environment,
             limits=limits,
             seed=episode_seed(spec.seed, lease.key.group),
+            broken_reward=_broken_reward(spec, lease.environment, environment),
             temperature=spec.sampling.temperature if is_training else spec.evaluation_temperature,
             max_turn_tokens=spec.sampling.max_new_tokens,
             max_context_tokens=min(limits.max_context_tokens, model_context_tokens),
             chunk_tokens=spec.rollout.chunk_tokens,
         )
+
+
+def _broken_reward(spec: JobSpec, number: int, environment: Environment) -> float:
+    given = spec.environments[number].broken_reward
+    return given if given is not None else (environment.reward_range or (0.0, 0.0))[0]
 
 
 def episode_seed(job_seed: int, group: int) -> int:

@@ -60,7 +60,7 @@ class Worker:
         bus: Bus,
         store: Store,
         connect: Callable[[str], EngineClient],
-        load: Callable[[str], Awaitable[LoadedJob]],
+        load: Callable[[str, Callable[[str], None]], Awaitable[LoadedJob]],
         *,
         clock: Callable[[], float],
         rng: random.Random,
@@ -165,11 +165,15 @@ class Worker:
 
     async def _serve_once(self, job: str, token: str, leaving: asyncio.Event) -> None:
         record = await self._patience.keep_trying(self._store.get_job, job)
-        loaded = await self._load(record.spec)
-        await self._describe(job, loaded)
-        self._jobs[job] = self._rollout(job, loaded, token, leaving)
-        get_logger().info("serving", job=job, environments=[environment.name for environment in loaded.environments])
-        await self._jobs[job].run()
+        loaded = await self._load(record.spec, self.counters.add)
+        try:
+            await self._describe(job, loaded)
+            self._jobs[job] = self._rollout(job, loaded, token, leaving)
+            names = [environment.name for environment in loaded.environments]
+            get_logger().info("serving", job=job, environments=names, capacity=loaded.capacity)
+            await self._jobs[job].run()
+        finally:
+            await loaded.close()
 
     async def _report_unservable(self, job: str, error: str, leaving: asyncio.Event) -> None:
         """Tells the job's owner, and leaves the job alone for a while."""
@@ -217,7 +221,7 @@ class Worker:
             engines,
             self._bus,
             worker=self._config.name,
-            limit=lambda: max(1, self._config.max_episodes // max(1, len(self._jobs))),
+            limit=lambda: max(1, min(loaded.capacity, self._config.max_episodes // max(1, len(self._jobs)))),
             drain_s=self._config.drain_s,
         )
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.rollout.loading import JobNotServable, load_job
+from services.host_venv import Interpreters
+from services.rollout.loading import JobNotServable, LoadedJob
+from services.rollout.loading import load_job as load_hosted_job
 from tests.services.rollout_kit import write_model
 
 WORLD = """
@@ -26,6 +28,13 @@ class World:
 class Greedy(World):
     limits = {"max_turns": "many"}
 """
+
+
+async def load_job(spec_text: str) -> LoadedJob:
+    """Loaded and closed again."""
+    loaded = await load_hosted_job(spec_text, lambda name: None, Interpreters(Path("nowhere")))
+    await loaded.close()
+    return loaded
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from gspo_core.types import EpisodeKey, Split, StopReason, Trajectory, WeightFil
 from services.bus import Bus
 from services.children import die_with_parent
 from services.engine_client import EngineClient, open_http
+from services.host_venv import Interpreters
 from services.redis_server import RedisServer, connect
 from services.rollout.loading import load_job
 from services.rollout.worker import Worker, WorkerConfig
@@ -184,7 +186,7 @@ class Stage:
             Bus(self._redis, lease_s=LEASE_S),
             self.store,
             lambda url: EngineClient(url, self._http),
-            load_job,
+            partial(load_job, interpreters=Interpreters(self.place.world.parent)),
             clock=time.monotonic,
             rng=random.Random(0),
         )
