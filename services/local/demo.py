@@ -186,6 +186,21 @@ def summary(result: DemoResult, picture: Path) -> str:
     )
 
 
+def shortcomings(result: DemoResult, expected_points: float | None) -> list[str]:
+    """What must not be, in a run that came to its end."""
+    found = []
+    provenance = result.provenance
+    if provenance.num_equal < provenance.num_tokens:
+        found.append(
+            f"{provenance.num_tokens - provenance.num_equal} recorded log-probs are not those of their version"
+        )
+    if expected_points is not None and not 100 * result.gain >= expected_points:
+        found.append(
+            f"held-out success changed by {100 * result.gain:+.0f} points, {expected_points:.0f} were expected"
+        )
+    return found
+
+
 def demo_spec(model_dir: Path, seed: int, steps: int | None = None) -> JobSpec:
     spec = load_job_spec(JOB_FILE)
     changes = {"model": str(model_dir), "seed": seed} | ({"steps": steps} if steps else {})
@@ -197,6 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="fewer or more steps than the job file says")
     parser.add_argument("--data-dir", type=Path, default=Path(".gspo"))
+    parser.add_argument(
+        "--expect-gain", type=float, metavar="POINTS", help="fail when held-out success has not risen by so much"
+    )
     arguments = parser.parse_args(argv)
     root = arguments.data_dir.resolve()
     run_dir = root / "demo"
@@ -216,7 +234,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     plot(result, run_dir / "learning_curve.png")
     (run_dir / "result.json").write_text(json.dumps(asdict(result), indent=2))
     print(summary(result, run_dir / "learning_curve.png"))
-    return 0
+    found = shortcomings(result, arguments.expect_gain)
+    print(*(f"demo: {one}" for one in found), sep="\n", file=sys.stderr, end="\n" if found else "")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
