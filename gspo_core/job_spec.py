@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, StringConstraints, model_validator
 
 from gspo_core.documented import Documented
-from gspo_core.learner_config import OptimizerConfig
+from gspo_core.learner_config import LearnerOptions, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig, config_refusals, config_warnings
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -184,6 +185,13 @@ class RolloutSpec(Documented):
     trains the group from k finished members on, `drop` drops the group."""
     chunk_tokens: PositiveInt = 1024
     """Longer turns are sampled in pieces of so many tokens; a killed process loses at most one piece."""
+    weight_sync: Literal["retract", "in_place"] = "retract"
+    """What happens to requests in flight when new weights come: `retract` computes their tokens anew under the new
+    weights, `in_place` goes on with the keys and values of the old ones, which pauses engines for less time and which
+    no version reproduces."""
+    max_engine_k3: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.02
+    """Largest divergence (k3, per token) between the log-probs of an engine and of the trainer under the same weights.
+    Beyond it nothing is trained: an engine with other weights, a wrong template or temperature, or broken numerics."""
 
     @property
     def min_group_size(self) -> int:
@@ -284,6 +292,8 @@ class JobSpec(Documented):
     """Bounds for every episode; those of an environment's entry win."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How the loss changes the weights."""
+    learner: LearnerOptions = Field(default_factory=LearnerOptions)
+    """How the trainer computes: low-rank additions, memory against speed, precision."""
     steps: PositiveInt = 200
     """Steps until the job has succeeded."""
     groups_per_step: PositiveInt = 8
@@ -303,7 +313,8 @@ class JobSpec(Documented):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for refused in (*_metadata_refusals(self.metadata), *_schedule_refusals(self), *_objective_refusals(self)):
+        checks = (_metadata_refusals(self.metadata), _schedule_refusals(self), _learner_refusals(self))
+        for refused in chain(*checks, _objective_refusals(self)):
             raise ValueError(refused)
         return self
 
@@ -355,6 +366,15 @@ def _schedule_refusals(spec: JobSpec) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps: {optimizer.warmup_steps} leaves nothing of {spec.steps} steps for the schedule "
             f"{optimizer.schedule}"
+        )
+
+
+def _learner_refusals(spec: JobSpec) -> Iterator[str]:
+    objective = spec.objective
+    if spec.learner.routing_replay and (objective.anchor == "behavior" or objective.minibatches == 1):
+        yield (
+            "learner.routing_replay: repeats the experts of the proximal forward pass, which there is with "
+            "objective.anchor: proximal and more than one of objective.minibatches only; remove it"
         )
 
 

@@ -202,6 +202,7 @@ class Worker:
             counters=self.counters,
             clock=self._clock,
             leaving=leaving,
+            in_place=loaded.spec.rollout.weight_sync == "in_place",
         )
         setting = Setting(
             codec=loaded.codec,

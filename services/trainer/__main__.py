@@ -56,6 +56,7 @@ async def main(stop: asyncio.Event) -> None:
                 settings.engine_urls,
                 lambda url: EngineClient(url, http),
                 num_wanted=spec.resources.num_engines,
+                sync=spec.rollout.weight_sync,
                 lease_s=settings.lease_s,
             )
             intake = Intake(bus, claim.job_id)
@@ -84,7 +85,7 @@ async def main(stop: asyncio.Event) -> None:
 def make_learner(spec: JobSpec) -> Learner:
     return Learner(
         Path(spec.model),
-        LearnerConfig(optimizer=spec.optimizer, total_steps=spec.steps),
+        LearnerConfig(optimizer=spec.optimizer, total_steps=spec.steps, **dict(spec.learner)),
         spec.training_objective,
         seed=spec.seed,
         device=device_for(spec),
