@@ -59,12 +59,10 @@ class LoraConfig(Documented):
     """Names of the layers that get an addition; `all-linear` is every linear layer except the head."""
 
 
-class LearnerConfig(Documented):
-    """How a batch becomes updates on this machine. Nothing here changes the loss."""
+class LearnerOptions(Documented):
+    """How a batch becomes updates on this machine. Nothing here but `lora` and `routing_replay` changes what is
+    learned."""
 
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    total_steps: PositiveInt | None = None
-    """Steps of the whole job; a schedule without `decay_steps` ends there."""
     micro_batch_tokens: PositiveInt = 16_384
     """Tokens that go through the model at once. A longer sequence forms a micro-batch of its own."""
     layout: Literal["shared", "packed", "padded"] = "shared"
@@ -83,6 +81,14 @@ class LearnerConfig(Documented):
     """Mixture of experts: the updates use the experts that the proximal forward chose."""
     lora: LoraConfig | None = None
     """Train low-rank additions only."""
+
+
+class LearnerConfig(LearnerOptions):
+    """Everything that a learner is told besides its objective."""
+
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    total_steps: PositiveInt | None = None
+    """Steps of the whole job; a schedule without `decay_steps` ends there."""
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:

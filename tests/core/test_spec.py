@@ -202,6 +202,22 @@ def test_rewards_of_turns_are_refused_until_episodes_record_them():
     )
 
 
+def test_a_job_says_how_its_trainer_computes():
+    learner = spec_of(
+        learner={"lora": {"rank": 8}, "activation_checkpointing": True, "micro_batch_tokens": 2048}
+    ).learner
+    assert (learner.lora.rank, learner.activation_checkpointing, learner.micro_batch_tokens) == (8, True, 2048)
+    assert spec_of().learner.lora is None
+    assert "learner.lora.rnak is not a field; did you mean rank?" in refusal(learner={"lora": {"rnak": 8}})
+    assert "learner.optimizer is not a field" in refusal(learner={"optimizer": {"lr": 1e-6}})
+
+
+def test_routing_replay_is_refused_where_nothing_can_be_replayed():
+    assert spec_of(learner={"routing_replay": True}).learner.routing_replay
+    for objective in ({"minibatches": 1}, {"anchor": "behavior"}):
+        assert refusal(learner={"routing_replay": True}, objective=objective).startswith("learner.routing_replay:")
+
+
 def test_one_mistake_is_one_problem():
     # The cap's default could not be computed, and the list of environments has no valid member: echoes, not problems.
     assert refusal(rollout={"max_staleness": -1}).count("|") == 0
