@@ -7,6 +7,7 @@ nothing. Where several are suspects, each acts again alone, so that the guilty o
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -62,6 +63,10 @@ class HostedEnvironment:
     @property
     def replayable(self) -> bool:
         return self.pool.description.replayable
+
+    @property
+    def has_snapshot(self) -> bool:
+        return self.pool.description.has_snapshot
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
@@ -127,10 +132,7 @@ class HostedSession:
     async def start(self, task: Mapping[str, Any], seed: int) -> Start:
         if self._first is not None:
             raise RuntimeError("a session starts once")
-        named = {"task_at": [task["split"], task["index"]]} if isinstance(task, HostedTask) else {"task": dict(task)}
-        limits = self._limits
-        phases = [limits.reset_timeout_s, limits.step_timeout_s, limits.score_timeout_s, limits.close_timeout_s]
-        self._begin = {**named, "seed": seed, "limits": phases, "episode": self._episode_id}
+        self._prepare(task, seed)
         while True:
             try:
                 start = await self._start()
@@ -177,6 +179,21 @@ class HostedSession:
             else:
                 return host_wire.score_from_json(reply.result)
 
+    async def snapshot(self) -> bytes | None:
+        return base64.b64decode(self._snapshot) if self._snapshot is not None and not self._is_broken else None
+
+    async def restore(self, task: Mapping[str, Any], seed: int, state: bytes) -> None:
+        if self._first is not None:
+            raise RuntimeError("a session starts once")
+        self._prepare(task, seed)
+        self._snapshot = base64.b64encode(state).decode()
+        self._first = ()
+        try:
+            await self._be_seated()
+        except Died as died:
+            self._leave()
+            raise SessionLost("restore", str(died.death)) from died
+
     async def close(self) -> None:
         seat = self._seat
         if seat is None:
@@ -192,6 +209,12 @@ class HostedSession:
             self._leave()
 
     # one request
+
+    def _prepare(self, task: Mapping[str, Any], seed: int) -> None:
+        named = {"task_at": [task["split"], task["index"]]} if isinstance(task, HostedTask) else {"task": dict(task)}
+        limits = self._limits
+        phases = [limits.reset_timeout_s, limits.step_timeout_s, limits.score_timeout_s, limits.close_timeout_s]
+        self._begin = {**named, "seed": seed, "limits": phases, "episode": self._episode_id}
 
     async def _start(self) -> Start:
         await self.admit()

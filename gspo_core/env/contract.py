@@ -90,6 +90,14 @@ class Session(Protocol):
         """The finite reward and its named parts; also after a limit has ended the episode."""
         ...
 
+    async def snapshot(self) -> bytes | None:
+        """The state after the last turn, from which ``restore`` goes on; None where the environment offers none."""
+        ...
+
+    async def restore(self, task: Mapping[str, Any], seed: int, state: bytes) -> None:
+        """In place of ``start``: the session stands where the one stood that gave ``state``."""
+        ...
+
     async def close(self) -> None:
         """Safe to call on every path and more than once; never raises, a failure only shows in ``close_failure``."""
         ...
@@ -112,6 +120,11 @@ class Environment(Protocol):
     @property
     def limits(self) -> Mapping[str, Any]:
         """The author's defaults, named as in the job specification; the job overrides them."""
+        ...
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Its sessions give snapshots and can be restored from them."""
         ...
 
     @property

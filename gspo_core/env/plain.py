@@ -8,7 +8,9 @@ The members and their meaning are described in ``environments/README.md``.
 from __future__ import annotations
 
 import inspect
+import json
 import math
+import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +39,8 @@ RESERVED_NAMES = frozenset(
 
 _TASK_MEMBERS = {Split.TRAIN: ("tasks", "num_tasks"), Split.EVAL: ("eval_tasks", "num_eval_tasks")}
 _MISSING = object()
+_LENGTH = struct.Struct("<I")
+"""Of what a snapshot holds besides the author's state."""
 
 
 class PlainEnvironment:
@@ -58,6 +62,7 @@ class PlainEnvironment:
         self.limits: Mapping[str, Any] = dict(getattr(self.cls, "limits", {}))
         self.replayable = bool(getattr(self.cls, "replayable", False))
         self.reward_range = _reward_range(self.cls)
+        self.has_snapshot = callable(getattr(self.cls, "snapshot", None))
         self._tasks = {split: self._find_tasks(split) for split in Split}
         if self.num_tasks(Split.TRAIN) < 1:
             raise InvalidEnvironment(f"{name}: tasks is empty")
@@ -116,6 +121,8 @@ class PlainEnvironment:
         for member in ("reset", "get_reward"):
             if not callable(getattr(self.cls, member, None)):
                 raise InvalidEnvironment(f"{self.name} needs a method {member}(); see environments/README.md")
+        if hasattr(self.cls, "snapshot") != hasattr(self.cls, "restore"):
+            raise InvalidEnvironment(f"{self.name}: snapshot() and restore(state) come together, or neither")
         if inspect.isclass(self._factory):
             try:
                 inspect.signature(self.cls).bind(**self._config)
@@ -226,6 +233,31 @@ class PlainSession:
             raise EnvironmentFailed("score", "get_reward returned an empty dict")
         return (math.fsum(numbers.values()) if numbers else _number("get_reward()", value)), numbers
 
+    async def snapshot(self) -> bytes | None:
+        if not self._environment.has_snapshot or self._lost or self._instance is None:
+            return None
+        timeout_s = self._limits.step_timeout_s
+        state = await self._or_fail("snapshot", timeout_s, self._call_member("snapshot", timeout_s))
+        if not isinstance(state, bytes):
+            raise EnvironmentFailed("snapshot", f"snapshot() returns bytes, not {type(state).__name__}")
+        around = json.dumps({"metrics": self._context.metrics, "calls": self._num_calls}).encode()
+        return _LENGTH.pack(len(around)) + around + state
+
+    async def restore(self, task: Mapping[str, Any], seed: int, state: bytes) -> None:
+        if self._instance is not None:
+            raise RuntimeError("a session starts once")
+        end = _LENGTH.size + _LENGTH.unpack_from(state)[0]
+        around = json.loads(state[_LENGTH.size : end])
+        self._context.task, self._context.seed = task, seed
+        self._context.metrics.update(around["metrics"])
+        self._num_calls = around["calls"]
+        timeout_s = self._limits.reset_timeout_s
+        await self._or_fail("restore", timeout_s, self._restore(state[end:], timeout_s))
+
+    async def _restore(self, state: bytes, timeout_s: float) -> None:
+        await self._make(self._environment.cls.restore, timeout_s)  # type: ignore[attr-defined]
+        await self._call_member("restore", timeout_s, state)
+
     async def close(self) -> None:
         if self._closed:
             return
@@ -256,13 +288,15 @@ class PlainSession:
         self._instance = self._environment.make()
 
     async def _reset(self, task: Mapping[str, Any], seed: int, timeout_s: float) -> Any:
-        environment = self._environment
-        if inspect.iscoroutinefunction(environment.cls.reset):  # type: ignore[attr-defined]
-            self._instance = environment.make()  # an async class may want the running loop
-        else:
-            await self._caller.call(self._make_in_thread, timeout_s)
+        await self._make(self._environment.cls.reset, timeout_s)  # type: ignore[attr-defined]
         arguments = _accepted(self._instance.reset, {"seed": seed, **task}, keep_seed="seed" in task)
         return await self._call_member("reset", timeout_s, **arguments)
+
+    async def _make(self, first_member: Callable[..., Any], timeout_s: float) -> None:
+        if inspect.iscoroutinefunction(first_member):
+            self._instance = self._environment.make()  # an async class may want the running loop
+        else:
+            await self._caller.call(self._make_in_thread, timeout_s)
 
     async def _reply(self, text: str) -> Observation:
         """A turn without a tool call: free text for ``on_message``, else the end."""

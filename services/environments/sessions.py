@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import inspect
 import json
 import os
 import socket
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_core.env import Environment, EnvironmentFailed, Observation, Session, Timeouts
+from gspo_core.env import Environment, EnvironmentFailed, Session, Timeouts
 from gspo_core.types import Split, StopReason
 from services import host_wire
 from services.environments import limits
@@ -102,7 +101,7 @@ class SessionServer(asyncio.Protocol):
 
     async def _restore(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
         state = base64.b64decode(request["state"])
-        await session.restore(await self._task(request), request["seed"], state)  # type: ignore[attr-defined]
+        await session.restore(await self._task(request), request["seed"], state)
         return {"result": None}
 
     async def _act(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +109,7 @@ class SessionServer(asyncio.Protocol):
         reply: dict[str, Any] = {"result": host_wire.observation_to_json(observation)}
         if observation.stop_reason is StopReason.TOOL_TIMEOUT:
             return reply | {"hung": True}
-        return reply | {"metrics": dict(session.metrics)} | await self._state(session, observation)
+        return reply | {"metrics": dict(session.metrics)} | await self._state(session)
 
     async def _score(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
         return {"result": await session.score(), "metrics": dict(session.metrics)}
@@ -122,13 +121,9 @@ class SessionServer(asyncio.Protocol):
         split, index = request["task_at"]
         return await self._environment.task(Split(split), index)
 
-    async def _state(self, session: Session, observation: Observation | None = None) -> dict[str, Any]:
-        """The snapshot behind this answer, where the environment offers one and the episode goes on."""
-        snapshot = getattr(session, "snapshot", None)
-        if snapshot is None or (observation is not None and observation.done):
-            return {}
-        state = snapshot()
-        state = await state if inspect.isawaitable(state) else state
+    async def _state(self, session: Session) -> dict[str, Any]:
+        """The snapshot behind this answer, where the environment offers one."""
+        state = await session.snapshot()
         return {} if state is None else {"snapshot": base64.b64encode(state).decode()}
 
     async def _close(self, number: int) -> dict[str, Any]:

@@ -31,16 +31,15 @@ def hosting_of(environment: Environment, job: Mapping[str, Any]) -> HostLimits:
 
 
 def describe(environment: Environment, limits: HostLimits) -> dict[str, Any]:
-    has_snapshot = _has_snapshot(environment)
     return {
         "describe": environment.describe(),
         "num_tasks": {str(split): environment.num_tasks(split) for split in Split},
         "limits": dict(environment.limits),
         "replayable": environment.replayable,
-        "has_snapshot": has_snapshot,
+        "has_snapshot": environment.has_snapshot,
         "reward_range": environment.reward_range,
         "tools": [dict(tool) for tool in environment.tools],
-        "sessions_per_process": limits.sessions_per_process or _sessions_per_process(environment, has_snapshot),
+        "sessions_per_process": limits.sessions_per_process or _sessions_per_process(environment),
         "max_processes": limits.max_processes,
     }
 
@@ -56,12 +55,7 @@ def is_async(environment: Environment) -> bool:
     return all(inspect.iscoroutinefunction(member) for member in members)
 
 
-def _sessions_per_process(environment: Environment, has_snapshot: bool) -> int:
+def _sessions_per_process(environment: Environment) -> int:
     if is_async(environment):
         return ASYNC_SESSIONS
-    return THREAD_SESSIONS if environment.replayable or has_snapshot else 1
-
-
-def _has_snapshot(environment: Environment) -> bool:
-    cls = getattr(environment, "cls", None)
-    return all(callable(getattr(cls, name, None)) for name in ("snapshot", "restore"))
+    return THREAD_SESSIONS if environment.replayable or environment.has_snapshot else 1

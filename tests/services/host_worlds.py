@@ -132,6 +132,38 @@ class Shared:
         return float(self.total)
 
 
+class Keeper:
+    """Sync, with snapshots, and not replayable: its tools answer differently each time."""
+
+    tasks = [{"start": number} for number in range(10)]  # noqa: RUF012
+
+    def reset(self, start: int) -> str:
+        self.total = start
+        return f"It is {time.monotonic()}."
+
+    def add(self, amount: int, ctx: Any) -> str:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        self.total += amount
+        ctx.metric("largest", max(self.total, ctx.metrics.get("largest", 0)))
+        return f"{self.total} at {time.monotonic()}"
+
+    def on_message(self, text: str) -> None:
+        self.total += 100
+
+    def snapshot(self) -> bytes:
+        return str(self.total).encode()
+
+    def restore(self, state: bytes) -> None:
+        self.total = int(state)
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
 class Alone:
     """Sync and not replayable: a process for each session."""
 

@@ -221,6 +221,28 @@ async def test_a_killed_host_comes_up_again_and_nobody_is_charged(host: Open, co
         await session.close()
 
 
+async def test_a_session_goes_on_from_its_snapshot(host: Open, counts: Counter[str]) -> None:
+    environment = await host("Keeper")
+    first, second = await begun(environment, 1), await begun(environment, 2)
+    assert said(await first.act(call("add", amount=5))).startswith("6 at")
+    os.kill(environment.pool.server_pid, signal.SIGKILL)
+    assert said(await first.act(call("add", amount=-1))).startswith("5 at")
+    assert first.metrics == {"largest": 6.0}
+    assert (await second.act(ParsedTurn("bye"))).done
+    for pid in environment.pool.pids:
+        os.kill(pid, signal.SIGKILL)
+        await gone(pid)
+    assert [await session.score() for session in (first, second)] == [(5.0, {}), (102.0, {})]
+    state = await second.snapshot()
+    assert state is not None
+    third = environment.session(limits=SHORT)
+    await third.restore(await environment.task(Split.TRAIN, 2), 2, state)
+    assert await third.score() == (102.0, {})
+    assert counts["host/sessions_restored"] >= 3
+    for session in (first, second, third):
+        await session.close()
+
+
 async def test_what_cannot_be_restored_is_lost_and_not_a_failure_of_anybody(host: Open) -> None:
     environment = await host("Alone")
     session = await begun(environment)
