@@ -56,7 +56,9 @@ class ApiProcess:
 
     def __init__(self, redis_url: str, **settings: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
-        environment |= {"GSPO_REDIS_URL": redis_url, "GSPO_API_PORT": "0", "GSPO_LOG_FORMAT": "json"} | settings
+        self._data = tempfile.TemporaryDirectory()
+        environment |= {"GSPO_REDIS_URL": redis_url, "GSPO_API_PORT": "0", "GSPO_LOG_FORMAT": "json"}
+        environment |= {"GSPO_DATA_DIR": self._data.name} | settings
         # A file, since a pipe that nobody reads would stop the process in the middle.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed at the end of the process
         self.process = subprocess.Popen(
@@ -75,6 +77,7 @@ class ApiProcess:
             self.process.kill()
         self.process.wait()
         self._log.close()
+        self._data.cleanup()
 
     @property
     def url(self) -> str:
