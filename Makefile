@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow sglang-cpu debian-redis demo up fmt bench clean
+.PHONY: help setup check test test-slow test-oracles sglang-cpu debian-redis demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,17 @@ test: check  ## checks and the normal test suite
 
 test-slow: $(STAMP)  ## the learning curves, negative controls and provenance (minutes)
 	$(BIN)/pytest -m slow --timeout 1800
+
+# Other people's packages, apart from ours: chat templates as TRL ships them, and a second implementation of the codecs.
+ORACLES := .make/oracles
+
+$(ORACLES)/ready: Makefile
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(ORACLES)/trl trl==1.16.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target $(ORACLES)/renderers renderers==0.1.12 httpx==0.28.1
+	@touch $@
+
+test-oracles: $(STAMP) $(ORACLES)/ready  ## the chat codecs against TRL's templates and the renderers package (200 MB)
+	$(BIN)/pytest tests/oracles
 
 debian-redis:  ## Debian's Redis beside the virtual environment, so that the tests run on it too
 	tests/services/get_debian_redis.sh .make/debian-redis

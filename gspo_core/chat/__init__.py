@@ -4,6 +4,7 @@ Read in this order: ``hermes`` (the format of the Qwen family, written out), ``t
 sampled), ``template`` (any other model, over its own chat template), ``selection`` (which codec a model gets).
 """
 
+from gspo_core.chat.calls import LlamaCalls, TaggedCalls, read_hermes, read_qwen_xml
 from gspo_core.chat.hermes import TOOLS_FOOTER, TOOLS_HEADER, HermesCodec
 from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.chat.selection import ChatCodec, UnsuitableChat, load_codec
@@ -18,8 +19,10 @@ __all__ = [
     "ChatCodec",
     "ForkReason",
     "HermesCodec",
+    "LlamaCalls",
     "Message",
     "ParsedTurn",
+    "TaggedCalls",
     "TemplateCodec",
     "TemplateRefused",
     "TemplateTokenizer",
@@ -30,4 +33,6 @@ __all__ = [
     "UnsuitableTokenizer",
     "load_codec",
     "load_tokenizer",
+    "read_hermes",
+    "read_qwen_xml",
 ]

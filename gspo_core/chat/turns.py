@@ -76,14 +76,16 @@ class TurnReader:
         return ids[: next((position for position, token in enumerate(ids) if token in self._stop_ids), None)]
 
     def _split_thought(self, ids: Sequence[int], opens_thought: bool) -> tuple[Sequence[int], int, bool]:
-        """The reasoning, where the rest begins, and whether the reasoning was left open."""
-        has_begun = opens_thought or (self.think is not None and self.think in ids)
-        begin = ids.index(self.think) + 1 if self.think is not None and self.think in ids else 0
-        if self.think_end is not None and self.think_end in ids[begin:]:
+        """The reasoning, where the rest begins, and whether the reasoning was left open. Reasoning comes first: a
+        think block behind words is text."""
+        opening = ids.index(self.think) if self.think in ids else -1
+        is_first = opening >= 0 and not self._tokenizer.decode(ids[:opening]).strip()
+        begin = opening + 1 if is_first else 0
+        if self.think_end is None or not (opens_thought or is_first):
+            return [], 0, False
+        if self.think_end in ids[begin:]:
             end = ids.index(self.think_end, begin)
             return ids[begin:end], end + 1, False
-        if not has_begun:
-            return [], 0, False
         if self._calls.opening_id is not None and self._calls.opening_id in ids[begin:]:  # a call closes the reasoning
             end = ids.index(self._calls.opening_id, begin)
             return ids[begin:end], end, False

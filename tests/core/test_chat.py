@@ -339,7 +339,8 @@ def test_every_attempt_is_kept_with_its_status(
         ("<think>so<|im_end|>", "", "so", 0, False),
         ("<think>so", "", "so", 0, False),
         (f"<think>so<tool_call>{OK}</tool_call><|im_end|>", "", "so", 1, True),
-        (f"so</think>Hello.<tool_call>{OK}</tool_call><|im_end|>", "Hello.", "so", 1, True),
+        (f"so</think>Hello.<tool_call>{OK}</tool_call><|im_end|>", "so</think>Hello.", "", 1, True),
+        ("Hello.<think>so<|im_end|>", "Hello.<think>so", "", 0, True),
     ],
 )
 def test_reasoning_is_apart_and_its_calls_are_not_executed(
