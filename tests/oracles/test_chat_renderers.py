@@ -82,6 +82,7 @@ def test_bridges_behind_random_tokens_are_theirs(qwen3: tuple[HermesCodec, Rende
 
 FRAGMENTS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "add", "arguments": {"x": 2}}', " and ", "\n"),
+    *("<tool_call>[1]</tool_call>", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": "a"}</tool_call>'),
     *('{"name": "add"}', '{"arguments": {}}', "[1]", "{", '{"name": "fly", "arguments": null}', "Hello.", '"add"'),
 )
 
