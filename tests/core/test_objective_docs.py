@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gspo_core.objective import AlarmKind, LossStats, ObjectiveConfig, loss_metrics
 from gspo_core.objective_config import AdvantageConfig
+from gspo_core.spec import JobSpec
+from tests.core.learner_support import make_learner, make_sequences, write_model
 from tests.core.objective_support import CONFIGS, random_example, run
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +26,19 @@ def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "clip_low, clip_high: 0.0003/0.0004 on a token ratio" in printed
     assert "[1.154" in printed
+
+
+def test_the_job_file_shows_the_defaults() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    environment = {"ref": "environments.calculator:Calculator"}
+    spec = JobSpec.model_validate({"model": "m", "environments": [environment], **yaml.safe_load(block)})
+    assert spec == JobSpec.model_validate({"model": "m", "environments": [environment]})
+
+
+def test_every_metric_of_the_learner_is_on_the_page(tmp_path: Path) -> None:
+    learner = make_learner(write_model(tmp_path / "model"))
+    emitted = {name for name in learner.step(make_sequences(6)) if name.startswith("learner/")}
+    assert emitted == set(re.findall(r"`(learner/[a-z_]+)`", PAGE))
 
 
 @pytest.mark.parametrize("model", [ObjectiveConfig, AdvantageConfig])
