@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,12 +15,12 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gspo_core.types import EpisodeKey, Split
-from services.bus import Append, Bus, EpisodeLease, Fenced
+from services.bus import Append, Bus, Fenced
 from services.functions import Functions
 from services.keys import job_key, service_key, service_keys
 from services.leases import BeatWatch
-from services.redis_server import RedisServer, connect
-from services.store import Claim, Store
+from services.redis_server import RedisServer
+from services.store import Claim
 
 if TYPE_CHECKING:
     from tests.services.conftest import LossyProxy
@@ -135,57 +132,6 @@ async def test_trainer_calls_whose_reply_is_lost_count_once(
     assert await bus.counters(claim.job_id) == {"dispatched": 3, "trained": 2, "evaluated": 0, "in_flight": 1}
     token = await bus.join("w")
     assert len(await bus.lease(claim.job_id, "w", token, 10)) == 2
-
-
-# The server is killed
-
-
-async def test_what_was_acknowledged_survives_a_killed_server(server_binary: Path, tmp_path: Path) -> None:
-    server = RedisServer.spawn(tmp_path, binary=server_binary)
-    client = connect(server.url)
-    bus, store = Bus(client), Store(client)
-    await store.create_job("{}")
-    claim = await store.claim_job("trainer")
-    assert claim is not None
-    await dispatch(bus, claim, 0, size=8)
-    token = await bus.join("w")
-    acknowledged: list[bytes] = []
-    enough = asyncio.Event()
-
-    async def write(lease: EpisodeLease) -> None:
-        for index in range(100_000):
-            item = Append(lease.key, 0, index, f"{lease.key}:{index}:".encode() + bytes(2000), False)
-            await bus.append(claim.job_id, token, [item])
-            acknowledged.append(item.payload)
-            if enough.is_set():
-                return
-
-    async def acknowledgements(number: int) -> None:
-        async with asyncio.timeout(60):
-            while len(acknowledged) < number:
-                await asyncio.sleep(0.001)
-
-    leases = await bus.lease(claim.job_id, "w", token, 8)
-    async with asyncio.TaskGroup() as writers:
-        for lease in leases:
-            writers.create_task(write(lease))
-        await acknowledgements(300)
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGKILL)
-        server.close()
-        again = await asyncio.to_thread(RedisServer.spawn, tmp_path, binary=server_binary)
-        assert again.url == server.url
-        # the writers were told nothing: their client sent again what had no answer
-        await acknowledgements(len(acknowledged) + 50)
-        enough.set()
-    held = await payloads(bus, claim.job_id)
-    await client.aclose()
-    again.close()
-    assert len(held) == len(set(held)) == len(acknowledged)
-    assert set(held) == set(acknowledged)
-    for lease in leases:
-        mine = [payload for payload in held if payload.startswith(f"{lease.key}:".encode())]
-        assert [int(payload.split(b":")[1]) for payload in mine] == list(range(len(mine)))
 
 
 # Leases
