@@ -8,18 +8,17 @@ live settings).
 Layout: 8 bytes magic, uint32 schema number, uint64 length of the index (little-endian), the index as JSON, the
 encoded segments one after another in the order of the index, and the sha256 of all that.
 
-``python -m services.batch_log DIR`` lists the files of a job, ``python -m services.batch_log FILE`` shows one.
+``python -m services.batch_log`` shows them (``services.batch_view``).
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import msgspec
 
 from gspo_core import codec
+from gspo_core.staleness import Position, shared_step
 from gspo_core.types import Group, InvalidValue, Split, Trajectory
 from services.durable import make_directory, write_once
 
@@ -89,11 +89,22 @@ class BatchLog:
             raise BatchLogNotFound(f"there is no {path}")
         return read_batch(path)
 
+    def groups_of(self, epoch: int, step: int) -> tuple[int, ...]:
+        """The numbers of the groups of a batch, for finding one: only the index is read, and it is not checked."""
+        path = self.path(epoch, step)
+        try:
+            with path.open("rb") as file:
+                _, schema, length = _HEADER.unpack(file.read(_HEADER.size))
+                groups = json.loads(file.read(length))["groups"] if schema == SCHEMA else []
+            return tuple(int(group["group"]) for group in groups)
+        except FileNotFoundError:
+            raise BatchLogNotFound(f"there is no {path}") from None
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise DamagedBatchLog(path, f"the index cannot be read: {error}") from error
+
     def steps(self) -> list[tuple[int, int]]:
         """The (epoch, step) of every file, in order."""
-        if not self._root.is_dir():
-            return []
-        names = (_FILE_NAME.fullmatch(path.name) for path in self._root.iterdir())
+        names = (_FILE_NAME.fullmatch(path.name) for path in batch_files(self._root))
         return sorted((int(match[1]), int(match[2])) for match in names if match)
 
     def collect(self, keep: set[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -102,6 +113,40 @@ class BatchLog:
         for epoch, step in removed:
             self.path(epoch, step).unlink()
         return removed
+
+
+def batch_files(directory: Path) -> list[Path]:
+    """The batch logs in ``directory``, by name."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if _FILE_NAME.fullmatch(path.name))
+
+
+def batches_after(
+    start: Position, found: Collection[tuple[int, int]], newest_epoch: int, forks: Mapping[int, Position]
+) -> list[Position]:
+    """Of the batches ``found``, those that whoever follows ``newest_epoch`` trains again after ``start``, in order.
+
+    ``newest_epoch`` is the last one that was begun and ``forks`` where each epoch forked off. What an epoch wrote
+    beyond the place where its successor forked off is void, however late a zombie wrote it: those groups were trained
+    otherwise. The row ends at the first step that is missing.
+    """
+    end = Position(newest_epoch, max((step for _, step in found), default=0))
+    valid = {
+        step: Position(epoch, step)
+        for epoch, step in sorted(found)
+        if epoch <= newest_epoch and shared_step(Position(epoch, step), end, forks) == step
+    }
+    row: list[Position] = []
+    while (step := start.step + 1 + len(row)) in valid:
+        row.append(valid[step])
+    return row
+
+
+def retained(found: Collection[tuple[int, int]], oldest_checkpoint: Position, num_newest: int) -> set[tuple[int, int]]:
+    """Of the batches ``found``, those that a replay from the oldest kept checkpoint needs, and the newest ones."""
+    newest = sorted(found)[max(0, len(found) - num_newest) :]
+    return {*newest, *(position for position in found if position[1] > oldest_checkpoint.step)}
 
 
 class _IndexedGroup(msgspec.Struct, forbid_unknown_fields=True):
@@ -219,69 +264,8 @@ def _group(indexed: _IndexedGroup, payloads: Iterator[bytes]) -> Group:
     )
 
 
-def _summary(batch: LoggedBatch) -> str:
-    trajectories = [trajectory for group in batch.groups for trajectory in group]
-    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-    versions = sorted(frozenset[int]().union(*(trajectory.versions for trajectory in trajectories)))
-    reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else "none"
-    return (
-        f"groups {len(batch.groups)}  episodes {len(trajectories)}  "
-        f"actions {sum(trajectory.num_actions for trajectory in trajectories)}  "
-        f"versions {', '.join(map(str, versions)) or 'none'}  mean reward {reward}"
-    )
-
-
-def _print_list(directory: Path) -> int:
-    root = directory / "batches" if (directory / "batches").is_dir() else directory
-    num_damaged = 0
-    for path in sorted(root.iterdir()):
-        if not _FILE_NAME.fullmatch(path.name):
-            continue
-        try:
-            line = _summary(read_batch(path))
-        except DamagedBatchLog as error:
-            line = f"DAMAGED {error}"
-            num_damaged += 1
-        print(f"{path.name}  {path.stat().st_size:>12,} bytes  {line}")
-    return 1 if num_damaged else 0
-
-
-def _print_batch(path: Path) -> None:
-    batch = read_batch(path)
-    print(f"epoch {batch.epoch}  step {batch.step}  {_summary(batch)}")
-    print(f"extra {json.dumps(batch.extra, indent=2)}")
-    for group in batch.groups:
-        print(f"\ngroup {group.group}  {group.split}  task {group.task_index}  size {group.size}")
-        for trajectory in group:
-            outcome = trajectory.outcome
-            print(
-                f"  {trajectory.key}  attempt {trajectory.attempt}  {outcome.stop_reason}  reward {outcome.reward}  "
-                f"{dict(outcome.reward_parts)}"
-            )
-            for segment in trajectory.segments:
-                mean = f"{segment.logprob_sum / segment.num_actions:.4f}" if segment.num_actions else "none"
-                print(
-                    f"    segment {segment.index}  branch {segment.branch}  turn {segment.turn}  "
-                    f"version {segment.version}  {segment.cache_mode}  tokens {segment.num_tokens}  "
-                    f"actions {segment.num_actions}  mean log-prob {mean}"
-                )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.batch_log", description="Look at the batch logs of a job."
-    )
-    parser.add_argument("path", type=Path, help="a directory to list, or one batch log to show")
-    path: Path = parser.parse_args(arguments).path
-    if path.is_dir():
-        return _print_list(path)
-    try:
-        _print_batch(path)
-    except (OSError, DamagedBatchLog) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
+    # What is printed has a module of its own, which reads with this one.
+    from services.batch_view import main
+
     sys.exit(main())

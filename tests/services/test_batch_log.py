@@ -11,14 +11,28 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from gspo_core.spec import EnvironmentSpec, JobSpec
+from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group, InvalidValue, Outcome, Segment, Split, StopReason, Trajectory
 from services import batch_log
-from services.batch_log import BatchLog, BatchLogExists, BatchLogNotFound, DamagedBatchLog, main, read_batch
+from services.batch_log import (
+    BatchLog,
+    BatchLogExists,
+    BatchLogNotFound,
+    DamagedBatchLog,
+    batches_after,
+    read_batch,
+    retained,
+)
+from services.batch_view import main
+from services.job_directory import AcceptedJob, JobDirectory
 from tests.services.file_events import recorded
 
 JOB = "job-1"
@@ -342,3 +356,76 @@ class TestCommand:
         captured = capsys.readouterr()
         assert captured.out == ""
         assert str(path) in captured.err
+
+    def test_shows_every_token_with_what_it_was_trained_with(
+        self, log: BatchLog, job_dir: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = log.write(0, 1, groups(), {"staleness": {"3": 2, "4": 1, "5": 0}})
+        spec = JobSpec(model="m", environments=[EnvironmentSpec(ref="a:B")])
+        JobDirectory(job_dir).accept(AcceptedJob(spec.model_dump_json(), "digest", "now"))
+        assert main([str(path), "--json", "--only", "4/2"]) == 0
+        (record,) = map(json.loads, capsys.readouterr().out.splitlines())
+        logged = groups()[0].trajectories[2]
+        (branch,) = logged.branches
+        assert record["episode"] == "job-1/4/2"
+        assert record["branches"][0]["token_ids"] == branch.token_ids.tolist()
+        assert record["branches"][0]["action_mask"] == branch.action_mask.tolist()
+        assert record["branches"][0]["behavior_logprobs"] == branch.behavior_logprobs.tolist()
+        assert record["branches"][0]["versions"] == branch.versions.tolist()
+        assert record["branches"][0]["staleness"] == [5 - version for version in branch.versions.tolist()]
+        assert record["turn_rewards"] == {"0": 0.5, "1": 0.5, "2": 0.5}
+        # All members of the group had the same reward.
+        assert record["advantage"] == 0.0
+
+    def test_tokens_are_decoded_where_a_tokenizer_is_at_hand(
+        self, log: BatchLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = log.write(0, 1, groups(), {})
+        words = {f"word{number}": number for number in range(500)}
+        Tokenizer(WordLevel(words, unk_token="word0")).save(str(tmp_path / "tokenizer.json"))
+        assert main([str(path), "--tokens", "--only", "4/1", "--model", str(tmp_path)]) == 0
+        shown = capsys.readouterr().out
+        assert "group 2 " not in shown
+        token = groups()[0].trajectories[1].segments[0].token_ids[0]
+        row = next(line.split() for line in shown.splitlines() if line.split()[:1] == ["0"])
+        assert row[2] == str(token)
+        assert row[-1] == f"'word{token}'"
+        assert main([str(path), "--tokens"]) == 0
+        assert "word" not in capsys.readouterr().out
+
+    def test_a_tokenizer_that_is_not_there_is_an_error(
+        self, log: BatchLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([str(log.write(0, 1, groups(), {})), "--model", str(tmp_path / "nowhere")]) == 1
+        assert "tokenizer.json" in capsys.readouterr().err
+
+
+class TestReplay:
+    # Epoch 1 came to step 9 and forked off nothing; 2 forked off it at 6 and came to 8; 3 forked off 2 at 7.
+    FORKS: ClassVar = {1: Position(0, 0), 2: Position(1, 6), 3: Position(2, 7)}
+    FOUND: ClassVar = [(1, step) for step in range(1, 10)] + [(2, 7), (2, 8)]
+
+    def steps(self, start: Position, newest_epoch: int, found: list[tuple[int, int]] | None = None) -> list[Any]:
+        row = batches_after(start, found or self.FOUND, newest_epoch, self.FORKS)
+        return [(position.epoch, position.step) for position in row]
+
+    def test_what_a_dead_epoch_wrote_beyond_its_successors_fork_is_void(self) -> None:
+        assert self.steps(Position(1, 4), 1) == [(1, 5), (1, 6), (1, 7), (1, 8), (1, 9)]
+        assert self.steps(Position(1, 4), 2) == [(1, 5), (1, 6), (2, 7), (2, 8)]
+        assert self.steps(Position(1, 4), 3) == [(1, 5), (1, 6), (2, 7)]
+        # A zombie of epoch 1 wakes up, much later.
+        assert self.steps(Position(1, 4), 3, [*self.FOUND, (1, 10), (2, 9)]) == [(1, 5), (1, 6), (2, 7)]
+
+    def test_nothing_is_replayed_over_a_gap(self) -> None:
+        found = [position for position in self.FOUND if position != (1, 6)]
+        assert self.steps(Position(1, 4), 3, found) == [(1, 5)]
+        assert self.steps(Position(2, 7), 3) == []
+
+    def test_an_epoch_that_was_claimed_later_does_not_count_yet(self) -> None:
+        assert self.steps(Position(1, 8), 1, [*self.FOUND, (4, 9)]) == [(1, 9)]
+
+    def test_kept_is_what_a_replay_needs_and_the_newest(self) -> None:
+        assert retained(self.FOUND, Position(1, 7), 1) == {(1, 8), (1, 9), (2, 8)}
+        assert retained(self.FOUND, Position(2, 8), 3) == {(1, 9), (2, 7), (2, 8)}
+        assert retained(self.FOUND, Position(2, 9), 0) == set()
+        assert retained([], Position(1, 1), 5) == set()
