@@ -106,7 +106,18 @@ class _Answer(msgspec.Struct):
     meta_info: _Meta
 
 
+class _ScoredMeta(msgspec.Struct):
+    id: str
+    weight_version: str
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+
+
+class _Scored(msgspec.Struct):
+    meta_info: _ScoredMeta
+
+
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_scored = msgspec.json.Decoder(_Scored).decode
 
 
 def open_http(*, max_connections: int = 512) -> httpx.AsyncClient:
@@ -170,6 +181,27 @@ class EngineClient:
                     await self.abort(rid)
             raise
         return self._read_generation(response.content, rid, max_new_tokens)
+
+    async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
+        """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
+        self._check_input(input_ids, 1)
+        body = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": list(input_ids),
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "stream": False,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        }
+        response = await self._call("POST", "/generate", body, timeout=_GENERATE_TIMEOUT)
+        try:
+            meta = _decode_scored(response.content).meta_info
+        except msgspec.DecodeError as error:
+            raise EngineProtocolError(f"{self.url}: not an answer to a scoring request: {error}") from error
+        logprobs = [logprob for logprob, _, _ in meta.input_token_logprobs[1:] if logprob is not None]
+        if [entry[1] for entry in meta.input_token_logprobs] != list(input_ids) or len(logprobs) + 1 != len(input_ids):
+            raise EngineProtocolError(f"{self.url}: scored other ids than it was given")
+        return logprobs, meta.weight_version
 
     async def abort(self, rid: str) -> None:
         """Asks for an end of the request ``rid``; what it sampled comes back from its own generate call."""

@@ -34,6 +34,7 @@ from services.engine.protocol import (
     invalid_body,
     invalid_value,
     read_body,
+    scored,
 )
 from services.engine.scheduler import DuplicateRequest, RequestFailed
 
@@ -96,7 +97,10 @@ class _Handlers:
         self._first_model_dir = str(engine.model_dir)
 
     async def generate(self, http: HttpRequest) -> Response:
-        request, answer = self._reader.read(await http.body())
+        content = await http.body()
+        if (scoring := self._reader.scoring(content)) is not None:
+            return _json(scored(scoring[0], *await self._engine.score(scoring[0]), scoring[1]))
+        request, answer = self._reader.read(content)
         try:
             if not await _unless_disconnected(http, self._engine.generate(request)):
                 return Response(status_code=499)

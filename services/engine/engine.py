@@ -57,6 +57,11 @@ class Engine:
             if request.finish is None:
                 self.scheduler.abort(request.rid)
 
+    async def score(self, ids: list[int]) -> tuple[list[float], str]:
+        """Log-probs of ``ids`` and the label of the weights that they are of. Waits while paused, as sampling does."""
+        await self._until(lambda: self.scheduler.paused is None, None)
+        return self.scheduler.score(ids), self.scheduler.label
+
     def abort(self, rid: str) -> None:
         self.scheduler.abort(rid)
 

@@ -108,8 +108,19 @@ class Decoder:
             self.parameters[name].copy_(tensor)
         self._derive()
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Logits (B, V) after the last token of each row; extends the cache by the new tokens."""
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """The log-prob of each id but the first, given those before it, at temperature 1."""
+        length = len(ids)
+        ids_N = torch.tensor(ids, device=self.device)
+        cache = self.new_cache()
+        cache.reserve(1, length)
+        batch = Batch(ids_N, torch.arange(length, device=self.device), 0, 0, [Prefill(0, 0, length)])
+        logprobs_N = torch.log_softmax(self.forward(batch, cache, every=True)[:-1].float(), dim=-1)
+        found: list[float] = logprobs_N.gather(1, ids_N[1:, None]).squeeze(1).tolist()
+        return found
+
+    def forward(self, batch: Batch, cache: KVCache, *, every: bool = False) -> Tensor:
+        """Logits (B, V) after the last token of each row, or after ``every`` new token (N, V); extends the cache."""
         x_N = F.embedding(batch.ids_N, self._embedding)
         cos_N, sin_N = self._cos_T[batch.positions_N, None], self._sin_T[batch.positions_N, None]
         attention = _Attention(self, batch, cache)
@@ -126,7 +137,8 @@ class Decoder:
             x_N = torch.addmm(x_N, mixed_N, layer.output)
             gate_N, up_N = (self._norm(x_N, layer.mlp_norm) @ layer.gate_up).chunk(2, dim=-1)
             x_N = torch.addmm(x_N, F.silu(gate_N) * up_N, layer.down)
-        return F.linear(self._norm(attention.last_of_each(x_N), self._final_norm), self._head)
+        wanted = x_N if every else attention.last_of_each(x_N)
+        return F.linear(self._norm(wanted, self._final_norm), self._head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         x32 = x.float()

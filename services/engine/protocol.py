@@ -126,6 +126,8 @@ class Reader:
         """The request, and what renders its answer."""
         body = read_body(content, _Generate)
         input_ids = self._input_ids(body)
+        if body.logprob_start_len not in (None, -1):
+            raise invalid_value("the embedded engine scores prompts (logprob_start_len) with max_new_tokens 0 only")
         params = self._sampling(body.sampling_params or {})
         max_new_tokens = _DEFAULT_MAX_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens
         self._check_lengths(len(input_ids), max_new_tokens)
@@ -148,12 +150,20 @@ class Reader:
         prompt = input_ids if body.return_prompt_token_ids else None
         return request, Answer(with_logprobs=bool(body.return_logprob), prompt_token_ids=prompt)
 
+    def scoring(self, content: bytes) -> tuple[list[int], str] | None:
+        """Ids and request id, if the body asks for the log-probs of its input and for nothing to be sampled."""
+        body = read_body(content, _Generate)
+        params = body.sampling_params or {}
+        if body.logprob_start_len != 0 or params.get("max_new_tokens") != 0 or not body.return_logprob:
+            return None
+        input_ids = self._input_ids(body)
+        self._check_lengths(len(input_ids), 1)
+        return input_ids, body.rid or uuid.uuid4().hex
+
     def _input_ids(self, body: _Generate) -> list[int]:
         for name in ("stream", "top_logprobs_num", "token_ids_logprob"):
             if getattr(body, name):
                 raise invalid_value(f"the embedded engine does not offer {name}")
-        if body.logprob_start_len not in (None, -1):
-            raise invalid_value("the embedded engine does not offer log-probs of prompts (logprob_start_len)")
         if body.input_ids is None:
             raise invalid_value("Either text, input_ids or input_embeds should be provided.")
         if not body.input_ids:
@@ -189,6 +199,26 @@ class Reader:
                 f"Requested token count exceeds the model's maximum context length of {context} tokens: "
                 f"{num_input} in the input and {max_new_tokens} for the completion."
             )
+
+
+def scored(input_ids: Sequence[int], logprobs: Sequence[float], label: str, rid: str) -> dict[str, Any]:
+    """The answer to a scoring request: nothing is sampled; the first token has no log-prob."""
+    entries = [(None, input_ids[0], None)]
+    entries += [(logprob, token_id, None) for logprob, token_id in zip(logprobs, input_ids[1:], strict=True)]  # type: ignore[misc]
+    meta = {
+        "id": rid,
+        "finish_reason": {"type": "length", "length": 0},
+        "prompt_tokens": len(input_ids),
+        "weight_version": label,
+        "num_retractions": 0,
+        "input_token_logprobs": entries,
+        "output_token_logprobs": [],
+        "output_token_logprobs_length": 0,
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "weight_versions": [{"version": label, "start": 0, "end": 0}],
+    }
+    return {"text": "", "output_ids": [], "meta_info": meta}
 
 
 class Answer:

@@ -168,6 +168,11 @@ class Scheduler:
             request.mark(label)
 
     @torch.inference_mode()
+    def score(self, ids: list[int]) -> list[float]:
+        """Log-probs of given tokens under the present weights, beside everything else and without its caches."""
+        return self._decoder.score(ids)
+
+    @torch.inference_mode()
     def step(self) -> None:
         """One token for each running request and the first token for those that join."""
         num_decode = len(self.running)

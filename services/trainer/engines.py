@@ -9,9 +9,10 @@ and at most half of the engines are paused at a time. How one engine is switched
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ RETRY_S = 1.0
 # How often engines are looked for, asked whether they are still what they were, and shared with other jobs.
 WATCH_S = 2.0
 _ANSWER_S = 5.0
+# How often it is said what engines a job waits for.
+EXPLAIN_S = 3.0
+
+Explain = Callable[[str, str], Awaitable[None]]
+"""Is given the code and the text of a reason."""
 
 
 class Engines:
@@ -76,12 +82,28 @@ class Engines:
             self._target = manifest
             self._changed.notify_all()
 
-    async def wait_for(self, manifest: WeightsManifest, *, num_engines: int = 1) -> None:
-        """Until every serving engine, and at least ``num_engines``, hold ``manifest`` or something newer."""
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: len(self.ready()) >= num_engines and min(self._versions()) >= manifest.version
-            )
+    async def wait_for(
+        self, manifest: WeightsManifest, *, num_engines: int = 1, explain: Explain | None = None
+    ) -> None:
+        """Until every serving engine, and at least ``num_engines``, hold ``manifest`` or something newer.
+
+        ``explain`` is told again and again why that is not so yet.
+        """
+        while True:
+            if explain is not None:
+                await explain("no_engine_for_model", self._what_is_missing(num_engines))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXPLAIN_S if explain else None), self._changed:
+                    await self._changed.wait_for(
+                        lambda: len(self.ready()) >= num_engines and min(self._versions()) >= manifest.version
+                    )
+                return
+
+    def _what_is_missing(self, num_engines: int) -> str:
+        text = f"{len(self.ready())} of {num_engines} engine(s) hold the weights of this job"
+        states = [f"{engine.url} is {engine.state}" for engine in self._bound.values() if engine.reason]
+        unfit = [f"{url} does not fit: {problem}" for url, problem in sorted(self._unfit.items())]
+        return "; ".join((text, *states, *unfit))
 
     def ready(self) -> list[BoundEngine]:
         return [engine for engine in self._bound.values() if engine.state is EngineState.READY]

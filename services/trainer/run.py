@@ -38,6 +38,7 @@ from services.trainer.environments import DescribedEnvironments
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
 from services.trainer.lineage import Lineage
+from services.trainer.parity import ParityGate
 from services.trainer.race import first_to_end
 from services.trainer.selection import Selection, nothing_to_train, refusal
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
@@ -82,6 +83,7 @@ class JobRun:
         """Of open groups: the step whose weights were published when it was dispatched by this process."""
         self._dropped_in_a_row: Counter[str] = Counter()
         self._patience = AlarmPatience()
+        self._gate = ParityGate(services.engines, spec.rollout.max_engine_k3)
 
     @property
     def _job(self) -> str:
@@ -90,7 +92,8 @@ class JobRun:
     async def run(self) -> None:
         """Returns when the last step is trained, published and evaluated."""
         try:
-            await first_to_end(self._train(), self._services.engines.run(), self._services.intake.run())
+            engines, intake = self._services.engines, self._services.intake
+            await first_to_end(self._train(), engines.run(), intake.run(), self._gate.run())
         finally:
             await self._services.engines.release()
 
@@ -113,8 +116,7 @@ class JobRun:
     async def _loop(self, learner: Learner, schedule: TaskSchedule, evaluator: Evaluator) -> None:
         services, spec, status = self._services, self._spec, self._services.status
         num_engines = spec.resources.num_engines
-        await status.explain("no_engine_for_model", f"fewer than {num_engines} engine(s) hold the weights of this job")
-        await services.engines.wait_for(self._newest, num_engines=num_engines)
+        await services.engines.wait_for(self._newest, num_engines=num_engines, explain=status.explain)
         await status.started()
         await evaluator.play(self._lineage.step, self._newest.version)
         await self._dispatch_again(schedule)
@@ -162,6 +164,7 @@ class JobRun:
         started = clock()
         groups = await self._take_groups(schedule)
         taken = clock()
+        await self._gate.check(learner, groups, self._newest)
         sequences, metrics = train_sequences(groups, self._staleness_of, self._spec.objective.advantage)
         metrics |= group_metrics(groups) | staleness_metrics(sequences, self._spec.rollout.staleness_cap)
         metrics |= await asyncio.to_thread(learner.step, sequences)
@@ -177,6 +180,8 @@ class JobRun:
             "time/publish_s": ended - trained,
             "time/step_s": ended - started,
             "time/engine_paused_s": services.engines.last_switch_s(),
+            **services.engines.metrics(),
+            **self._gate.metrics(),
             "throughput/tokens_per_s": metrics["tokens/trained"] / (ended - started),
         }
         await self._report(StepReport(self._lineage.step, self._newest.version, self._claim.epoch, metrics))
@@ -226,7 +231,11 @@ class JobRun:
     async def _trainable(self, schedule: TaskSchedule) -> dict[int, Group]:
         """Complete groups; those that will never be trained are dropped, and others started in their place."""
         complete = await self._services.intake.complete(Split.TRAIN, among=set(self._lineage.owed()))
-        refused = [(group.group, reason) for group in complete if (reason := refusal(group, self._spec))]
+        refused = [
+            (group.group, reason)
+            for group in complete
+            if (reason := refusal(group, self._spec) or self._gate.refusal(group))
+        ]
         for number, reason in refused:
             await self._drop(number, reason)
         if refused:
@@ -292,6 +301,7 @@ class JobRun:
         await services.store.publish_version(self._job, claim.token, manifest)
         await services.store.update_progress(self._job, claim.token, step, version)
         await services.engines.publish(manifest)
+        await self._gate.remember(learner, manifest)
         newest = sorted(self._positions)[-self._spec.checkpoints.keep_versions :]
         await asyncio.to_thread(services.weights.collect, {*newest, *services.engines.versions_in_use()})
 

@@ -34,10 +34,15 @@ def refusal(group: Group, spec: JobSpec) -> str | None:
 
 def nothing_to_train(dropped: Counter[str]) -> JobFailure:
     """What the reasons of a long row of dropped groups say about the job."""
-    code = {"dropped_partial": "env_unhealthy", "dropped_zero_variance": "all_rewards_equal"}
+    code = {
+        "dropped_partial": "env_unhealthy",
+        "dropped_zero_variance": "all_rewards_equal",
+        "dropped_mismatch": "engine_mismatch",
+    }
     advice = {
         "dropped_partial": "their episodes failed for reasons outside the policy: see the env.health events",
         "dropped_zero_variance": "all members of each had the same reward: the tasks are too easy or too hard",
+        "dropped_mismatch": "an engine sampled them with other weights than it said",
         "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise the cap",
     }
     ((reason, _),) = dropped.most_common(1)

@@ -160,6 +160,12 @@ class ScriptedEngine:
             self._drop(ask)
         return ask
 
+    async def score(self, ids: list[int]) -> list[float]:
+        """Of each id but the first, under what it really holds."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.paused is None)
+        return language.true_logprobs(self.weights, ids[:1], ids[1:], 1.0, self.vocab_size)
+
     def abort(self, rid: str) -> None:
         """Nothing for an id that is not live; else everything whose id starts with it."""
         if any(ask.rid == rid for ask in self._live()):

@@ -101,6 +101,8 @@ def _handler(engine: ScriptedEngine, method: str, path: str) -> _Handler | Answe
 
 async def _generate(engine: ScriptedEngine, body: dict[str, Any], _query: Mapping[str, str]) -> Answer:
     arrived = time.perf_counter()
+    if body.get("logprob_start_len") == 0 and (body.get("sampling_params") or {}).get("max_new_tokens") == 0:
+        return await _score(engine, body)
     ask = _read_ask(engine, body)
     try:
         await engine.generate(ask)
@@ -131,6 +133,21 @@ async def _generate(engine: ScriptedEngine, body: dict[str, Any], _query: Mappin
     }
     shown = {"prompt_token_ids": ask.prompt} if body.get("return_prompt_token_ids") else {}
     return _json({"text": "", "output_ids": ask.output_ids, "meta_info": meta, **shown})
+
+
+async def _score(engine: ScriptedEngine, body: dict[str, Any]) -> Answer:
+    ids = _input_ids(engine, body)
+    logprobs = [None, *await engine.score(ids)]
+    meta = {
+        "id": body.get("rid") or uuid.uuid4().hex,
+        "finish_reason": {"type": "length", "length": 0},
+        "weight_version": engine.label,
+        "input_token_logprobs": [[value, token_id, None] for value, token_id in zip(logprobs, ids, strict=True)],
+        "output_token_logprobs": [],
+        "completion_tokens": 0,
+        "weight_versions": [{"version": engine.label, "start": 0, "end": 0}],
+    }
+    return _json({"text": "", "output_ids": [], "meta_info": meta})
 
 
 def _read_ask(engine: ScriptedEngine, body: dict[str, Any]) -> Ask:

@@ -24,6 +24,7 @@ from tests.services.engine_kit import (
     EngineProcess,
     Models,
     make_model,
+    max_difference,
     random_prompt,
 )
 
@@ -106,6 +107,17 @@ async def test_02c_top_k_leaves_logprobs_of_the_whole_vocabulary(subject: Subjec
         assert (answer.status_code, "top_k" in answer.text) == (400, True)
     else:
         assert subject.deviation(0, PROMPT, answer.json(), 1.0) < TOLERANCE
+
+
+async def test_02d_scoring_gives_the_logprobs_of_the_input_at_temperature_one(subject: Subject) -> None:
+    ids = prompt_of(23, 60)
+    logprobs, label = await subject.client.score(ids)
+    assert label == "default"
+    assert max_difference(logprobs, subject.logprobs(0, ids[:1], ids[1:], 1.0)) < TOLERANCE
+    scored = (await subject.ask(ids, 0, logprob_start_len=0)).json()
+    assert scored["output_ids"] == []
+    assert scored["meta_info"]["input_token_logprobs"][0] == [None, ids[0], None]
+    assert scored["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
 
 
 async def test_03_stop_tokens_are_kept_and_ignore_eos_disables_them(subject: Subject) -> None:

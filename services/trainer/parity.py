@@ -1,0 +1,204 @@
+"""Do the engines compute what the trainer computes? Asked on real tokens before the first step, and of every version.
+
+Two checks, because each sees what the other cannot. On the tokens of a batch that the newest version sampled, the
+recorded log-probs are compared with the learner's: that covers template, temperature and the way in which the engine
+decodes; it is made before the first step and whenever an engine appears for the first time. Beside the training, each
+engine scores real tokens under each version that it is given, and must say what the learner said when it published that
+version: that finds wrong weights under a right label, whatever the pace of the job.
+
+Rule: nothing is trained beyond the bound. An engine that fails a scoring is loaded anew once, and the groups that it
+took part in meanwhile are dropped; when it fails again, or recorded tokens do not agree, the job ends and says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo_core.batch import TrainSequence
+from gspo_core.types import Branch, CacheMode, Group, WeightsManifest
+from services.engine_client import EngineError
+from services.telemetry import get_logger
+from services.trainer.engine_switch import BoundEngine
+from services.trainer.failure import JobFailure
+
+# Real tokens that are scored for every version: enough for a mean, too few to cost a job anything.
+NUM_PROBES = 4
+MAX_PROBE_TOKENS = 256
+# Branches whose recorded log-probs are compared, for each engine that is new.
+MAX_BRANCHES = 16
+LOOK_S = 0.1
+SCORE_TIMEOUT_S = 30.0
+_MAX_LOG_RATIO = 20.0
+
+
+def engine_mismatch(message: str) -> JobFailure:
+    """Engine and trainer disagree beyond the bound; the job does not train."""
+    return JobFailure("engine_mismatch", message)
+
+
+class Learner(Protocol):
+    """What is used of the learner."""
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]: ...
+
+
+class Engines(Protocol):
+    """What is used of the pool."""
+
+    def ready(self) -> list[BoundEngine]: ...
+
+    async def distrust(self, url: str, reason: str) -> None: ...
+
+
+def k3(trainer: NDArray[np.float32], engine: NDArray[np.float32]) -> float:
+    """Mean of r - 1 - log r with r = trainer / engine: 0 where they agree, never negative."""
+    log_ratio = np.clip(trainer.astype(np.float64) - engine, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return float(np.mean(np.exp(log_ratio) - 1 - log_ratio))
+
+
+class ParityGate:
+    """Of one job. ``check`` and ``remember`` are called between the learner's updates, ``run`` beside them."""
+
+    def __init__(self, engines: Engines, max_k3: float) -> None:
+        self._engines = engines
+        self._max_k3 = max_k3
+        self._known: set[str] = set()
+        """Engines whose recorded tokens were found true."""
+        self._probes: list[TrainSequence] = []
+        self._label = ""
+        self._expected: list[NDArray[np.float32]] = []
+        """Log-probs of the probes under ``label``, by the learner."""
+        self._judged: dict[str, str] = {}
+        """Engine -> the label under which it was last found true."""
+        self._suspects: set[str] = set()
+        """Loaded anew because of a failed scoring, not found true since."""
+        self._distrusted: set[tuple[str, int]] = set()
+        """Engine and version whose tokens are not trained."""
+        self._largest: dict[str, float] = {}
+        """k3 of each engine at its last scoring."""
+
+    def metrics(self) -> dict[str, float]:
+        return {"engine/k3": max(self._largest.values())} if self._largest else {}
+
+    def refusal(self, group: Group) -> str | None:
+        """Why a group is not trained, if one of its tokens comes from weights that were not what they were called."""
+        if not self._distrusted:
+            return None
+        sources = {(one.engine_id, one.version) for trajectory in group for one in trajectory.segments}
+        return "dropped_mismatch" if sources & self._distrusted else None
+
+    async def check(self, learner: Learner, groups: Sequence[Group], newest: WeightsManifest) -> None:
+        """Raises JobFailure before anything is trained on tokens whose log-probs are not true."""
+        branches = [branch for group in groups for trajectory in group for branch in trajectory.branches]
+        for url, of_engine in _fresh_by_engine(branches, newest.version).items():
+            if url not in self._known:
+                await self._compare(learner, url, of_engine[:MAX_BRANCHES], newest)
+        if not self._probes:
+            self._probes = [_probe(branch) for branch in branches[:NUM_PROBES]]
+            await self.remember(learner, newest)
+
+    async def remember(self, learner: Learner, manifest: WeightsManifest) -> None:
+        """What engines have to say under this version, which the learner holds now."""
+        if self._probes:
+            self._expected = await asyncio.to_thread(learner.logprobs, self._probes)
+            self._label = manifest.label
+
+    async def run(self) -> None:
+        """Until cancelled. Raises JobFailure."""
+        while True:
+            due = [engine for engine in self._engines.ready() if self._is_due(engine)]
+            await asyncio.gather(*(self._judge(engine) for engine in due))
+            await asyncio.sleep(LOOK_S)
+
+    def _is_due(self, engine: BoundEngine) -> bool:
+        return engine.label == self._label != "" and self._judged.get(engine.url) != self._label
+
+    async def _compare(
+        self, learner: Learner, url: str, fresh: list[tuple[Branch, NDArray[np.bool_]]], newest: WeightsManifest
+    ) -> None:
+        sequences = [_sequence(branch, branch.segments[0].temperature) for branch, _ in fresh]
+        ours = await asyncio.to_thread(learner.logprobs, sequences)
+        trainer = np.concatenate([values[mask] for values, (_, mask) in zip(ours, fresh, strict=True)])
+        engine = np.concatenate([branch.behavior_logprobs[mask] for branch, mask in fresh])
+        found = k3(trainer, engine)
+        get_logger().info("parity", engine=url, label=newest.label, k3=found, num_tokens=len(trainer))
+        if not found <= self._max_k3:
+            raise engine_mismatch(
+                f"on {len(trainer)} tokens sampled by {url} under {newest.label}, engine and trainer differ by "
+                f"k3 = {found:.3g} per token, more than rollout.max_engine_k3 ({self._max_k3:g}): other weights, "
+                "another temperature or template, or other numerics"
+            )
+        self._known.add(url)
+
+    async def _judge(self, engine: BoundEngine) -> None:
+        label, probes, expected = self._label, self._probes, self._expected
+        try:
+            async with asyncio.timeout(SCORE_TIMEOUT_S):
+                answers = [await engine.client.score(probe.token_ids.tolist()) for probe in probes]
+        except (EngineError, TimeoutError) as error:
+            get_logger().warning("engine not scored", engine=engine.url, error=str(error))
+            return
+        if {held for _, held in answers} != {label}:
+            return  # it has moved on meanwhile
+        masks = [probe.action_mask[1:] for probe in probes]
+        theirs = [np.asarray(values, np.float32)[mask] for (values, _), mask in zip(answers, masks, strict=True)]
+        ours = [values[1:][mask] for values, mask in zip(expected, masks, strict=True)]
+        self._largest[engine.url] = found = k3(np.concatenate(ours), np.concatenate(theirs))
+        if found <= self._max_k3:
+            self._judged[engine.url] = label
+            self._suspects.discard(engine.url)
+        else:
+            await self._condemn(engine, label, found)
+
+    async def _condemn(self, engine: BoundEngine, label: str, found: float) -> None:
+        reason = (
+            f"{engine.url} does not hold {label}: on real tokens it differs from the trainer by k3 = {found:.3g} per "
+            f"token, more than rollout.max_engine_k3 ({self._max_k3:g})"
+        )
+        self._distrusted.add((engine.url, int(label.rpartition("/")[2])))
+        if engine.url in self._suspects:
+            raise engine_mismatch(f"{reason}, also after its weights were loaded anew")
+        self._suspects.add(engine.url)
+        await self._engines.distrust(engine.url, reason)
+
+
+def _fresh_by_engine(branches: Sequence[Branch], version: int) -> Mapping[str, list[tuple[Branch, NDArray[np.bool_]]]]:
+    """For each engine the branches with actions that it sampled under ``version``, and which those are."""
+    found: dict[str, list[tuple[Branch, NDArray[np.bool_]]]] = defaultdict(list)
+    for branch in branches:
+        masks: dict[str, NDArray[np.bool_]] = {}
+        start = 0
+        for segment in branch.segments:
+            end = start + segment.num_tokens
+            if segment.version == version and segment.num_actions and segment.cache_mode is CacheMode.FRESH:
+                mask = masks.setdefault(segment.engine_id, np.zeros(len(branch.token_ids), np.bool_))
+                mask[start:end] = segment.action_mask
+            start = end
+        for url, mask in masks.items():
+            found[url].append((branch, mask))
+    return found
+
+
+def _probe(branch: Branch) -> TrainSequence:
+    return _sequence(branch, 1.0, MAX_PROBE_TOKENS)
+
+
+def _sequence(branch: Branch, temperature: float, length: int | None = None) -> TrainSequence:
+    """Only to be scored: advantages and staleness say nothing."""
+    token_ids = branch.token_ids[:length]
+    nothing = np.zeros(len(token_ids), np.int32)
+    return TrainSequence(
+        token_ids=token_ids,
+        action_mask=branch.action_mask[:length],
+        behavior_logprobs=branch.behavior_logprobs[:length],
+        turn_ids=nothing,
+        staleness=nothing,
+        advantages=0.0,
+        temperature=temperature,
+    )
