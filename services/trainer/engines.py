@@ -124,7 +124,7 @@ class Engines:
     def metrics(self) -> dict[str, float]:
         costs = [engine.costs for engine in self._bound.values()]
         return {
-            "engine/ready": float(len(self.ready())),
+            "engine/bound": float(len(self._bound)),
             "engine/paused_s": sum(cost.paused_s for cost in costs),
             "engine/tokens_prefilled_again": float(sum(cost.tokens_prefilled_again for cost in costs)),
             "engine/tokens_lost": float(sum(cost.tokens_lost for cost in costs)),
