@@ -134,10 +134,7 @@ end)
 
 -- A server that was wiped, or that lost its newest writes, is told what the job's directory knows.
 
--- revision, then fields and values of the job -> 1, or 0 when the server knows as much or more. Numbers that were handed
--- out and not written down yet are passed over, so none is used twice.
-local REVISIONS_SKIPPED = 100
-
+-- revision, then fields and values of the job -> 1, or 0 when the server knows as much or more
 register("restore_job", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
   if number_of(K.job, "revision") >= tonumber(args[1]) then
@@ -146,7 +143,7 @@ register("restore_job", {}, function(keys, args)
   local epoch = number_of(K.job, "epoch")
   redis.call("HDEL", K.job, "reason_code", "reason_message", "reason_since", "started_at", "finished_at")
   redis.call("HSET", K.job, unpack(args, 2))
-  redis.call("HSET", K.job, "revision", args[1] + REVISIONS_SKIPPED, "barren_attempts", 0,
+  redis.call("HSET", K.job, "revision", args[1], "barren_attempts", 0,
     "epoch", math.max(epoch, number_of(K.job, "epoch")))
   redis.call("HSETNX", K.job, "step", 0)
   local finished_at = redis.call("HGET", K.job, "finished_at")
@@ -160,6 +157,15 @@ register("restore_job", {}, function(keys, args)
     first = redis.call("XRANGE", K.events, "-", "+", "COUNT", 1)[1]
     local milliseconds = tonumber(string.match(first[1], "^%d+"))
     redis.call("HSET", K.event_log, "last_removed", string.format("%.0f-0", milliseconds - 1))
+  end
+  return 1
+end)
+
+-- the highest revision on disk: the present state is the next one, if it is not known to be newer
+register("pass_revision", {}, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  if number_of(K.job, "revision") <= tonumber(args[1]) then
+    redis.call("HSET", K.job, "revision", args[1] + 1)
   end
   return 1
 end)

@@ -61,8 +61,11 @@ class JobDirectory:
         """Raises FileNotFoundError, DamagedRecord."""
         return AcceptedJob(**_read(self.path / "job.json"))
 
-    def write_status(self, revision: int, fields: Mapping[str, str]) -> None:
-        self._write(self.path / "status" / f"{revision:08d}.json", dict(fields))
+    def write_status(self, revision: int, fields: Mapping[str, str]) -> bool:
+        """False: the revision is there with another content."""
+        path = self.path / "status" / f"{revision:08d}.json"
+        self._write(path, fields)
+        return _read(path) == fields
 
     def newest_status(self) -> tuple[int, dict[str, str]]:
         """Its revision and fields; (0, {}) when nothing was written down yet."""

@@ -137,9 +137,14 @@ class JobTable:
         """The job as it is now. Whatever changed it, this state (or a newer one) is on disk when this returns."""
         fields = await self._fields(job)
         directory = self._directory(job)
-        if directory is not None:
+        while directory is not None:
             record = {name: fields[name.encode()].decode() for name in _STATUS_FIELDS if name.encode() in fields}
-            await asyncio.to_thread(directory.write_status, int(fields[b"revision"]), record)
+            if await asyncio.to_thread(directory.write_status, int(fields[b"revision"]), record):
+                break
+            # The server went back in time and counts again what is on disk with another content.
+            highest, _ = await asyncio.to_thread(directory.newest_status)
+            await self._functions.call("pass_revision", job_keys(job), highest)
+            fields = await self._fields(job)
         return _job(job, fields)
 
     async def page(self, limit: int, after: str | None, before: str | None, order: str) -> list[Job]:

@@ -186,6 +186,20 @@ async def test_a_server_that_lost_its_newest_writes_is_told_what_it_forgot(
     assert await store.rebuild() == 0
 
 
+async def test_what_is_acknowledged_after_the_server_went_back_in_time_holds(
+    store: Store, claim: Claim, redis_client: Redis
+) -> None:
+    """It counts revisions again that are on disk with another content; nobody has told it yet."""
+    job = claim.job_id
+    old = await redis_client.dump(job_key(job, "job"))
+    for desired in ("paused", "running", "paused"):
+        await store.set_desired_state(job, desired)
+    await redis_client.restore(job_key(job, "job"), 0, old, replace=True)
+    await store.set_desired_state(job, "cancelled")
+    await redis_client.flushall()
+    assert (await store.get_job(job)).desired_state == "cancelled"
+
+
 async def test_an_epoch_that_the_server_forgot_is_not_handed_out_again(
     store: Store, claim: Claim, redis_client: Redis
 ) -> None:
