@@ -26,6 +26,7 @@ from gspo_core.learner.attention import PACKED
 # What a model directory may hold besides weights: configuration, tokenizer, chat template.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json")
+_SAMPLE_BYTES = 2**20
 # Settings that change the head's output in ways that the chunked log-probs do not follow, and their neutral values.
 _HEAD_SETTINGS = {"final_logit_softcapping": (None,), "logit_scale": (None, 1), "logits_scaling": (None, 1)}
 
@@ -58,8 +59,16 @@ def load_model(model_dir: Path, layout: Layout) -> Any:
 
 
 def fingerprint(model_dir: Path) -> str:
-    """Tells models apart whose training states cannot be exchanged."""
-    return hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
+    """Tells models apart whose training states cannot be exchanged: by configuration and samples of their weights."""
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:  # training changes every tensor, so the ends of a file tell
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def export_model(

@@ -17,6 +17,7 @@ from gspo_core.batch import TrainSequence
 from gspo_core.learner import Learner
 from gspo_core.learner.model_directory import UnsupportedModel
 from gspo_core.learner.routing import UnsupportedRouter
+from gspo_core.learner.state import InvalidState
 from gspo_core.learner_config import LoraConfig, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig
 from tests.core.learner_support import (
@@ -154,6 +155,15 @@ def test_low_rank_state_resumes_exactly_and_holds_no_frozen_weights(
     first.step(sequences)
     second.step(sequences)
     assert largest_difference(weights(first), weights(second)) == 0
+
+
+def test_low_rank_state_is_refused_on_other_weights(directories: dict[str, Path], tmp_path: Path) -> None:
+    """Additions belong to the weights that they were trained on, also where another model has the same shape."""
+    other = write_model(tmp_path / "other", seed=1)
+    assert (other / "config.json").read_bytes() == (directories["qwen3"] / "config.json").read_bytes()
+    make_learner(other, lora=LORA).save_state(tmp_path / "state")
+    with pytest.raises(InvalidState, match="another model"):
+        make_learner(directories["qwen3"], lora=LORA).load_state(tmp_path / "state")
 
 
 def test_the_reference_model_stays_where_training_started(directories: dict[str, Path]) -> None:
