@@ -64,12 +64,15 @@ class DemoResult:
         return self.after - self.before
 
 
-def run_demo(spec: JobSpec, data_dir: Path, model_dir: Path, *, quiet: bool = False) -> DemoResult:
+def run_demo(
+    spec: JobSpec, data_dir: Path, model_dir: Path, *, quiet: bool = False, engine_urls: tuple[str, ...] = ()
+) -> DemoResult:
     """Start a stack, submit ``spec``, follow it to its end, stop the stack. Raises StackError when it fails."""
     started = time.monotonic()
     if not quiet:
         print("starting Redis, engine, API, trainer and rollout worker ...", flush=True)
-    with Stack(StackConfig(data_dir, model_dir, port=0, environment=NO_KEYS)) as stack, Client(stack.api_url) as client:
+    config = StackConfig(data_dir, model_dir, port=0, environment=NO_KEYS, engine_urls=engine_urls)
+    with Stack(config) as stack, Client(stack.api_url) as client:
         if not quiet:
             print(f"stack is up after {time.monotonic() - started:.0f} s: {stack.api_url} (logs in {stack.log_dir})")
         job = client.create_job(spec)

@@ -43,6 +43,8 @@ class StackConfig:
     port: int = 8000
     """Of the API; 0 takes a free one."""
     rollout_workers: int = 1
+    engine_urls: tuple[str, ...] = ()
+    """Engines that run already, such as SGLang servers; empty starts an embedded one."""
     threads: int | None = None
     """Of the engine and of the trainer, each; unset divides the cores between the two."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -110,9 +112,9 @@ class Stack:
         config = self.config
         self.log_dir.mkdir(parents=True, exist_ok=True)
         api_port = claim_port(config.host, config.port)
-        engine_port = claim_port("127.0.0.1", 0)
         self.api_url = f"http://{config.host}:{api_port}"
-        self.engine_url = f"http://127.0.0.1:{engine_port}"
+        engine_port = 0 if config.engine_urls else claim_port("127.0.0.1", 0)
+        self.engine_url = ",".join(config.engine_urls) or f"http://127.0.0.1:{engine_port}"
         try:
             self._redis = RedisServer.start(config.data_dir / "redis")
         except (RedisUnsuitable, SettingsError) as error:
@@ -121,13 +123,15 @@ class Stack:
         environment = self._environment()
         threads = str(config.threads or default_threads())
         compute = {**environment, "OMP_NUM_THREADS": threads}
-        self._spawn("engine", ["--model", str(config.model_dir), "--port", str(engine_port)], compute)
+        if engine_port:
+            self._spawn("engine", ["--model", str(config.model_dir), "--port", str(engine_port)], compute)
         self._spawn("api", [], {**environment, "GSPO_API_HOST": config.host, "GSPO_API_PORT": str(api_port)})
         self._spawn("trainer", [], compute)
         for number in range(config.rollout_workers):
             self._spawn("rollout", [], environment, name=f"rollout-{number}")
         self._wait_until_answering(f"{self.api_url}/healthz", "api")
-        self._wait_until_answering(f"{self.engine_url}/ready", "engine")
+        for url in self.engine_url.split(","):
+            self._wait_until_answering(f"{url}/ready", "engine")
 
     def _environment(self) -> dict[str, str]:
         return {

@@ -1,0 +1,121 @@
+"""Does the calculator job learn on a real SGLang as it does on the embedded engine, with weights updated in flight?
+
+Run: ``python -m benchmarks.sglang_learning --venv .venv-sglang [--steps 50] [--seed 0]`` after ``make sglang-cpu``.
+Writes both curves and what was measured of both to ``benchmarks/results/sglang_learning.*``: minutes, one after
+the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from services.local.demo import DemoResult, demo_spec, moving_average, run_demo
+from services.local.demo_model import make_demo_model
+from services.local.sglang import SGLangProcess
+
+RESULTS = Path(__file__).parent / "results" / "sglang_learning"
+
+
+def train(
+    engine: str, root: Path, model_dir: Path, arguments: argparse.Namespace
+) -> tuple[DemoResult, dict[str, float]]:
+    """The job on one kind of engine, and what its steps say of the engines."""
+    data_dir = root / engine
+    data_dir.mkdir()
+    spec = demo_spec(model_dir, arguments.seed, arguments.steps)
+    if engine == "embedded":
+        result = run_demo(spec, data_dir, model_dir)
+    else:
+        server = SGLangProcess(arguments.venv, model_dir, data_dir / "sglang.log")
+        try:
+            result = run_demo(spec, data_dir, model_dir, engine_urls=(server.url,))
+        finally:
+            server.close()
+    lines = (data_dir / "jobs" / result.job / "metrics.jsonl").read_text().splitlines()
+    return result, engine_metrics([json.loads(line) for line in lines])
+
+
+def engine_metrics(steps: list[Mapping[str, Any]]) -> dict[str, float]:
+    last = steps[-1]
+    return {
+        "largest k3 of a scoring": max(float(step.get("engine/k3", 0.0)) for step in steps),
+        "paused, s": float(last["engine/paused_s"]),
+        "tokens prefilled again": float(last["engine/tokens_prefilled_again"]),
+        "tokens lost": float(last["engine/tokens_lost"]),
+    }
+
+
+def plot(results: Mapping[str, DemoResult], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for (name, result), color in zip(results.items(), ("#2a9d8f", "#e76f51"), strict=False):
+        steps = range(1, len(result.rewards) + 1)
+        axes.plot(steps, moving_average(result.rewards), color=color, label=f"{name}: training episodes")
+        axes.plot(*zip(*result.evaluations, strict=True), "o--", color=color, label=f"{name}: held-out tasks")
+    axes.set(xlabel="step", ylabel="success", ylim=(0, 1.1), title="The calculator job on two engines")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def report(results: Mapping[str, DemoResult], engines: Mapping[str, Mapping[str, float]], seed: int) -> str:
+    lines = [
+        "# The calculator job on the embedded engine and on a real SGLang\n",
+        f"SGLang 0.5.23 on the CPU, float32, one thread; seed {seed}; {os.cpu_count()} logical CPUs, load average "
+        f"{os.getloadavg()[0]:.1f} at the end. The times say nothing about either engine on a GPU.\n",
+        f"| | {' | '.join(results)} |",
+        f"|---|{'---|' * len(results)}",
+    ]
+
+    def row(name: str, values: list[str]) -> None:
+        lines.append(f"| {name} | {' | '.join(values)} |")
+
+    runs = list(results.values())
+    row("held-out success before", [f"{one.before:.0%}" for one in runs])
+    row(f"after {runs[0].steps} steps", [f"{one.after:.0%}" for one in runs])
+    row("training, s", [f"{one.training_s:.0f}" for one in runs])
+    row("episodes of several versions", [f"{one.mixed_versions_share:.0%}" for one in runs])
+    row("mean staleness, steps", [f"{one.staleness_mean:.2f}" for one in runs])
+    row("tokens true under their version", [f"{o.provenance.num_equal}/{o.provenance.num_tokens}" for o in runs])
+    row("largest difference", [f"{one.provenance.largest_difference:.1e}" for one in runs])
+    for name in next(iter(engines.values())):
+        row(name, [f"{engines[engine][name]:.3g}" for engine in results])
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--venv", type=Path, default=Path(".venv-sglang"), help="environment of SGLang")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    results: dict[str, DemoResult] = {}
+    engines: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        make_demo_model(root / "model")
+        for name in ("embedded", "sglang"):
+            results[name], engines[name] = train(name, root, root / "model", arguments)
+    plot(results, RESULTS.with_suffix(".png"))
+    RESULTS.with_suffix(".json").write_text(
+        json.dumps({name: asdict(one) | {"engine": engines[name]} for name, one in results.items()}, indent=1) + "\n"
+    )
+    text = report(results, engines, arguments.seed)
+    RESULTS.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
