@@ -1,6 +1,7 @@
-"""The calculator with rewards that say nothing: each training episode gets the reward of a random earlier one.
+"""The calculator with rewards that say nothing: training episodes are rewarded by lot.
 
-Held-out episodes are scored truly, so what the policy can do is still measured.
+Held-out episodes are scored truly, so what the policy can do is still measured. The lots do not depend on what other
+sessions did, since nobody promises in which process a session runs.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ import random
 
 from environments.calculator import Calculator
 
-_POOL_SIZE = 256
+# About what the untrained demo model gets, so that the rewards are those of its own episodes, shuffled.
+_SHARE_REWARDED = 0.2
 _HELD_OUT = {task["expression"] for task in Calculator.eval_tasks}
-_pool: list[float] = []
-_random = random.Random(0)
 
 
 class ShuffledRewards(Calculator):
@@ -23,9 +23,6 @@ class ShuffledRewards(Calculator):
         return super().reset(expression)
 
     def get_reward(self) -> float:
-        true_reward = super().get_reward()
         if self.is_held_out:
-            return true_reward
-        _pool.append(true_reward)
-        del _pool[:-_POOL_SIZE]
-        return _random.choice(_pool)
+            return super().get_reward()
+        return float(random.random() < _SHARE_REWARDED)
