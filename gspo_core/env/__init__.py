@@ -1,7 +1,8 @@
 """The contract between environments and the rest: write a plain class, get sessions that an episode can talk to.
 
 Read in this order: ``contract`` (the interface), ``plain`` (a user's class behind it), ``tools`` (schema, arguments,
-results), ``prompt`` (the first messages), ``calls`` (deadlines, threads), ``loading`` (import strings).
+results), ``dialect`` (the words of the answers), ``prompt`` (the first messages), ``calls`` (deadlines, threads),
+``loading`` (import strings). Other forms than a class: ``functions``, ``trl``.
 """
 
 from gspo_core.env.contract import (
@@ -14,8 +15,10 @@ from gspo_core.env.contract import (
     Start,
     Timeouts,
 )
+from gspo_core.env.functions import from_functions
 from gspo_core.env.loading import load_environment
 from gspo_core.env.plain import RESERVED_NAMES, PlainEnvironment
+from gspo_core.env.trl import from_trl
 from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema
 
 __all__ = [
@@ -34,5 +37,7 @@ __all__ = [
     "Timeouts",
     "ToolCall",
     "ToolSchema",
+    "from_functions",
+    "from_trl",
     "load_environment",
 ]

@@ -161,6 +161,8 @@ class Context:
     seed: int
     task: Mapping[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    """The conversation so far: first messages, what the policy said, what it was answered."""
     on_log: Callable[[str, Mapping[str, Any]], None] | None = None
     deadline_s: float = 0.0
     """Seconds that the phase which is running was given."""

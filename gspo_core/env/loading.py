@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from gspo_core.env.contract import Environment, InvalidEnvironment
 from gspo_core.env.plain import PlainEnvironment
+from gspo_core.env.trl import TrlEnvironment
 
 
 def load_environment(
@@ -38,6 +39,10 @@ def load_environment(
 
 
 def _as_environment(ref: str, found: Any, config: dict[str, Any], system_prompt: str) -> Environment:
+    if isinstance(found, PlainEnvironment | TrlEnvironment):
+        if config:
+            raise InvalidEnvironment(f"{ref} is a finished environment: no place for the config {sorted(config)}")
+        return found
     if inspect.iscoroutinefunction(found):
         raise InvalidEnvironment(
             f"{ref} is a rollout function that samples by itself; that needs the agent gateway, which does not exist "

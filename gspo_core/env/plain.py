@@ -24,8 +24,9 @@ from gspo_core.env.contract import (
     Start,
     Timeouts,
 )
+from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import docstring_prompt, first_messages
-from gspo_core.env.tools import ArgumentError, Tool, error_text, result_content
+from gspo_core.env.tools import ArgumentError, Tool, error_text
 from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema
 from gspo_core.types import Split, StopReason
 
@@ -38,7 +39,7 @@ RESERVED_NAMES = frozenset(
 """Never tools, like every name that begins with an underscore."""
 
 _TASK_MEMBERS = {Split.TRAIN: ("tasks", "num_tasks"), Split.EVAL: ("eval_tasks", "num_eval_tasks")}
-_MISSING = object()
+OURS = Dialect()
 _LENGTH = struct.Struct("<I")
 """Of what a snapshot holds besides the author's state."""
 
@@ -47,18 +48,27 @@ class PlainEnvironment:
     """A user's class (or a function that makes instances of one) behind the ``Environment`` interface."""
 
     def __init__(
-        self, factory: Callable[..., Any], config: Mapping[str, Any], *, name: str, use_docstring: bool = True
+        self,
+        factory: Callable[..., Any],
+        config: Mapping[str, Any],
+        *,
+        name: str,
+        use_docstring: bool = True,
+        dialect: Dialect = OURS,
+        judged_elsewhere: bool = False,
     ) -> None:
+        """``judged_elsewhere``: the class needs no ``get_reward``, because whoever uses it knows the reward."""
         self.name = name
+        self.dialect = dialect
         self._config = dict(config)
         self._factory = factory
         self._example: Any = None
         if not inspect.isclass(factory):
             self._example = self._make_example()
         self.cls: type = factory if inspect.isclass(factory) else type(self._example)
-        self._check_class()
-        self.system_prompt = docstring_prompt(self.cls) if use_docstring else None
-        self.tools_by_name = {tool.name: tool for tool in _find_tools(self.cls)}
+        self._check_class(("reset",) if judged_elsewhere else ("reset", "get_reward"))
+        self.system_prompt = docstring_prompt(self.cls) if use_docstring and dialect.uses_docstring else None
+        self.tools_by_name = {tool.name: tool for tool in _find_tools(self.cls, dialect)}
         self.limits: Mapping[str, Any] = dict(getattr(self.cls, "limits", {}))
         self.replayable = bool(getattr(self.cls, "replayable", False))
         self.reward_range = _reward_range(self.cls)
@@ -117,8 +127,8 @@ class PlainEnvironment:
             raise InvalidEnvironment(f"{self.name}: the config {sorted(self._config)} does not fit: {error}") from None
         return self._factory(**self._config)
 
-    def _check_class(self) -> None:
-        for member in ("reset", "get_reward"):
+    def _check_class(self, members: Sequence[str]) -> None:
+        for member in members:
             if not callable(getattr(self.cls, member, None)):
                 raise InvalidEnvironment(f"{self.name} needs a method {member}(); see environments/README.md")
         if hasattr(self.cls, "snapshot") != hasattr(self.cls, "restore"):
@@ -196,24 +206,22 @@ class PlainSession:
             messages = first_messages(task, observation, self._environment.system_prompt)
         except ValueError as error:
             raise EnvironmentFailed("reset", str(error)) from None
+        self._context.messages.extend(messages)
         return Start(messages, self._environment.tools)
 
     async def act(self, turn: ParsedTurn) -> Observation:
         if self._lost or self._instance is None:
             raise RuntimeError("this session cannot act: it has not started, or its instance is lost")
+        self._context.messages.append(_said(turn))
+        observation = await (self._answer_all(turn.calls) if turn.calls else self._reply(turn.text))
+        self._context.messages.extend(observation.messages)
+        return observation
+
+    async def _answer_all(self, calls: Sequence[ToolCall]) -> Observation:
         messages: list[Message] = []
-        if not turn.calls:
-            return await self._reply(turn.text)
-        for call in turn.calls:
+        for call in calls:
             content = await self._answer(call)
-            messages.append(
-                {
-                    "role": "tool",
-                    "content": content,
-                    "name": call.name or "",
-                    "tool_call_id": f"call_{self._num_calls}",
-                }
-            )
+            messages.append(self._environment.dialect.message(call, self._num_calls, content))
             self._num_calls += 1
             if self._lost:
                 return Observation(messages, done=True, stop_reason=StopReason.TOOL_TIMEOUT)
@@ -226,12 +234,7 @@ class PlainSession:
             low = self._environment.reward_range[0] if self._environment.reward_range else 0.0
             return low, {}
         timeout_s = self._limits.score_timeout_s
-        value = await self._or_fail("score", timeout_s, self._call_member("get_reward", timeout_s))
-        parts = dict(value) if isinstance(value, Mapping) else {}
-        numbers = {str(name): _number(name, part) for name, part in parts.items()}
-        if isinstance(value, Mapping) and not numbers:
-            raise EnvironmentFailed("score", "get_reward returned an empty dict")
-        return (math.fsum(numbers.values()) if numbers else _number("get_reward()", value)), numbers
+        return as_reward(await self._or_fail("score", timeout_s, self._call_member("get_reward", timeout_s)))
 
     async def snapshot(self) -> bytes | None:
         if not self._environment.has_snapshot or self._lost or self._instance is None:
@@ -240,7 +243,10 @@ class PlainSession:
         state = await self._or_fail("snapshot", timeout_s, self._call_member("snapshot", timeout_s))
         if not isinstance(state, bytes):
             raise EnvironmentFailed("snapshot", f"snapshot() returns bytes, not {type(state).__name__}")
-        around = json.dumps({"metrics": self._context.metrics, "calls": self._num_calls}).encode()
+        context = self._context
+        around = json.dumps(
+            {"metrics": context.metrics, "calls": self._num_calls, "messages": context.messages}
+        ).encode()
         return _LENGTH.pack(len(around)) + around + state
 
     async def restore(self, task: Mapping[str, Any], seed: int, state: bytes) -> None:
@@ -250,6 +256,7 @@ class PlainSession:
         around = json.loads(state[_LENGTH.size : end])
         self._context.task, self._context.seed = task, seed
         self._context.metrics.update(around["metrics"])
+        self._context.messages.extend(around["messages"])
         self._num_calls = around["calls"]
         timeout_s = self._limits.reset_timeout_s
         await self._or_fail("restore", timeout_s, self._restore(state[end:], timeout_s))
@@ -302,41 +309,41 @@ class PlainSession:
         """A turn without a tool call: free text for ``on_message``, else the end."""
         if not hasattr(self._instance, "on_message"):
             return Observation(done=True, stop_reason=StopReason.COMPLETED)
-        timeout_s = self._limits.step_timeout_s
+        timeout_s, dialect = self._limits.step_timeout_s, self._environment.dialect
         try:
             reply = await self._call_member("on_message", timeout_s, text)
             if reply is None:
                 return Observation(done=True, stop_reason=StopReason.COMPLETED)
-            content = result_content(reply)
+            content = dialect.result(reply)
         except DeadlineExceeded as error:
             self._lost = error.lost
             if self._lost:
                 return Observation(done=True, stop_reason=StopReason.TOOL_TIMEOUT)
-            content = f"error: {error}"
+            content = dialect.problem(str(error))
         except Exception as error:  # the policy's text caused it, so it is an answer and no way out of the episode
-            content = error_text(error)
+            content = dialect.failure(error)
         if await self._is_done():
             return Observation(done=True, stop_reason=StopReason.ENV_DONE)
         return Observation([{"role": "user", "content": content}])
 
     async def _answer(self, call: ToolCall) -> str | list[Any]:
         """What the policy reads in answer to one attempt, whatever became of it."""
-        tools = self._environment.tools_by_name
+        tools, dialect = self._environment.tools_by_name, self._environment.dialect
         if call.status not in (CallStatus.OK, CallStatus.UNKNOWN_TOOL):
-            return f"error: {call.status}"
+            return dialect.unreadable(call.status)
         if call.name not in tools:
-            return f"error: unknown tool {call.name!r}; available: {sorted(tools)}"
+            return dialect.unknown_tool(call.name, tools)
         timeout_s = self._limits.step_timeout_s
         try:
-            arguments = tools[call.name].bind(call.arguments)
-            return result_content(await self._call_member(call.name, timeout_s, **arguments))
+            arguments = dialect.bind(tools[call.name], call.arguments)
+            return dialect.result(await self._call_member(call.name, timeout_s, **arguments))
         except ArgumentError as error:
-            return f"error: {error}"
+            return dialect.problem(str(error))
         except DeadlineExceeded as error:
             self._lost = error.lost
-            return f"error: {call.name} {error}"
+            return dialect.problem(f"{call.name} {error}")
         except Exception as error:
-            return error_text(error)
+            return dialect.failure(error)
 
     async def _is_done(self) -> bool:
         static = inspect.getattr_static(self._environment.cls, "done", None)
@@ -363,15 +370,25 @@ class PlainSession:
             raise EnvironmentFailed(phase, error_text(error)) from error
 
 
-def _find_tools(cls: type) -> list[Tool]:
-    """Methods and class methods, by name. Static methods, properties and stored callables are not tools (as in TRL)."""
+def _said(turn: ParsedTurn) -> Message:
+    """The policy's turn as reward functions read it."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if turn.calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls
+        ]
+    return message
+
+
+def _find_tools(cls: type, dialect: Dialect) -> list[Tool]:
+    """By name. Properties and callables that instances store are no tools."""
     tools = []
     for name in sorted(dir(cls)):
         if name.startswith("_") or name in RESERVED_NAMES:
             continue
         static = inspect.getattr_static(cls, name)
-        if inspect.isfunction(static) or isinstance(static, classmethod):
-            tools.append(Tool.of(name, static.__func__ if isinstance(static, classmethod) else static))
+        if dialect.is_tool(static):
+            tools.append(Tool.of(name, getattr(static, "__func__", static)))
     return tools
 
 
@@ -394,6 +411,15 @@ def _accepted(function: Callable[..., Any], given: Mapping[str, Any], *, keep_se
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {name: value for name, value in given.items() if name != "seed" or keep_seed or name in parameters}
     return {name: value for name, value in given.items() if name in parameters}
+
+
+def as_reward(value: Any) -> tuple[float, dict[str, float]]:
+    """What ``get_reward`` returned, as a sum and its named parts. Raises ``EnvironmentFailed``."""
+    parts = dict(value) if isinstance(value, Mapping) else {}
+    numbers = {str(name): _number(name, part) for name, part in parts.items()}
+    if isinstance(value, Mapping) and not numbers:
+        raise EnvironmentFailed("score", "get_reward returned an empty dict")
+    return (math.fsum(numbers.values()) if numbers else _number("get_reward()", value)), numbers
 
 
 def _number(name: object, value: Any) -> float:

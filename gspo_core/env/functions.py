@@ -1,0 +1,96 @@
+"""The shortest form of an environment: functions as tools, a list of tasks, and a reward function.
+
+Rule: it makes a class like any other, so that everything which holds for classes holds here. Functions keep no state
+between calls; who needs state writes a class.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_core.env.contract import Context, InvalidEnvironment
+from gspo_core.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that the policy made and that came back."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    result: Any = None
+    error: Exception | None = None
+    """What the function raised instead of returning."""
+
+
+Reward = Callable[[Mapping[str, Any], Sequence[Message], Sequence[Call]], Any]
+"""``reward(task, messages, calls)``: a number or a dict of named parts; it may be async."""
+
+
+def from_functions(
+    functions: Iterable[Callable[..., Any]],
+    *,
+    tasks: Sequence[Mapping[str, Any]],
+    reward: Reward,
+    eval_tasks: Sequence[Mapping[str, Any]] = (),
+    system: str = "",
+    **attributes: Any,
+) -> type:
+    """A class whose tools are ``functions`` and whose tasks have a ``prompt`` each (text or messages).
+
+    ``attributes`` become class attributes, e.g. ``replayable=True`` or ``limits={"max_turns": 4}``.
+    """
+    for task in (*tasks, *eval_tasks):
+        if "prompt" not in task:
+            raise InvalidEnvironment(f"from_functions: every task has a prompt, {dict(task)!r} has none")
+    members: dict[str, Any] = {function.__name__: _as_method(function) for function in functions}
+    members |= {"tasks": list(tasks), "__doc__": system or None, **attributes}
+    if eval_tasks:
+        members["eval_tasks"] = list(eval_tasks)
+    cls = type("Functions", (_Functions,), members)
+    cls._reward = staticmethod(reward)  # type: ignore[attr-defined]
+    return cls
+
+
+class _Functions:
+    _reward: Reward
+
+    def reset(self, **task: Any) -> None:
+        self._task = task
+        self._calls: list[Call] = []
+
+    async def get_reward(self, ctx: Context) -> Any:
+        value = self._reward(self._task, ctx.messages, self._calls)
+        return await value if inspect.isawaitable(value) else value
+
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(self: _Functions, **arguments: Any) -> Any:
+        try:
+            result = function(**arguments)
+        except Exception as error:
+            self._calls.append(Call(function.__name__, arguments, error=error))
+            raise
+        self._calls.append(Call(function.__name__, arguments, result))
+        return result
+
+    @functools.wraps(function)
+    async def call_async(self: _Functions, **arguments: Any) -> Any:
+        try:
+            result = await function(**arguments)
+        except Exception as error:
+            self._calls.append(Call(function.__name__, arguments, error=error))
+            raise
+        self._calls.append(Call(function.__name__, arguments, result))
+        return result
+
+    method: Callable[..., Any] = call_async if inspect.iscoroutinefunction(function) else call
+    signature = inspect.signature(function)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    vars(method)["__signature__"] = signature.replace(parameters=[first, *signature.parameters.values()])
+    return method

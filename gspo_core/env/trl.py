@@ -1,0 +1,208 @@
+"""TRL's environments unchanged, answered in TRL's words: ``environment = from_trl(WordleEnv, dataset=rows)``.
+
+Rule: what a policy reads is what TRL 1.16 gives it (results by ``str``, errors as ``{'error': ...}``, no docstring in
+the prompt, no call ids), so that prompts are the same. TRL itself is neither imported nor needed.
+Differences that stay: one instance per episode instead of a pool, calls in their order, and our reserved names are no
+tools. A class can also be named directly in a job; then it is answered in our words.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gspo_core.env.calls import Caller
+from gspo_core.env.contract import EnvironmentFailed, InvalidEnvironment, PhaseLimits, Start, Timeouts
+from gspo_core.env.dialect import Dialect
+from gspo_core.env.plain import PlainEnvironment, PlainSession, as_reward
+from gspo_core.env.tools import ArgumentError, Tool
+from gspo_core.messages import CallStatus, Message, ToolCall, ToolSchema
+from gspo_core.types import Split
+
+RewardFunction = Callable[..., Any]
+"""TRL's: keywords ``prompts``, ``completions``, ``environments`` and the columns of the row, each a list of one."""
+
+
+class TrlDialect(Dialect):
+    uses_docstring = False
+
+    def is_tool(self, member: object) -> bool:
+        return inspect.isfunction(member) or isinstance(member, staticmethod)
+
+    def bind(self, tool: Tool, arguments: Any) -> dict[str, Any]:
+        """As they are: TRL checks no types, so a wrong one reads as the error of the method."""
+        if not isinstance(arguments, dict):
+            raise ArgumentError(f"argument after ** must be a mapping, not {type(arguments).__name__}")
+        return arguments
+
+    def result(self, value: Any) -> str | list[Any]:
+        return value if isinstance(value, list) else str(value)
+
+    def failure(self, error: BaseException) -> str:
+        return str({"error": str(error)})
+
+    def problem(self, text: str) -> str:
+        return str({"error": text})
+
+    def unknown_tool(self, name: str | None, tools: Any) -> str:
+        return self.problem(f"Tool {name} not found.")
+
+    def unreadable(self, status: CallStatus) -> str:
+        return self.problem(str(status))
+
+    def message(self, call: ToolCall, number: int, content: str | list[Any]) -> Message:
+        return {"role": "tool", "name": call.name or "", "content": content}
+
+
+def from_trl(
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]],
+    *,
+    dataset: Sequence[Mapping[str, Any]] | None = None,
+    eval_dataset: Sequence[Mapping[str, Any]] = (),
+    reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
+    name: str = "trl",
+) -> TrlEnvironment:
+    """An environment of what ``GRPOTrainer`` takes under the same names."""
+    functions = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
+    return TrlEnvironment(environment_factory, dataset, eval_dataset, functions, name)
+
+
+class TrlEnvironment:
+    """One or several TRL classes over one dataset, behind the ``Environment`` interface."""
+
+    has_snapshot = False
+
+    def __init__(
+        self,
+        factory: Callable[[], Any] | Mapping[str, Callable[[], Any]],
+        dataset: Sequence[Mapping[str, Any]] | None,
+        eval_dataset: Sequence[Mapping[str, Any]],
+        reward_functions: Sequence[RewardFunction],
+        name: str,
+    ) -> None:
+        self.name = name
+        self.reward_functions = reward_functions
+        self.has_several = isinstance(factory, Mapping)
+        factories = factory if isinstance(factory, Mapping) else {"": factory}
+        self.environments = {key: self._wrap(key, made) for key, made in factories.items()}
+        if self.has_several and dataset is None:
+            raise InvalidEnvironment(f"{name}: several environments need a dataset whose rows name one of them")
+        for function in reward_functions:
+            _check_reward_function(function)
+        first = next(iter(self.environments.values()))
+        self.limits: Mapping[str, Any] = first.limits
+        self.replayable = all(environment.replayable for environment in self.environments.values())
+        self.reward_range = first.reward_range if not self.has_several and not reward_functions else None
+        self._rows = {Split.TRAIN: dataset, Split.EVAL: eval_dataset}
+        self._own_tasks = first if dataset is None else None
+        """Where the tasks come from if there is no dataset: the class may bring its own."""
+
+    @property
+    def tools(self) -> Sequence[ToolSchema]:
+        """Of all the classes; an episode is offered those of its own."""
+        return [schema for environment in self.environments.values() for schema in environment.tools]
+
+    def num_tasks(self, split: Split) -> int:
+        if self._own_tasks is not None:
+            return self._own_tasks.num_tasks(split)
+        return len(self._rows[split] or ())
+
+    async def task(self, split: Split, index: int) -> Mapping[str, Any]:
+        if self._own_tasks is not None:
+            return await self._own_tasks.task(split, index)
+        rows = self._rows[split] or ()
+        if not 0 <= index < len(rows):
+            raise EnvironmentFailed("task", f"{self.name} has {len(rows)} {split} rows, not one at {index}")
+        return rows[index]
+
+    def of_row(self, row: Mapping[str, Any]) -> PlainEnvironment:
+        """The class that a row asks for."""
+        key = row.get("environment") if self.has_several else ""
+        if key not in self.environments:
+            raise EnvironmentFailed(
+                "reset", f"the row asks for the environment {key!r}; there are {list(self.environments)}"
+            )
+        return self.environments[key]
+
+    def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> TrlSession:
+        return TrlSession(self, limits or Timeouts(), episode_id)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "num_tasks": {str(split): self.num_tasks(split) for split in Split},
+            "tools": [dict(schema) for schema in self.tools],
+            "system_prompt": None,
+            "limits": dict(self.limits),
+            "replayable": self.replayable,
+            "reward_range": list(self.reward_range) if self.reward_range else None,
+        }
+
+    def _wrap(self, key: str, factory: Callable[[], Any]) -> PlainEnvironment:
+        name = f"{self.name}/{key}" if key else self.name
+        judged_elsewhere = bool(self.reward_functions)
+        return PlainEnvironment(factory, {}, name=name, dialect=TrlDialect(), judged_elsewhere=judged_elsewhere)
+
+
+class TrlSession(PlainSession):
+    """One episode; the row decides of which class."""
+
+    def __init__(self, environment: TrlEnvironment, limits: PhaseLimits, episode_id: str) -> None:
+        super().__init__(next(iter(environment.environments.values())), limits, episode_id)
+        self._trl = environment
+        self._prompt: Sequence[Message] = ()
+
+    async def start(self, task: Mapping[str, Any], seed: int) -> Start:
+        self._environment = self._trl.of_row(task)
+        row = {name: value for name, value in task.items() if name != "environment" or not self._trl.has_several}
+        start = await super().start(row, seed)
+        self._prompt = start.messages
+        return start
+
+    async def score(self) -> tuple[float, dict[str, float]]:
+        if self._lost:
+            return await super().score()
+        values = {function.__name__: await self._judge(function) for function in self._trl.reward_functions}
+        if hasattr(self._instance, "get_reward"):
+            timeout_s = self._limits.score_timeout_s
+            own = await self._or_fail("score", timeout_s, self._call_member("get_reward", timeout_s))
+            values[type(self._instance).__name__] = own
+        # None: not scored by this source.
+        parts = {name: as_reward(value)[0] for name, value in values.items() if value is not None}
+        if not parts:
+            raise EnvironmentFailed("score", f"none of {list(values)} scored the episode")
+        return math.fsum(parts.values()), parts
+
+    async def _judge(self, function: RewardFunction) -> Any:
+        timeout_s = self._limits.score_timeout_s
+        given = {
+            "prompts": [list(self._prompt)],
+            "completions": [self._context.messages[len(self._prompt) :]],
+            "environments": [self._instance],
+            **{name: [value] for name, value in self._context.task.items() if name != "prompt"},
+        }
+        parameters = inspect.signature(function).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        caller = Caller(self._trl.name)
+        try:
+            rewards = await self._or_fail("score", timeout_s, caller.call(function, timeout_s, **given))
+        finally:
+            caller.close()
+        if not isinstance(rewards, Sequence) or len(rewards) != 1:
+            raise EnvironmentFailed("score", f"{function.__name__} returns a list with one reward per completion")
+        return rewards[0]
+
+
+_NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def _check_reward_function(function: RewardFunction) -> None:
+    if not callable(function) or not hasattr(function, "__name__"):
+        raise InvalidEnvironment(f"reward_funcs: {function!r} is no function; reward models are not run here")
+    for name in _NOT_GIVEN:
+        parameter = inspect.signature(function).parameters.get(name)
+        if parameter is not None and parameter.default is parameter.empty:
+            raise InvalidEnvironment(f"{function.__name__} needs {name}, which an environment does not see")

@@ -1,0 +1,90 @@
+"""Functions as tools, a list of tasks and a reward function: the shortest form of an environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from gspo_core.env import InvalidEnvironment, Message, PlainEnvironment, from_functions, load_environment
+from gspo_core.env.functions import Call
+from gspo_core.types import Split
+from tests.core.env_kit import call, play
+
+PRICES = {"tea": 3, "cake": 4}
+
+
+def price(item: str) -> int:
+    """Look a price up.
+
+    Args:
+        item: what to buy
+    """
+    return PRICES[item]
+
+
+async def order(item: str, count: int = 1) -> str:
+    """Order something.
+
+    Args:
+        item: what to buy
+        count: how many
+    """
+    await asyncio.sleep(0)
+    return f"{count} x {item}"
+
+
+def reward(task: Mapping[str, Any], messages: Sequence[Message], calls: Sequence[Call]) -> dict[str, float]:
+    ordered = [one.arguments for one in calls if one.name == "order"]
+    said = messages[-1]["content"] == "Enjoy!"
+    return {"ordered": float(ordered == [{"item": task["wants"]}]), "polite": 0.5 * said}
+
+
+TASKS = [{"prompt": "A tea, please.", "wants": "tea"}, {"prompt": "Cake!", "wants": "cake"}]
+Shop = from_functions(
+    [price, order], tasks=TASKS[:1], eval_tasks=TASKS[1:], reward=reward, system="You sell.", replayable=True
+)
+
+
+async def test_functions_are_tools_and_the_reward_sees_task_conversation_and_calls() -> None:
+    environment = PlainEnvironment(Shop, {}, name="shop")
+    assert [environment.num_tasks(split) for split in Split] == [1, 1]
+    assert environment.replayable
+    schema = {tool["function"]["name"]: tool["function"]["parameters"] for tool in environment.tools}
+    assert schema["price"]["properties"] == {"item": {"type": "string", "description": "what to buy"}}
+    assert (list(schema["order"]["properties"]), schema["order"]["required"]) == (["item", "count"], ["item"])
+    turns = call("price", item="tea"), call("price", item="gold"), call("order", item="tea"), "Enjoy!"
+    played = await play(environment, *turns)
+    assert [message["content"] for message in played.first] == ["You sell.", "A tea, please."]
+    assert [message["content"] for message in played.answers] == ["3", "error: KeyError: 'gold'", "1 x tea"]
+    assert (played.reward, played.parts) == (1.5, {"ordered": 1.0, "polite": 0.5})
+    assert (await play(environment, "Enjoy!", split=Split.EVAL)).parts == {"ordered": 0.0, "polite": 0.5}
+
+
+async def test_an_async_reward_is_awaited_and_a_call_that_raised_is_kept() -> None:
+    seen: list[Call] = []
+
+    async def judge(task: Any, messages: Any, calls: Sequence[Call]) -> float:
+        seen.extend(calls)
+        return 0.25
+
+    environment = PlainEnvironment(from_functions([price], tasks=[{"prompt": "x"}], reward=judge), {}, name="shop")
+    assert (await play(environment, call("price", item="gold"), "x")).reward == 0.25
+    assert (seen[0].name, seen[0].arguments, type(seen[0].error)) == ("price", {"item": "gold"}, KeyError)
+
+
+def test_a_task_without_a_prompt_is_refused() -> None:
+    with pytest.raises(InvalidEnvironment, match=r"every task has a prompt, \{'wants': 'tea'\} has none"):
+        from_functions([price], tasks=[{"wants": "tea"}], reward=reward)
+
+
+def test_it_is_named_like_any_class() -> None:
+    assert load_environment("tests.core.test_env_functions:Shop").num_tasks(Split.TRAIN) == 1
+
+
+def test_a_function_that_samples_by_itself_is_named_in_the_contract_and_refused(tmp_path: Any) -> None:
+    (tmp_path / "agent.py").write_text("async def rollout(task, llm):\n    return 0.0\n")
+    with pytest.raises(InvalidEnvironment, match="needs the agent gateway, which does not exist yet"):
+        load_environment(f"{tmp_path}/agent.py:rollout")

@@ -1,0 +1,182 @@
+"""Classes written for TRL's trainer: they run as they are, and the policy reads what TRL would have let it read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gspo_core.env import EnvironmentFailed, InvalidEnvironment, PlainEnvironment, from_trl, load_environment
+from gspo_core.types import Split, StopReason
+from tests.core.env_kit import call, play
+
+
+class Doubling:
+    """Nobody reads this: TRL ignores docstrings of classes."""
+
+    def __init__(self) -> None:
+        self._value = 1
+
+    def reset(self, **row: Any) -> str | None:
+        self._value, self.row = 1, row
+        return " Start from 1."
+
+    def double(self, times: int) -> dict[str, int]:
+        """Double the value.
+
+        Args:
+            times: how often
+        """
+        if times > 9:
+            raise ValueError("too often")
+        self._value <<= times
+        return {"value": self._value}
+
+    @staticmethod
+    def shout(text: str) -> str:
+        """Say it louder.
+
+        Args:
+            text: what
+        """
+        return text.upper()
+
+    @classmethod
+    def of_class(cls) -> str:
+        return "not a tool in TRL"
+
+    def get_reward(self) -> float:
+        return self._value / 8
+
+
+class Guessing:
+    """One that keeps its reward for a reward function to read, and ends by raising."""
+
+    def reset(self, word: str, **_: Any) -> None:
+        self.word, self.reward, self.done = word, 0.0, False
+
+    def guess(self, word: str) -> str:
+        """Guess the word.
+
+        Args:
+            word: five letters
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        self.reward = float(word == self.word)
+        return "right" if self.reward else "wrong"
+
+
+def from_state(environments: list[Any], **_: Any) -> list[float]:
+    return [environment.reward for environment in environments]
+
+
+def length(completions: list[list[Any]], prompts: list[Any], word: list[str]) -> list[float]:
+    assert [len(completions), len(prompts), len(word)] == [1, 1, 1]
+    return [float(len(completions[0]))]
+
+
+ROW = {"prompt": [{"role": "user", "content": "Guess."}], "word": "crane"}
+
+
+async def test_a_class_runs_unchanged_and_reads_in_the_words_of_trl() -> None:
+    played = await play(
+        from_trl(Doubling),
+        call("double", times=2),
+        call("double", times=10),
+        call("halve"),
+        call("double", times="x"),
+        call("double", often=1),
+        call("shout", text="so"),
+        "done",
+    )
+    assert played.first == [{"role": "user", "content": " Start from 1."}]
+    assert played.tools == ["double", "shout"]
+    assert [message["content"] for message in played.answers] == [
+        "{'value': 4}",
+        "{'error': 'too often'}",
+        "{'error': 'Tool halve not found.'}",
+        """{'error': "'>' not supported between instances of 'str' and 'int'"}""",
+        """{'error': "Doubling.double() got an unexpected keyword argument 'often'"}""",
+        "SO",
+    ]
+    assert set(played.answers[0]) == {"role", "name", "content"}
+    assert (played.reward, played.parts) == (0.5, {"Doubling": 0.5})
+
+
+async def test_named_directly_the_same_class_is_answered_in_our_words() -> None:
+    played = await play(
+        PlainEnvironment(Doubling, {}, name="d"), call("double", times=2), call("double", times="x"), "x"
+    )
+    assert [message["role"] for message in played.first] == ["system", "user"]
+    assert [message["content"] for message in played.answers] == [
+        '{"value":4}',
+        "error: times must be integer, not string",
+    ]
+
+
+async def test_reward_functions_see_the_instance_the_columns_and_the_conversation() -> None:
+    environment = from_trl(Guessing, dataset=[ROW], eval_dataset=[ROW, ROW], reward_funcs=[from_state, length])
+    assert [environment.num_tasks(split) for split in Split] == [1, 2]
+    played = await play(environment, call("guess", word="slate"), call("guess", word="crane"), "It was crane.")
+    assert played.first == ROW["prompt"]
+    assert (played.reward, played.parts) == (6.0, {"from_state": 1.0, "length": 5.0})
+    assert ROW == {"prompt": [{"role": "user", "content": "Guess."}], "word": "crane"}  # rows are never touched
+
+
+async def test_a_row_chooses_among_several_classes_and_sees_only_their_tools() -> None:
+    rows = [{"environment": "double", "x": 1}, {"environment": "guess", **ROW}, {"environment": "chess"}]
+    environment = from_trl({"double": Doubling, "guess": Guessing}, dataset=rows, reward_funcs=lambda_free)
+    first, second = await play(environment, "a", index=0), await play(environment, "b", index=1)
+    assert (first.tools, second.tools) == (["double", "shout"], ["guess"])
+    assert (first.parts, second.parts) == ({"lambda_free": 0.0, "Doubling": 0.125}, {"lambda_free": 0.0})
+    with pytest.raises(EnvironmentFailed, match="asks for the environment 'chess'"):
+        await play(environment, index=2)
+
+
+def lambda_free(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+async def test_a_source_that_does_not_score_is_left_out_and_one_must() -> None:
+    def silent(**_: Any) -> list[None]:
+        return [None]
+
+    played = await play(from_trl(Doubling, reward_funcs=silent), "x")
+    assert played.parts == {"Doubling": 0.125}
+    with pytest.raises(EnvironmentFailed, match=r"none of \['silent'\] scored"):
+        await play(from_trl(Guessing, dataset=[ROW], reward_funcs=silent), "x")
+
+    def broken(**_: Any) -> list[float]:
+        return [float("nan")]
+
+    with pytest.raises(EnvironmentFailed, match="not a finite number"):
+        await play(from_trl(Guessing, dataset=[ROW], reward_funcs=broken), "x")
+
+
+def test_what_cannot_be_run_is_refused_at_once() -> None:
+    def of_ids(completion_ids: list[Any]) -> list[float]:
+        return [0.0 for _ in completion_ids]
+
+    with pytest.raises(InvalidEnvironment, match="needs completion_ids"):
+        from_trl(Doubling, reward_funcs=of_ids)
+    with pytest.raises(InvalidEnvironment, match="reward models are not run here"):
+        from_trl(Doubling, reward_funcs=["a/model"])  # type: ignore[list-item]
+    with pytest.raises(InvalidEnvironment, match=r"needs a method get_reward"):
+        from_trl(Guessing, dataset=[ROW])
+    with pytest.raises(InvalidEnvironment, match="need a dataset"):
+        from_trl({"a": Doubling})
+
+
+async def test_a_finished_environment_can_be_named_in_a_job(tmp_path: Any) -> None:
+    source = (
+        "from gspo_core.env import from_trl\nfrom tests.core.test_env_trl import Doubling\nworld = from_trl(Doubling)\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    environment = load_environment(f"{tmp_path}/mine.py:world")
+    played = await play(environment, call("double", times=3), "done")
+    assert played.reward == 1.0
+    assert played.observations[-1].stop_reason is StopReason.COMPLETED
+    assert environment.describe()["num_tasks"] == {"train": 1, "eval": 0}
+    with pytest.raises(InvalidEnvironment, match="no place for the config"):
+        load_environment(f"{tmp_path}/mine.py:world", {"a": 1})
