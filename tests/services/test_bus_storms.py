@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -55,8 +55,8 @@ async def append_through_faults(
 ) -> FaultyLine:
     """Eight workers play one episode each, every call over a line that breaks; the books must agree at the end."""
     job, num_segments = claim.job_id, num_appends // NUM_WORKERS
-    async with FaultyLine(redis_server.url, rate, seed) as line:
-        clients = [connect(line.url) for _ in range(NUM_WORKERS + 2)]
+    async with FaultyLine(redis_server.url, rate, seed) as line, AsyncExitStack() as opened:
+        clients = [await opened.enter_async_context(connect(line.url)) for _ in range(NUM_WORKERS + 2)]
         trainer, reader = Bus(clients[-1]), Bus(clients[-2])
         for group in range(NUM_WORKERS):
             await trainer.dispatch(job, claim.token, group, size=1, split=Split.TRAIN, task_index=0)
@@ -88,8 +88,6 @@ async def append_through_faults(
         ready = [one.group for one in await trainer.ready_groups(job)]
         assert sorted(ready) == list(range(NUM_WORKERS))
         await trainer.commit(job, claim.token, 1, ready)
-        for client in clients:
-            await client.aclose()
     counts = await bus.counters(job)
     assert counts == {"dispatched": NUM_WORKERS, "trained": NUM_WORKERS, "evaluated": 0, "in_flight": 0}
     assert await read_all(bus, job) == []
