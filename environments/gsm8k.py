@@ -42,7 +42,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def _value(node: ast.expr) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         if node.value > _MAX_VALUE:
             raise ValueError("the number is too large")
         value = Fraction(str(node.value))
