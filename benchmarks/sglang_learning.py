@@ -98,6 +98,7 @@ def report(results: Mapping[str, DemoResult], engines: Mapping[str, Mapping[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=Path(".venv-sglang"), help="environment of SGLang")
+    parser.add_argument("--model", type=Path, help="where the demo's model lies, or is to be made")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -105,9 +106,10 @@ def main() -> None:
     engines: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        make_demo_model(root / "model")
+        model_dir = arguments.model or root / "model"
+        make_demo_model(model_dir)  # nothing to do where it is there
         for name in ("embedded", "sglang"):
-            results[name], engines[name] = train(name, root, root / "model", arguments)
+            results[name], engines[name] = train(name, root, model_dir, arguments)
     plot(results, RESULTS.with_suffix(".png"))
     RESULTS.with_suffix(".json").write_text(
         json.dumps({name: asdict(one) | {"engine": engines[name]} for name, one in results.items()}, indent=1) + "\n"
