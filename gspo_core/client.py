@@ -175,6 +175,16 @@ class Client:
         config: dict[str, Any] = self._ask("GET", _job_path(job_id, "/config"))["config"]
         return config
 
+    def pause(self, job_id: str) -> Job:
+        """Ask a job to pause after the step that it is in."""
+        job: Job = self._ask("POST", _job_path(job_id, "/pause"))
+        return job
+
+    def resume(self, job_id: str) -> Job:
+        """Let a paused job go on."""
+        job: Job = self._ask("POST", _job_path(job_id, "/resume"))
+        return job
+
     def cancel(self, job_id: str) -> Job:
         """Ask for the end of a job; asking twice is the same as once."""
         job: Job = self._ask("POST", _job_path(job_id, "/cancel"))
@@ -191,6 +201,26 @@ class Client:
             more = answer["has_more"]
             from_step = rows[-1]["step"] + 1 if rows else from_step
         return rows
+
+    def groups(self, job_id: str, **filters: str | int) -> Iterator[dict[str, Any]]:
+        """Groups with their episodes, fetched as they are asked for: those that were trained, newest step first, or
+        with ``status="open"`` those in the queue."""
+        yield from self._pages(_job_path(job_id, "/groups"), _texts(filters))
+
+    def episodes(self, job_id: str, **filters: str | float) -> Iterator[dict[str, Any]]:
+        """Episodes that were trained, newest step first: ``step``, ``stop_reason``, ``min_reward``, ``max_reward``,
+        ``version``."""
+        yield from self._pages(_job_path(job_id, "/episodes"), _texts(filters))
+
+    def episode(self, episode_id: str, *, tokens: bool = False) -> dict[str, Any]:
+        """One episode turn by turn, by its id ``JOB/GROUP/MEMBER``, also while it runs."""
+        params = {"include": "tokens"} if tokens else {}
+        episode: dict[str, Any] = self._ask("GET", f"/v1/episodes/{_path(episode_id)}", params=params)
+        return episode
+
+    def versions(self, job_id: str) -> Iterator[dict[str, Any]]:
+        """The published versions of a job's weights, newest first."""
+        yield from self._pages(_job_path(job_id, "/versions"), {"limit": "100"})
 
     def workers(self) -> list[dict[str, Any]]:
         """The processes that are registered."""
@@ -291,6 +321,16 @@ def _job_path(job_id: str, rest: str = "") -> str:
     from urllib.parse import quote
 
     return f"/v1/jobs/{quote(job_id, safe='')}{rest}"
+
+
+def _path(episode_id: str) -> str:
+    from urllib.parse import quote
+
+    return quote(episode_id, safe="/")
+
+
+def _texts(filters: Mapping[str, str | float]) -> dict[str, str]:
+    return {"limit": "100"} | {name: str(value) for name, value in filters.items()}
 
 
 def _delay(attempt: int) -> float:

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_submit(commands)
     _add_watch(commands)
     _add_jobs(commands)
-    _add_cancel(commands)
+    _add_control(commands)
     doctor = commands.add_parser("doctor", help="look for what is missing or wrong on this machine")
     _add_server(doctor)
     doctor.set_defaults(run=_doctor)
@@ -90,11 +90,13 @@ def _add_jobs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     jobs.set_defaults(run=_jobs)
 
 
-def _add_cancel(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    cancel = commands.add_parser("cancel", help="cancel a job")
-    cancel.add_argument("job")
-    _add_server(cancel)
-    cancel.set_defaults(run=_cancel)
+def _add_control(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what = {"pause": "pause a job after its present step", "resume": "let a paused job go on", "cancel": "cancel a job"}
+    for name, text in what.items():
+        control = commands.add_parser(name, help=text)
+        control.add_argument("job")
+        _add_server(control)
+        control.set_defaults(run=_control, verb=name)
 
 
 def _no_command(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -145,10 +147,10 @@ def _jobs(arguments: argparse.Namespace) -> int:
     return jobs.show(arguments.url, as_json=arguments.json)
 
 
-def _cancel(arguments: argparse.Namespace) -> int:
+def _control(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import jobs
 
-    return jobs.cancel(arguments.url, arguments.job)
+    return jobs.control(arguments.url, arguments.job, arguments.verb)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``gspo submit``, ``gspo jobs`` and ``gspo cancel``: one request each, and an answer that fits on a screen."""
+"""``gspo submit``, ``jobs``, ``pause``, ``resume``, ``cancel``: a request each, and an answer that fits on a screen."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gspo_core.cli import CommandError
 from gspo_core.cli.connection import connected
+
+Verb = Literal["pause", "resume", "cancel"]
 
 
 def submit(url: str, file: str, *, dry_run: bool, watch: bool) -> int:
@@ -60,10 +62,14 @@ def _lines(job: Mapping[str, Any]) -> Iterator[str]:
         yield f"    {reason}"
 
 
-def cancel(url: str, job_id: str) -> int:
-    from gspo_core.cli.watch import TERMINAL
+_REACHED = {"pause": ("paused",), "resume": ("running",), "cancel": ("succeeded", "failed", "cancelled")}
+_ASKED = {"pause": "to pause", "resume": "to go on", "cancel": "to end"}
 
+
+def control(url: str, job_id: str, verb: Verb) -> int:
+    """``pause``, ``resume`` and ``cancel``: wishes, which the job's trainer brings about."""
     with connected(url) as client:
-        job = client.cancel(job_id)
-    print(f"{job['id']} is {job['status']}" + ("" if job["status"] in TERMINAL else "; it was asked to end"))
+        job = {"pause": client.pause, "resume": client.resume, "cancel": client.cancel}[verb](job_id)
+    is_there = job["status"] in _REACHED[verb]
+    print(f"{job['id']} is {job['status']}" + ("" if is_there else f"; it was asked {_ASKED[verb]}"))
     return 0

@@ -14,7 +14,9 @@ from fastapi import FastAPI
 
 from services.api.access import Access, AccessRefused, require_safe_bind
 from services.api.app import create_app
+from services.api.context import Backend
 from services.api.errors import REDIS_AWAY
+from services.bus import Bus
 from services.process import run_until_signalled
 from services.redis_client import connect
 from services.settings import Settings, SettingsError, load_settings
@@ -48,7 +50,8 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
             async with asyncio.timeout(FIRST_CONTACT_S):
                 await store.load_functions()
                 await store.rebuild()
-        app = create_app(lambda: contextlib.nullcontext(store), keys=keys, stopping=stop, lease_s=settings.lease_s)
+        backend = Backend(store, Bus(redis, lease_s=settings.lease_s), settings.data_dir / "jobs")
+        app = create_app(lambda: contextlib.nullcontext(backend), keys=keys, stopping=stop, lease_s=settings.lease_s)
         await _serve_app(app, settings, stop)
 
 

@@ -19,7 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.api.errors import ApiError, error_response
 
 # Health says nothing about jobs; the document of the routes is the same for everyone.
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+# The pages are an empty shell, the same for everyone; what they show they ask the API for, with the key of who looks.
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/metrics", "/ui", "/docs"})
+OPEN_FOLDER = "/ui/"
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ANONYMOUS = "local"
 
@@ -80,7 +82,7 @@ class AccessMiddleware:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             headers = Headers(scope=scope)
             try:
                 _refuse_foreign_pages(headers, must_be_local=self._access.is_open)
@@ -89,6 +91,10 @@ class AccessMiddleware:
                 await error_response(error, scope.get("request_id"))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 def _refuse_foreign_pages(headers: Headers, *, must_be_local: bool) -> None:

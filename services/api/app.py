@@ -17,34 +17,59 @@ from fastapi.security import HTTPBearer
 from gspo_core import __version__
 from services.api import errors
 from services.api.access import Access, AccessMiddleware
-from services.api.context import Context, OpenStore
+from services.api.codecs import Codecs
+from services.api.context import Context, OpenBackend
+from services.api.history import History
 from services.api.presence import Presence
 from services.api.requests import RequestMiddleware
-from services.api.routes import events, health, jobs, metrics, workers
+from services.api.routes import (
+    artifacts,
+    capabilities,
+    episodes,
+    events,
+    health,
+    jobs,
+    metrics,
+    pages,
+    telemetry,
+    workers,
+)
 from services.api.sse import PING_S
+from services.api.traffic import Traffic
 
 LEASE_S = 30.0
 CANCEL_AGAIN_S = 0.1
 
 
 def create_app(
-    open_store: OpenStore,
+    open_backend: OpenBackend,
     *,
     keys: Sequence[str] = (),
     stopping: asyncio.Event | None = None,
     lease_s: float = LEASE_S,
     ping_s: float = PING_S,
 ) -> FastAPI:
-    """An application that keeps a store open while it runs. Without `keys` it serves this machine only.
+    """An application that keeps its backend open while it runs. Without `keys` it serves this machine only.
 
     Whoever runs it sets `stopping` when the end is near, since open streams would hold it up.
     """
 
+    traffic = Traffic()
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with open_store() as store:
-            presence = Presence(store, lease_s, time.monotonic)
-            app.state.context = Context(store, stopping or asyncio.Event(), presence, ping_s=ping_s)
+        async with open_backend() as backend:
+            presence = Presence(backend.store, lease_s, time.monotonic)
+            app.state.context = Context(
+                store=backend.store,
+                bus=backend.bus,
+                history=History(backend.jobs_dir),
+                codecs=Codecs(backend.jobs_dir),
+                stopping=stopping or asyncio.Event(),
+                presence=presence,
+                traffic=traffic,
+                ping_s=ping_s,
+            )
             watching = asyncio.create_task(presence.run(), name="presence")
             try:
                 yield
@@ -67,12 +92,14 @@ def create_app(
     )
     # The last one added sees a request first.
     app.add_middleware(AccessMiddleware, access=Access(keys))
-    app.add_middleware(RequestMiddleware)
+    app.add_middleware(RequestMiddleware, traffic=traffic)
     errors.install(app)
     app.include_router(health.router, responses=_errors(503))
+    app.include_router(telemetry.router, responses=_errors(503))
+    app.include_router(pages.router)
     v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False))])
-    for module in (jobs, events, metrics, workers):
-        v1.include_router(module.router, responses=_errors(401, 403, 404, 409, 422, 503))
+    for module in (jobs, events, metrics, artifacts, episodes, workers, capabilities):
+        v1.include_router(module.router, responses=_errors(400, 401, 403, 404, 422, 503))
     app.include_router(v1)
     return app
 

@@ -7,23 +7,42 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
+from services.api.codecs import Codecs
+from services.api.history import History
 from services.api.presence import Presence
 from services.api.sse import PING_S
+from services.api.traffic import Traffic
+from services.bus import Bus
 from services.store import Store
 
-OpenStore = Callable[[], AbstractAsyncContextManager[Store]]
+
+@dataclass(frozen=True)
+class Backend:
+    """What the API reads and writes: the control plane, the queue, and the files that all processes share."""
+
+    store: Store
+    bus: Bus
+    jobs_dir: Path
+
+
+OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]
 
 
 @dataclass(frozen=True)
 class Context:
     store: Store
+    bus: Bus
+    history: History
+    codecs: Codecs
     stopping: asyncio.Event
     """Set when the process is about to end; streams end soon after."""
     presence: Presence
+    traffic: Traffic
     clock: Callable[[], float] = time.monotonic
     ping_s: float = PING_S
 

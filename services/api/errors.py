@@ -20,6 +20,8 @@ from starlette.responses import Response
 
 from gspo_core.problems import Problem, problems_of, spell
 from gspo_core.spec import JobSpec
+from services.api.history import EpisodeNotKept, GroupNotKept
+from services.batch_log import DamagedBatchLog
 from services.keys import InvalidJobId
 from services.store import IllegalTransition, InvalidCursor, JobConflict, JobNotFound
 
@@ -144,6 +146,9 @@ _TRANSLATED: Mapping[type[Exception], tuple[int, str, str | None]] = {
     JobConflict: (409, "idempotency_conflict", "Idempotency-Key"),
     IllegalTransition: (409, "invalid_transition", None),
     InvalidCursor: (400, "invalid_cursor", "after"),
+    GroupNotKept: (404, "group_not_found", "group"),
+    EpisodeNotKept: (404, "episode_not_found", "member"),
+    DamagedBatchLog: (404, "batch_log_damaged", None),
 }
 
 

@@ -33,8 +33,10 @@ class Presence:
 
     async def members(self) -> list[dict[str, Any]]:
         """Every registered process: its record, its role and whether it is alive."""
+        trainers = await self._store.trainers()
         workers, engines = await self._store.workers(), await self._store.engines()
         return [
+            *(self._seen("trainer", record) for record in trainers),
             *(self._seen("rollout", record) for record in workers),
             *(self._seen("engine", record) for record in engines),
         ]

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gspo_core.spec_file import strict_json
 from services.api.errors import ApiError, error_response, translate
+from services.api.traffic import Traffic
 from services.jobs import new_job_id
 from services.telemetry import get_logger
 
@@ -27,8 +28,9 @@ MAX_BODY_BYTES = 1 << 20
 class RequestMiddleware:
     """Names each request, logs it when it is over, and answers for what nobody below answered for."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
         self._app = app
+        self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,7 +58,9 @@ class RequestMiddleware:
                 raise
             await error_response(answer, request_id)(scope, receive, send_named)
         finally:
-            _log(scope, request_id, status, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._traffic.count(scope, status, seconds)
+            _log(scope, request_id, status, seconds)
 
 
 def _new_request_id() -> str:

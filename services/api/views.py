@@ -134,11 +134,20 @@ def job_view(job: Job) -> JobView:
         started_at=job.started_at,
         finished_at=job.finished_at,
         metadata=spec.get("metadata", {}),
-        links={name: f"/v1/jobs/{job.id}{path}" for name, path in _LINKS.items()},
+        links={name: f"/v1/jobs/{job.id}{path}" for name, path in _LINKS.items()} | {"ui": f"/ui/#/jobs/{job.id}"},
     )
 
 
-_LINKS = {"self": "", "config": "/config", "events": "/events", "metrics": "/metrics", "cancel": "/cancel"}
+_LINKS = {
+    "self": "",
+    **{
+        name: f"/{name}"
+        for name in (
+            *("config", "events", "metrics", "groups", "episodes", "versions", "checkpoints", "environments"),
+            *("pause", "resume", "cancel"),
+        )
+    },
+}
 
 
 def _reason(job: Job) -> ReasonView | None:

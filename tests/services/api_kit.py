@@ -5,29 +5,35 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 
 from services.api.app import create_app
+from services.api.context import Backend
+from services.bus import Bus
 from services.children import die_with_parent
 from services.store import Store
 
 SPEC: dict[str, Any] = {"model": "m", "environments": [{"ref": "environments.calculator:Calculator"}]}
 JSON = {"Content-Type": "application/json"}
 DEADLINE_S = 60.0
+NOWHERE = Path("/nonexistent/jobs")
 
 
 @contextlib.asynccontextmanager
-async def application(store: Store, **options: Any) -> AsyncIterator[FastAPI]:
+async def application(store: Store, *, jobs_dir: Path = NOWHERE, **options: Any) -> AsyncIterator[FastAPI]:
     """An application on the given store, started."""
-    app = create_app(lambda: contextlib.nullcontext(store), **options)
+    backend = Backend(store, Bus(store._functions.redis), jobs_dir)
+    app = create_app(lambda: contextlib.nullcontext(backend), **options)
     async with app.router.lifespan_context(app):
         yield app
 
@@ -78,6 +84,10 @@ class ApiProcess:
         self.process.wait()
         self._log.close()
         self._data.cleanup()
+
+    def forget_jobs(self) -> None:
+        """For tests that share a process: what was written down would be given back to the emptied server."""
+        shutil.rmtree(Path(self._data.name) / "jobs", ignore_errors=True)
 
     @property
     def url(self) -> str:

@@ -105,16 +105,17 @@ def test_a_job_from_its_submission_to_its_end(client: Client):
 
 
 def test_a_plan_creates_nothing(client: Client):
+    before = [job["id"] for job in client.jobs()]
     assert client.plan_job(SPEC)["estimate"]["episodes_per_step"] == 64
-    assert list(client.jobs()) == []
+    assert [job["id"] for job in client.jobs()] == before
 
 
 def test_jobs_come_newest_first_over_all_pages(client: Client):
     made = [client.create_job(SPEC)["id"] for _ in range(103)]
-    assert [job["id"] for job in client.jobs()] == made[::-1]
-    assert [job["id"] for job in client.jobs(order="asc")] == made
+    assert [job["id"] for job in client.jobs()][:103] == made[::-1]
+    assert [job["id"] for job in client.jobs(order="asc")][-103:] == made
     client.cancel(made[5])
-    assert [job["id"] for job in client.jobs(status="cancelled")] == [made[5]]
+    assert next(job["id"] for job in client.jobs(status="cancelled")) == made[5]
 
 
 async def test_metrics_come_whole_over_all_pages(client: Client, store: Store):
@@ -182,11 +183,12 @@ def test_answers_that_would_not_change_are_taken_at_their_word(status: int):
 
 
 def test_a_submission_whose_answer_is_lost_makes_one_job(api: ApiProcess, client: Client):
+    before = [one["id"] for one in client.jobs()]
     allowed = iter([10, 0, 200, None])
     with CuttingProxy(api.url, lambda: next(allowed)) as proxy, Client(proxy.url, KEY, sleep=lambda _: None) as far:
         job = far.create_job(SPEC)
     assert proxy.num_connections == 4
-    assert [one["id"] for one in client.jobs()] == [job["id"]]
+    assert [one["id"] for one in client.jobs()] == [job["id"], *before]
 
 
 async def test_events_come_once_and_in_order_over_connections_that_break_anywhere(api: ApiProcess, store: Store):

@@ -32,7 +32,7 @@ async def http(store: Store) -> AsyncIterator[httpx.AsyncClient]:
         ("GET", "/nothing", 404, "not_found_error", "route_not_found"),
         ("GET", "/v1/jobs/", 404, "not_found_error", "route_not_found"),
         ("GET", "/v1/jobs/job_1/nothing", 404, "not_found_error", "route_not_found"),
-        ("GET", "/docs", 404, "not_found_error", "route_not_found"),
+        ("GET", "/redoc", 404, "not_found_error", "route_not_found"),
         ("DELETE", "/v1/jobs", 405, "invalid_request_error", "method_not_allowed"),
         ("POST", "/healthz", 405, "invalid_request_error", "method_not_allowed"),
         ("GET", "/v1/jobs/job_1", 404, "not_found_error", "job_not_found"),

@@ -32,7 +32,7 @@ def block(language: str) -> str:
 
 
 def newest_job(api: ApiProcess) -> dict[str, Any]:
-    job: dict[str, Any] = httpx.get(f"{api.url}/v1/jobs").json()["data"][0]
+    job: dict[str, Any] = httpx.get(f"{api.url}/v1/jobs?order=desc").json()["data"][0]
     return job
 
 

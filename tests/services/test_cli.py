@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from gspo_core.cli import main
 from services.redis_server import RedisServer
@@ -18,6 +19,11 @@ from tests.services.api_kit import SPEC, ApiProcess
 def api(redis_server: RedisServer) -> Iterator[ApiProcess]:
     with ApiProcess(redis_server.url) as api:
         yield api
+
+
+@pytest.fixture(autouse=True)
+def _no_jobs(api: ApiProcess, redis_client: Redis) -> None:
+    api.forget_jobs()
 
 
 @pytest.fixture
@@ -54,6 +60,21 @@ async def test_cancelling_a_running_job_says_that_it_will_end_and_a_queued_one_t
     assert "asked to end" in capsys.readouterr().out
     assert main(["cancel", queued, "--url", api.url]) == 0
     assert capsys.readouterr().out == f"{queued} is cancelled\n"
+
+
+async def test_pausing_and_resuming_say_what_was_asked_and_what_holds(
+    api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = submitted(api, job_file, capsys)
+    claim = await store.claim_job("trainer")
+    assert claim is not None
+    await store.set_status(job, "running", token=claim.token)
+    assert main(["pause", job, "--url", api.url]) == 0
+    assert capsys.readouterr().out == f"{job} is running; it was asked to pause\n"
+    assert (await store.get_job(job)).desired_state == "paused"
+    assert main(["resume", job, "--url", api.url]) == 0
+    assert capsys.readouterr().out == f"{job} is running\n"
+    assert (await store.get_job(job)).desired_state == "running"
 
 
 def test_an_api_that_is_not_there_and_a_job_that_is_not_there_are_one_line_each(

@@ -13,8 +13,11 @@ from services.api import sse
 from services.api.context import ContextOf
 from services.api.errors import ApiError
 from services.api.views import EventView, Page, event_view, page
+from services.store import Event, Store
 
 router = APIRouter(prefix="/jobs/{id}/events", tags=["events"])
+
+CHUNK = 1000
 
 # Checked before a stream begins: afterwards there is no status left to answer with.
 _POSITION = re.compile(r"\d{1,16}(-\d{1,16})?")
@@ -27,6 +30,8 @@ class EventQuery(BaseModel):
     """Id of the event before the first one wanted; `0` for all that are kept."""
     limit: Annotated[int, Field(ge=1, le=1000)] = 100
     """Length of a page; a stream has no end until the job has."""
+    types: str | None = None
+    """Only events of these types, comma-separated. For pages; a stream brings everything."""
 
 
 @router.get(
@@ -50,7 +55,19 @@ async def read_events(
     if position is not None and not _POSITION.fullmatch(position):
         raise ApiError(400, "invalid_cursor", f"{position[:80]!r} is no event id", param="after")
     if "text/event-stream" not in accept.lower():
-        events = await context.store.read_events(id, position or sse.BEGINNING, count=query.limit + 1)
+        types = None if query.types is None else frozenset(query.types.split(","))
+        events = await _page(context.store, job.id, position or sse.BEGINNING, query.limit + 1, types)
         return page([event_view(event) for event in events], query.limit)
     stream = sse.EventStream(context.store, job.id, context.stopping, context.clock, ping_s=context.ping_s)
     return StreamingResponse(stream.frames(position), media_type="text/event-stream", headers=sse.HEADERS)
+
+
+async def _page(store: Store, job: str, after: str, count: int, types: frozenset[str] | None) -> list[Event]:
+    if types is None:
+        return await store.read_events(job, after, count=count)
+    found: list[Event] = []
+    # The number of events that are kept is bounded, and so is the number of rounds.
+    while len(found) < count and (events := await store.read_events(job, after, count=CHUNK)):
+        found += [event for event in events if event.type in types]
+        after = events[-1].id
+    return found[:count]

@@ -109,6 +109,20 @@ async def get_config(id: str, context: ContextOf) -> ConfigView:
     )
 
 
+@router.post("/{id}/pause")
+async def pause(id: str, context: ContextOf) -> JobView:
+    """Ask a job to pause: it ends the step that it is in, and waits. Episodes that run go on to their end."""
+    await context.store.set_desired_state(id, DesiredState.PAUSED)
+    return job_view(await context.store.get_job(id))
+
+
+@router.post("/{id}/resume")
+async def resume(id: str, context: ContextOf) -> JobView:
+    """Let a paused job go on."""
+    await context.store.set_desired_state(id, DesiredState.RUNNING)
+    return job_view(await context.store.get_job(id))
+
+
 @router.post("/{id}/cancel")
 async def cancel(id: str, context: ContextOf) -> JobView:
     """Ask for the end of a job. Its trainer brings it about; a job that nobody has taken yet ends at once."""

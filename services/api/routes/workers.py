@@ -14,6 +14,6 @@ router = APIRouter(prefix="/workers", tags=["workers"])
 
 @router.get("")
 async def list_workers(context: ContextOf) -> Page[dict[str, Any]]:
-    """Rollout workers and engines that have registered, each with whether it is `alive`."""
+    """Trainers, rollout workers and engines that have registered, each with whether it is `alive`."""
     everyone = await context.presence.members()
     return page(everyone, max(1, len(everyone)))

@@ -1,0 +1,114 @@
+"""What a job was trained on, read from its batch logs for people who look at it.
+
+One rule: of all files of a job only those of its lineage are shown. Of a step that several epochs took, the newest
+epoch holds; what an epoch logged beyond the point from which a later one went on is in no weights of today. Reading
+costs a thread and a bounded cache, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from gspo_core.staleness import Position
+from gspo_core.types import EpisodeKey, Group
+from services.batch_log import BatchLog, BatchLogNotFound, DamagedBatchLog, LoggedBatch
+from services.jobs import Job
+from services.keys import check_job_id
+
+Value = TypeVar("Value")
+
+CACHE_BYTES = 64 << 20
+CACHED_INDEXES = 50_000
+
+
+class GroupNotKept(LookupError):
+    """No batch log of the job holds this group."""
+
+    def __init__(self, job: str, group: int) -> None:
+        super().__init__(
+            f"group {group} of {job} is neither open nor in a batch log: it never was, it was dropped, it was an "
+            "evaluation, or its log is not kept any more"
+        )
+
+
+class EpisodeNotKept(LookupError):
+    """The group is there, without this member."""
+
+    def __init__(self, key: EpisodeKey) -> None:
+        super().__init__(f"group {key.group} of {key.job} holds no episode {key.member}: it was given up, or never was")
+
+
+class History:
+    """The batch logs of the jobs below ``jobs_dir``. Blocking: call it in a thread."""
+
+    def __init__(self, jobs_dir: Path) -> None:
+        self._jobs_dir = jobs_dir
+        self._batches = _Cache[LoggedBatch](CACHE_BYTES)
+        self._indexes = _Cache[tuple[int, ...]](CACHED_INDEXES)
+
+    def job_dir(self, job: str) -> Path:
+        return self._jobs_dir / check_job_id(job)
+
+    def positions(self, job: Job) -> list[Position]:
+        """The batches of the job's lineage, the newest first."""
+        newest: dict[int, int] = {}
+        for epoch, step in BatchLog(self.job_dir(job.id)).steps():
+            # The step that is in training now is logged before it counts.
+            if step <= job.step or epoch == job.epoch:
+                newest[step] = max(epoch, newest.get(step, epoch))
+        return [Position(newest[step], step) for step in sorted(newest, reverse=True)]
+
+    def batch(self, job: Job, position: Position) -> LoggedBatch:
+        """Raises BatchLogNotFound, DamagedBatchLog."""
+        log = BatchLog(self.job_dir(job.id))
+        path = log.path(position.epoch, position.step)
+        return self._batches.get(path, lambda: log.read(position.epoch, position.step), lambda _: path.stat().st_size)
+
+    def groups_of(self, job: Job, position: Position) -> tuple[int, ...]:
+        log = BatchLog(self.job_dir(job.id))
+        path = log.path(position.epoch, position.step)
+        return self._indexes.get(path, lambda: log.groups_of(position.epoch, position.step), len)
+
+    def find(self, job: Job, group: int) -> tuple[Position, Group]:
+        """Where a group was trained. Raises GroupNotKept."""
+        groups_per_step = int(job.spec_data.get("groups_per_step", 1))
+        # Groups are trained in about the order of their numbers, so the search begins where it should be.
+        near = group // groups_per_step + 1
+        for position in sorted(self.positions(job), key=lambda one: abs(one.step - near)):
+            try:
+                if group in self.groups_of(job, position):
+                    found = [one for one in self.batch(job, position).groups if one.group == group]
+                    return position, found[0]
+            except (BatchLogNotFound, DamagedBatchLog):
+                continue
+        raise GroupNotKept(job.id, group)
+
+
+class _Cache(Generic[Value]):
+    """Keeps what was used last, up to a total cost."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._spent = 0
+        self._held: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], Value], cost_of: Callable[[Value], int]) -> Value:
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key][0]
+        value = make()
+        cost = cost_of(value)
+        with self._lock:
+            if key not in self._held:
+                self._held[key] = (value, cost)
+                self._spent += cost
+            while self._spent > self._budget and len(self._held) > 1:
+                _, (_, freed) = self._held.popitem(last=False)
+                self._spent -= freed
+        return value

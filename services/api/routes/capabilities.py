@@ -1,0 +1,59 @@
+"""What this installation can do, for clients that decide by it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter
+
+from gspo_core import __version__
+from gspo_core.objective_config import NAMES
+from services.api.context import ContextOf
+from services.api.requests import MAX_BODY_BYTES
+from services.api.views import View
+
+router = APIRouter(prefix="/capabilities", tags=["operations"])
+
+
+class CapabilitiesView(View):
+    object: Literal["capabilities"] = "capabilities"
+    version: str
+    objectives: list[str]
+    """Values of `objective.name`."""
+    environment_sources: list[str]
+    """Where an environment can come from."""
+    limits: dict[str, int]
+    features: dict[str, bool]
+    """What is there (true) and what this release has not (false)."""
+    num_alive: dict[str, int]
+    """Processes of each role that are alive."""
+
+
+@router.get("")
+async def capabilities(context: ContextOf) -> CapabilitiesView:
+    """What this installation can do."""
+    members = await context.presence.members()
+    return CapabilitiesView(
+        version=__version__,
+        objectives=list(NAMES),
+        environment_sources=["reference"],
+        limits={"max_body_bytes": MAX_BODY_BYTES, "max_page": 100},
+        features=_FEATURES,
+        num_alive={
+            role: sum(one["alive"] for one in members if one["role"] == role)
+            for role in ("trainer", "rollout", "engine")
+        },
+    )
+
+
+_FEATURES: dict[str, Any] = {
+    "pause": True,
+    "event_stream": True,
+    "episodes": True,
+    "live_tuning": False,
+    "environment_registration": False,
+    "environment_upload": False,
+    "pushed_trajectories": False,
+    "checkpoint_export": False,
+    "openai_facade": False,
+}

@@ -1,0 +1,256 @@
+"""Groups and episodes: those in the queue, live, and those that were trained, from the batch logs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal, TypeVar
+
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gspo_core.chat import ToolSchema
+from gspo_core.codec import SegmentRejected, decode
+from gspo_core.spec import JobSpec
+from gspo_core.staleness import Position
+from gspo_core.types import MAX_COUNT, EpisodeKey, Segment
+from services.api.context import Context, ContextOf
+from services.api.episode_views import (
+    EpisodeDetail,
+    EpisodeSummary,
+    GroupSummary,
+    open_episode,
+    open_group,
+    trained_groups,
+)
+from services.api.errors import ApiError
+from services.api.history import EpisodeNotKept
+from services.api.transcript import tokens_view, turns_view
+from services.api.views import Page, page
+from services.batch_log import BatchLogNotFound, LoggedBatch
+from services.bus import EpisodeView, GroupView, Stage
+from services.jobs import Job
+
+router = APIRouter(tags=["episodes"])
+
+Item = TypeVar("Item", GroupSummary, EpisodeSummary)
+
+# A search goes back so far; `step` reaches everything.
+MAX_STEPS_SEARCHED = 500
+GroupNumber = Annotated[int, Path(ge=0, le=2**53)]
+MemberNumber = Annotated[int, Path(ge=0, le=MAX_COUNT)]
+
+
+class _Query(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    """Length of a page."""
+    after: str | None = None
+    """Id of the item before the page."""
+
+
+class GroupQuery(_Query):
+    status: Literal["open", "trained"] = "trained"
+    """`open`: dispatched and not settled, by number. `trained`: the newest step first."""
+    step: Annotated[int, Field(ge=0)] | None = None
+    """Only groups that this step trained."""
+
+
+class EpisodeQuery(_Query):
+    step: Annotated[int, Field(ge=0)] | None = None
+    """Only of this step; left out, the newest five hundred steps are searched, the newest first."""
+    stop_reason: str | None = None
+    """Only episodes that ended so."""
+    min_reward: float | None = None
+    """Only episodes with at least this reward."""
+    max_reward: float | None = None
+    """Only episodes with at most this reward."""
+    version: Annotated[int, Field(ge=0)] | None = None
+    """Only episodes with tokens of this version."""
+
+
+class DetailQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    include: Literal["tokens"] | None = None
+    """`tokens`: every token with its text, log-prob and version."""
+
+
+@router.get("/jobs/{id}/groups")
+async def list_groups(id: str, query: Annotated[GroupQuery, Query()], context: ContextOf) -> Page[GroupSummary]:
+    """Groups that are open, or that were trained."""
+    job = await context.store.get_job(id)
+    if query.status == "open":
+        after = -1 if query.after is None else _number_in(query.after, job)
+        found = await context.bus.groups(job.id, after=after, limit=query.limit + 1)
+        return page([open_group(job.id, one) for one in found], query.limit)
+    summaries = _trained(context, job, query.step)
+    groups = await asyncio.to_thread(_take, summaries, query.after, query.limit + 1)
+    return page(groups, query.limit)
+
+
+@router.get("/jobs/{id}/episodes")
+async def list_episodes(id: str, query: Annotated[EpisodeQuery, Query()], context: ContextOf) -> Page[EpisodeSummary]:
+    """Episodes that were trained, the newest step first."""
+    job = await context.store.get_job(id)
+
+    def matches(one: EpisodeSummary) -> bool:
+        low, high = query.min_reward, query.max_reward
+        return (
+            (query.stop_reason is None or one.stop_reason == query.stop_reason)
+            and (low is None or (one.reward is not None and one.reward >= low))
+            and (high is None or (one.reward is not None and one.reward <= high))
+            and (query.version is None or query.version in one.versions)
+        )
+
+    episodes = (one for group in _trained(context, job, query.step) for one in group.episodes)
+    found = await asyncio.to_thread(_take, episodes, query.after, query.limit + 1, matches)
+    return page(found, query.limit)
+
+
+@router.get("/groups/{job}/{group}")
+async def get_group(job: str, group: GroupNumber, context: ContextOf) -> GroupSummary:
+    """One group with its episodes."""
+    record = await context.store.get_job(job)
+    view = await _open(context, record, group)
+    if view is not None:
+        episodes = [open_episode(one, await _segments(context, one)) for one in view.episodes]
+        return _with_rewards(open_group(record.id, view), episodes)
+    position, _ = await asyncio.to_thread(context.history.find, record, group)
+    summaries = await asyncio.to_thread(_of_batch, context, record, position)
+    return next(one for one in summaries if one.group == group)
+
+
+@router.get("/episodes/{job}/{group}/{member}")
+async def get_episode(
+    job: str, group: GroupNumber, member: MemberNumber, query: Annotated[DetailQuery, Query()], context: ContextOf
+) -> EpisodeDetail:
+    """One episode turn by turn, also while it runs."""
+    record = await context.store.get_job(job)
+    view = await _open(context, record, group)
+    if view is None:
+        return await _trained_detail(context, record, EpisodeKey(record.id, group, member), query)
+    if member >= len(view.episodes):
+        raise EpisodeNotKept(EpisodeKey(record.id, group, member))
+    one = view.episodes[member]
+    segments = await _segments(context, one)
+    environment = await context.store.environment_description(record.id, view.environment)
+    tools = None if environment is None else environment.get("tools")
+    base = open_group(record.id, view)
+    return await asyncio.to_thread(
+        _detail, context, record, base, open_episode(one, segments), segments, tools, query.include == "tokens"
+    )
+
+
+async def _trained_detail(context: Context, job: Job, key: EpisodeKey, query: DetailQuery) -> EpisodeDetail:
+    position, group = await asyncio.to_thread(context.history.find, job, key.group)
+    found = [one for one in group if one.key.member == key.member]
+    if not found:
+        raise EpisodeNotKept(key)
+    # A log does not say which environment a group was of; where there is one there is no doubt.
+    sole = len(job.spec_data.get("environments", ())) == 1
+    environment = await context.store.environment_description(job.id, 0) if sole else None
+    tools = None if environment is None else environment.get("tools")
+    summaries = await asyncio.to_thread(_of_batch, context, job, position)
+    base = next(one for one in summaries if one.group == key.group)
+    episode = next(one for one in base.episodes if one.member == key.member)
+    segments = found[0].segments
+    return await asyncio.to_thread(_detail, context, job, base, episode, segments, tools, query.include == "tokens")
+
+
+def _detail(
+    context: Context,
+    job: Job,
+    group: GroupSummary,
+    episode: EpisodeSummary,
+    segments: tuple[Segment, ...],
+    tools: list[ToolSchema] | None,
+    with_tokens: bool,
+) -> EpisodeDetail:
+    codec, note = context.codecs.of(job)
+    return EpisodeDetail(
+        **dict(episode),
+        job_id=job.id,
+        group=group.group,
+        split=group.split,
+        task_index=group.task_index,
+        group_size=group.size,
+        step=group.step,
+        epoch=group.epoch,
+        note=note,
+        turns=turns_view(segments, codec, tools),
+        tokens=tokens_view(segments, None if codec is None else codec.tokenizer) if with_tokens else None,
+    )
+
+
+def _trained(context: Context, job: Job, step: int | None) -> Iterator[GroupSummary]:
+    """Blocking, batch after batch as they are asked for."""
+    positions = context.history.positions(job)
+    wanted = positions[:MAX_STEPS_SEARCHED] if step is None else [one for one in positions if one.step == step]
+    for position in wanted:
+        yield from _of_batch(context, job, position)
+
+
+def _of_batch(context: Context, job: Job, position: Position) -> list[GroupSummary]:
+    try:
+        batch: LoggedBatch = context.history.batch(job, position)
+    except BatchLogNotFound:  # removed since it was listed
+        return []
+    return trained_groups(job.id, batch, _spec(job))
+
+
+def _spec(job: Job) -> JobSpec | None:
+    try:
+        return JobSpec.model_validate(job.spec_data)
+    except ValidationError:  # of another release: what needs it is left out
+        return None
+
+
+def _take(
+    items: Iterator[Item], after: str | None, count: int, wanted: Callable[[Item], bool] = lambda _: True
+) -> list[Item]:
+    found: list[Item] = []
+    passed = after is None
+    for one in items:
+        if passed and wanted(one):
+            found.append(one)
+            if len(found) == count:
+                break
+        passed = passed or one.id == after
+    if not passed:
+        raise _bad_cursor(after)
+    return found
+
+
+async def _open(context: Context, job: Job, group: int) -> GroupView | None:
+    found = await context.bus.groups(job.id, after=group - 1, limit=1)
+    return found[0] if found and found[0].group == group else None
+
+
+async def _segments(context: Context, episode: EpisodeView) -> tuple[Segment, ...]:
+    if episode.stage is Stage.QUEUED and not episode.num_segments:
+        return ()
+    payloads = await context.bus.read_episode(episode.key)
+    try:
+        return tuple(decode(payload) for payload in payloads)
+    except SegmentRejected as error:
+        raise ApiError(404, "episode_unreadable", f"{episode.key}: {error}") from None
+
+
+def _with_rewards(group: GroupSummary, episodes: list[EpisodeSummary]) -> GroupSummary:
+    rewards = [one.reward for one in episodes if one.reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else None
+    spread = None if mean is None else (sum((one - mean) ** 2 for one in rewards) / len(rewards)) ** 0.5
+    return group.model_copy(update={"episodes": episodes, "reward_mean": mean, "reward_std": spread})
+
+
+def _number_in(cursor: str, job: Job) -> int:
+    name, _, number = cursor.rpartition("/")
+    if name != job.id or not number.isdecimal() or len(number) > 16:
+        raise _bad_cursor(cursor)
+    return int(number)
+
+
+def _bad_cursor(cursor: str | None) -> ApiError:
+    return ApiError(400, "invalid_cursor", f"{str(cursor)[:80]!r} is no item of this list", param="after")

@@ -1,0 +1,58 @@
+"""The pages for browsers: static files that use this API like everybody else.
+
+One rule: nothing comes from another host and nothing is run that is not one of these files; the headers say so to the
+browser. The files are the same for everyone and hold no data.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import FileResponse, RedirectResponse, Response
+
+from services.api.errors import ApiError
+
+router = APIRouter(include_in_schema=False)
+
+ROOT = Path(__file__).parents[1] / "ui"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    "": "text/plain; charset=utf-8",
+}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Asked for again each time, answered by "not modified": a new release is not mixed with an old one.
+    "Cache-Control": "no-cache",
+}
+
+
+@router.get("/ui")
+async def ui() -> Response:
+    return RedirectResponse("/ui/")
+
+
+@router.get("/docs")
+async def docs() -> Response:
+    """The routes, shown by our own pages: the usual ones load scripts from elsewhere."""
+    return RedirectResponse("/ui/#/api")
+
+
+@router.get("/ui/{path:path}")
+async def ui_file(path: str) -> Response:
+    found = _FILES.get(path or "index.html")
+    if found is None:
+        raise ApiError(404, "page_not_found", "there is no such page; /ui/ is the first one")
+    return FileResponse(found, headers=HEADERS, media_type=TYPES[found.suffix])
+
+
+# Listed when the process starts: no path that a caller sends ever reaches the file system.
+_FILES = {str(file.relative_to(ROOT)): file for file in sorted(ROOT.rglob("*")) if file.is_file()}

@@ -1,0 +1,90 @@
+"""The state of the installation for Prometheus. Open to everyone, so it says nothing of what jobs are about."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.responses import PlainTextResponse, Response
+
+from services.api.context import Context, ContextOf
+from services.jobs import Job, JobStatus
+
+router = APIRouter(tags=["operations"])
+
+# A scrape is asked for every few seconds: jobs that are over are counted, not asked about.
+MAX_JOBS = 10_000
+MAX_JOBS_IN_DETAIL = 50
+SCRAPE_TIMEOUT_S = 8.0
+# Of the newest step; named as the metrics of a job are.
+SHOWN = {
+    "staleness/mean": "Mean age in steps of the tokens of the newest step",
+    "staleness/max": "Greatest age in steps of a token of the newest step",
+    "throughput/tokens_per_s": "Tokens trained per second in the newest step",
+    "gspo/clip_frac": "Share of tokens whose ratio was clipped in the newest step",
+}
+
+
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    responses={200: {"content": {"text/plain": {}}, "description": "The exposition format of Prometheus"}},
+)
+async def exposition(context: ContextOf) -> Response:
+    """Counts of jobs, processes, groups by fate and requests; of the fifty newest open jobs also their progress."""
+    async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+        families = await _families(context)
+    registry = CollectorRegistry()
+    registry.register(_Gathered(families))
+    text = generate_latest(registry) + generate_latest(context.traffic.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+class _Gathered(Collector):
+    def __init__(self, families: list[GaugeMetricFamily]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        yield from self._families
+
+
+async def _families(context: Context) -> list[GaugeMetricFamily]:
+    jobs = await context.store.list_jobs(MAX_JOBS, order="desc")
+    by_status = Counter(job.status for job in jobs)
+    members = await context.presence.members()
+    alive = Counter((one["role"], one["alive"]) for one in members)
+    statuses = GaugeMetricFamily("gspo_jobs", "Jobs by status", labels=["status"])
+    for status in JobStatus:
+        statuses.add_metric([str(status)], by_status[status])
+    processes = GaugeMetricFamily("gspo_processes", "Registered processes", labels=["role", "alive"])
+    for role, is_alive in [(role, is_alive) for role in ("trainer", "rollout", "engine") for is_alive in (True, False)]:
+        processes.add_metric([role, str(is_alive).lower()], alive[role, is_alive])
+    open_jobs = [job for job in jobs if not job.status.is_terminal][:MAX_JOBS_IN_DETAIL]
+    return [statuses, processes, *await _of_jobs(context, open_jobs)]
+
+
+async def _of_jobs(context: Context, jobs: list[Job]) -> list[GaugeMetricFamily]:
+    steps = GaugeMetricFamily("gspo_job_step", "Steps taken", labels=["job"])
+    groups = GaugeMetricFamily(
+        "gspo_job_groups", "Groups ever dispatched, by what became of them", labels=["job", "fate"]
+    )
+    size = GaugeMetricFamily("gspo_job_queue_bytes", "Payloads held in Redis", labels=["job"])
+    newest = {
+        name: GaugeMetricFamily(f"gspo_job_{name.replace('/', '_')}", text, labels=["job"])
+        for name, text in SHOWN.items()
+    }
+    for job in jobs:
+        steps.add_metric([job.id], job.step)
+        for fate, count in (await context.bus.counters(job.id)).items():
+            groups.add_metric([job.id, fate], count)
+        size.add_metric([job.id], (await context.bus.usage(job.id)).stored_bytes)
+        rows = await context.store.read_metrics(job.id, job.step)
+        for name, family in newest.items():
+            if rows and name in rows[-1]:
+                family.add_metric([job.id], rows[-1][name])
+    return [steps, groups, size, *newest.values()]

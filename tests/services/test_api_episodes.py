@@ -1,0 +1,234 @@
+"""Groups, episodes and what else a job leaves behind, over HTTP, of a job that the real parts recorded."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gspo_core.chat import load_tokenizer
+from services.api.transcript import token_texts
+from services.batch_log import BatchLog
+from services.bus import Bus
+from services.store import Store
+from tests.services.api_kit import application, error_of, http_to
+from tests.services.recorded_job import GROUP_SIZE, RecordedJob, record_job, write_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+async def job(store: Store, bus: Bus, tmp_path: Path, model_dir: Path) -> RecordedJob:
+    return await record_job(store, bus, tmp_path, model_dir)
+
+
+@pytest.fixture
+async def http(store: Store, tmp_path: Path, job: RecordedJob) -> AsyncIterator[httpx.AsyncClient]:
+    async with application(store, jobs_dir=tmp_path) as app, http_to(app) as http:
+        yield http
+
+
+async def data(http: httpx.AsyncClient, path: str) -> list[dict[str, Any]]:
+    answer = await http.get(path)
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["data"]
+    return found
+
+
+async def test_trained_groups_come_newest_step_first_page_by_page(http: httpx.AsyncClient, job: RecordedJob):
+    seen: list[dict[str, Any]] = []
+    after = ""
+    while True:
+        answer = (await http.get(f"/v1/jobs/{job.id}/groups?limit=5{after}")).json()
+        seen += answer["data"]
+        if not answer["has_more"]:
+            break
+        after = f"&after={answer['last_id']}"
+    assert [(one["step"], one["group"]) for one in seen] == [
+        (step, 2 * (step - 1) + place) for step in range(6, 0, -1) for place in (0, 1)
+    ]
+    assert all(len(one["episodes"]) == one["size"] == GROUP_SIZE for one in seen)
+    assert await data(http, f"/v1/jobs/{job.id}/groups?step=3") == seen[6:8]
+    refused = await http.get(f"/v1/jobs/{job.id}/groups?after=nothing")
+    assert error_of(refused)["code"] == "invalid_cursor"
+
+
+async def test_a_group_shows_rewards_advantages_and_versions_side_by_side(http: httpx.AsyncClient, job: RecordedJob):
+    group = (await http.get(f"/v1/groups/{job.id}/4")).json()
+    assert (group["status"], group["step"], group["id"]) == ("trained", 3, f"{job.id}/4")
+    rewards = [one["reward"] for one in group["episodes"]]
+    assert group["reward_mean"] == sum(rewards) / 4
+    for one in group["episodes"]:
+        better = one["reward"] - group["reward_mean"]
+        assert (one["advantage"] > 0) == (better > 0)
+        assert (one["advantage"] < 0) == (better < 0)
+    assert {tuple(one["versions"]) for one in group["episodes"]} >= {(2, 3), (2,)}
+
+
+async def test_an_episode_is_read_turn_by_turn_from_its_tokens(http: httpx.AsyncClient, job: RecordedJob):
+    episode = (await http.get(f"/v1/episodes/{job.id}/4/2?include=tokens")).json()
+    broken, call, answer = episode["turns"]
+    assert [one["role"] for one in broken["messages"]] == ["system", "user"]
+    assert "calculate" in broken["messages"][0]["text"]
+    assert broken["calls"][0]["status"] == "invalid_json"
+    assert (call["calls"][0]["name"], call["calls"][0]["status"]) == ("calculate", "ok")
+    assert call["messages"][0]["role"] == "tool"
+    assert "invalid_json" in call["messages"][0]["text"]
+    assert answer["messages"] == [{"role": "tool", "text": str(eval(call["calls"][0]["arguments"]["expression"]))}]
+    assert answer["complete"]
+    assert (broken["versions"], call["versions"]) == ([2], [3])
+    tokens = episode["tokens"]
+    assert {len(column) for column in tokens.values()} == {episode["num_tokens"]}
+    said = [
+        text
+        for text, is_sampled, turn in zip(tokens["text"], tokens["sampled"], tokens["turn"], strict=True)
+        if is_sampled and turn == 2
+    ]
+    assert "".join(said).startswith(answer["text"])
+    assert all(logprob == 0 for logprob, mask in zip(tokens["logprob"], tokens["sampled"], strict=True) if not mask)
+    assert sum(tokens["sampled"]) == episode["num_actions"]
+    assert broken["logprob_mean"] == pytest.approx(
+        sum(tokens["logprob"][: broken["end_token"]]) / broken["num_actions"], abs=1e-4
+    )
+
+
+async def test_without_asking_for_tokens_there_are_none(http: httpx.AsyncClient, job: RecordedJob):
+    assert (await http.get(f"/v1/episodes/{job.id}/0/0")).json()["tokens"] is None
+
+
+async def test_open_groups_and_their_episodes_are_seen_while_they_run(http: httpx.AsyncClient, job: RecordedJob):
+    (group,) = await data(http, f"/v1/jobs/{job.id}/groups?status=open")
+    assert (group["group"], group["status"]) == (job.open_group, "open")
+    assert [one["status"] for one in group["episodes"]] == ["done", "running", "queued", "queued"]
+    assert group["episodes"][1]["worker"] == "rollout-0"
+    shown = (await http.get(f"/v1/groups/{job.id}/{job.open_group}")).json()
+    assert shown["episodes"][0]["reward"] == shown["reward_mean"] == 1.0
+    running = (await http.get(f"/v1/episodes/{job.id}/{job.open_group}/1")).json()
+    assert [turn["calls"][0]["name"] for turn in running["turns"]] == ["calculate"]
+    assert running["stop_reason"] is None
+    queued = (await http.get(f"/v1/episodes/{job.id}/{job.open_group}/3")).json()
+    assert (queued["status"], queued["turns"]) == ("queued", [])
+
+
+async def test_a_group_moves_from_the_queue_to_the_batch_log_under_one_address(
+    http: httpx.AsyncClient, job: RecordedJob, bus: Bus
+):
+    address = f"/v1/groups/{job.id}/{job.open_group}"
+    assert (await http.get(address)).json()["status"] == "open"
+    await bus.commit(job.id, job.claim.token, 7, [job.open_group], reason="dropped_stale")
+    gone = await http.get(address)
+    assert (gone.status_code, error_of(gone)["code"]) == (404, "group_not_found")
+
+
+async def test_episodes_are_found_by_reward_stop_reason_and_version(http: httpx.AsyncClient, job: RecordedJob):
+    base = f"/v1/jobs/{job.id}/episodes?limit=100"
+    everyone = await data(http, base)
+    assert len(everyone) == 48
+    losers = await data(http, f"{base}&max_reward=0.5")
+    assert losers == [one for one in everyone if one["reward"] <= 0.5]
+    assert 0 < len(losers) < 48
+    assert await data(http, f"{base}&min_reward=1") == [one for one in everyone if one["reward"] >= 1]
+    assert await data(http, f"{base}&version=3") == [one for one in everyone if 3 in one["versions"]]
+    assert await data(http, f"{base}&stop_reason=cancelled") == []
+
+
+async def test_what_a_dead_epoch_logged_beyond_its_fork_is_not_shown(
+    http: httpx.AsyncClient, job: RecordedJob, tmp_path: Path
+):
+    log = BatchLog(tmp_path / job.id)
+    groups = log.read(job.claim.epoch, 6).groups
+    log.write(job.claim.epoch - 1, 9, groups, {})
+    log.write(job.claim.epoch - 1, 5, groups, {})
+    steps = [one["step"] for one in await data(http, f"/v1/jobs/{job.id}/groups?limit=100")]
+    assert steps == [6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1]
+    assert {one["epoch"] for one in await data(http, f"/v1/jobs/{job.id}/groups?step=5")} == {job.claim.epoch}
+
+
+async def test_a_damaged_log_is_told_as_such(http: httpx.AsyncClient, job: RecordedJob, tmp_path: Path):
+    path = BatchLog(tmp_path / job.id).path(job.claim.epoch, 6)
+    content = bytearray(path.read_bytes())
+    content[-40] ^= 1
+    path.write_bytes(content)
+    answer = await http.get(f"/v1/jobs/{job.id}/groups?step=6")
+    assert (answer.status_code, error_of(answer)["code"]) == (404, "batch_log_damaged")
+
+
+async def test_without_the_files_of_its_model_an_episode_is_shown_as_ids(
+    store: Store, bus: Bus, tmp_path: Path, model_dir: Path
+):
+    away = tmp_path / "away"
+    away.symlink_to(model_dir)
+    job = await record_job(store, bus, tmp_path / "jobs", away, num_steps=1)
+    away.unlink()
+    async with application(store, jobs_dir=tmp_path / "jobs") as app, http_to(app) as http:
+        episode = (await http.get(f"/v1/episodes/{job.id}/0/0?include=tokens")).json()
+    assert "token ids" in episode["note"]
+    assert episode["tokens"]["text"] == []
+    assert len(episode["tokens"]["id"]) == episode["num_tokens"]
+    assert episode["turns"][0]["text"] is None
+
+
+@pytest.mark.parametrize("path", ["groups/{}/999", "episodes/{}/999/0", "episodes/{}/0/9", "groups/job_x/0"])
+async def test_what_is_not_there_is_not_found(http: httpx.AsyncClient, job: RecordedJob, path: str):
+    assert (await http.get("/v1/" + path.format(job.id))).status_code == 404
+
+
+async def test_versions_and_environments_of_a_job(http: httpx.AsyncClient, job: RecordedJob):
+    versions = await data(http, f"/v1/jobs/{job.id}/versions")
+    assert [one["version"] for one in versions] == [6, 5, 4, 3, 2, 1, 0]
+    assert (versions[0]["parent"], versions[-1]["parent"], versions[0]["step"]) == (5, None, 6)
+    assert versions[0]["id"] == f"{job.id}/{job.claim.epoch}/6"
+    page = (await http.get(f"/v1/jobs/{job.id}/versions?limit=2&after={versions[1]['id']}")).json()
+    assert [one["version"] for one in page["data"]] == [4, 3]
+    assert page["has_more"]
+    (environment,) = await data(http, f"/v1/jobs/{job.id}/environments")
+    assert environment["description"]["num_tasks"]["train"] == 2000
+    assert await data(http, f"/v1/jobs/{job.id}/checkpoints") == []
+
+
+async def test_metrics_as_csv_and_put_together_for_a_picture(http: httpx.AsyncClient, job: RecordedJob):
+    path = f"/v1/jobs/{job.id}/metrics?names=reward/mean,staleness/mean"
+    rows = await data(http, path)
+    text = (await http.get(path, headers={"Accept": "text/csv"})).text.splitlines()
+    assert text[0] == "step,reward/mean,staleness/mean"
+    assert [float(line.split(",")[1]) for line in text[1:]] == [row["reward/mean"] for row in rows]
+    points = await data(http, path + "&max_points=3")
+    assert [(one["step"], one["count"]) for one in points] == [(2, 2), (4, 2), (6, 2)]
+    pair = [row["reward/mean"] for row in rows[:2]]
+    assert points[0]["reward/mean"] == sum(pair) / 2
+    assert (points[0]["low"]["reward/mean"], points[0]["high"]["reward/mean"]) == (min(pair), max(pair))
+
+
+async def test_events_of_some_types(http: httpx.AsyncClient, job: RecordedJob):
+    found = await data(http, f"/v1/jobs/{job.id}/events?types=alert,evaluation&limit=1000")
+    assert [one["type"] for one in found] == ["evaluation", "alert"]
+
+
+async def test_prometheus_is_told_what_is_there(http: httpx.AsyncClient, job: RecordedJob):
+    text = (await http.get("/metrics")).text
+    assert 'gspo_jobs{status="running"} 1.0' in text
+    assert f'gspo_job_step{{job="{job.id}"}} 6.0' in text
+    assert f'gspo_job_groups{{fate="in_flight",job="{job.id}"}} 1.0' in text
+    assert f'gspo_job_staleness_mean{{job="{job.id}"}} 1.7' in text
+    assert "calculator" not in text
+
+
+async def test_capabilities_name_what_is_not_there_yet(http: httpx.AsyncClient):
+    shown = (await http.get("/v1/capabilities")).json()
+    assert "gspo" in shown["objectives"]
+    assert shown["features"]["environment_upload"] is False
+
+
+def test_the_texts_of_tokens_join_to_the_whole_text(model_dir: Path):
+    tokenizer = load_tokenizer(model_dir)
+    text = "It is 42 — naïve 日本 🙂."
+    ids = tokenizer.encode(text)
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids) > 12
+    assert "".join(texts) == text
