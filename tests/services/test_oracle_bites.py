@@ -58,8 +58,10 @@ async def test_an_append_that_is_not_deduplicated(
 ) -> None:
     await mutate("  if append.index < state.segments then\n    local digest", "  if false then\n    local digest")
     await mutate("append.index > state.segments then", "false then")
-    with pytest.raises(AssertionError, match="segments instead of 400"):
+    # Which shows first: too many segments, or a conflict about the last one, which comes twice.
+    with pytest.raises((AssertionError, ExceptionGroup)) as noticed:
         await append_through_faults(redis_server, bus, claim, 400, seed=1, rate=0.05)
+    assert isinstance(noticed.value, AssertionError) or noticed.group_contains((Conflict, AssertionError))
 
 
 async def test_a_new_attempt_that_is_answered_as_a_resend(bus: Bus, claim: Claim, mutate: Mutate) -> None:
