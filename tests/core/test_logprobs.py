@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo_core.learner.logprobs import chosen_logprobs
+from gspo_core.objective_config import ObjectiveConfig
+from tests.core.learner_support import make_learner, make_sequences, write_model
 
 
 def problem(
@@ -112,3 +115,19 @@ def test_never_holds_tokens_times_vocabulary() -> None:
     with LargestResult() as largest:
         chosen_logprobs(**given, chunk_tokens=chunk).sum().backward()
     assert largest.elements == chunk * vocabulary
+
+
+def test_a_step_of_the_learner_never_holds_them_either(tmp_path: Path) -> None:
+    """Proximal pass, forward, backward and update: nothing is larger than the head and its chunk."""
+    vocabulary, chunk = 4_000, 8
+    learner = make_learner(
+        write_model(tmp_path / "model", vocab_size=vocabulary),
+        ObjectiveConfig(minibatches=2),
+        logprob_chunk_tokens=chunk,
+    )
+    sequences = make_sequences(16)
+    num_actions = sum(sequence.num_actions for sequence in sequences)
+    with LargestResult() as largest:
+        learner.step(sequences)
+    head = learner._policy.head.weight.numel()
+    assert largest.elements == max(head, chunk * vocabulary) < num_actions / 2 * vocabulary
