@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_watch(commands)
     _add_jobs(commands)
     _add_control(commands)
+    _add_env(commands)
     doctor = commands.add_parser("doctor", help="look for what is missing or wrong on this machine")
     _add_server(doctor)
     doctor.set_defaults(run=_doctor)
@@ -99,6 +100,24 @@ def _add_control(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         control.set_defaults(run=_control, verb=name)
 
 
+def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    env = commands.add_parser("env", help="environments: examine one, try one by hand")
+    actions = env.add_subparsers(title="actions", metavar="ACTION", required=True)
+    validate = actions.add_parser("validate", help="examine an environment before it trains anything")
+    validate.add_argument("--json", action="store_true", help="the report as JSON")
+    validate.add_argument("--model", help="a model directory, to know how long the prompts are in tokens")
+    validate.add_argument("--timeout", type=float, default=5.0, help="seconds for each call (default: 5)")
+    validate.set_defaults(run=_env_validate)
+    play = actions.add_parser("play", help="be the policy: play an episode on the terminal")
+    play.add_argument("--task", type=int, default=0, help="number of the task (default: 0)")
+    play.add_argument("--split", choices=["train", "eval"], default="train")
+    play.add_argument("--seed", type=int, default=0)
+    play.set_defaults(run=_env_play)
+    for action in (validate, play):
+        action.add_argument("ref", help="package.module:Class or path/to/file.py:Class")
+        action.add_argument("--config", metavar="JSON", help="keyword arguments of the class")
+
+
 def _no_command(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         if arguments.version:
@@ -151,6 +170,18 @@ def _control(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import jobs
 
     return jobs.control(arguments.url, arguments.job, arguments.verb)
+
+
+def _env_validate(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import env
+
+    return env.validate(arguments)
+
+
+def _env_play(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import env
+
+    return env.play(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,149 @@
+"""``gspo env validate`` and ``gspo env play``: an environment examined, and tried by hand, before it trains."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_core.cli import CommandError
+
+if TYPE_CHECKING:
+    from gspo_core.env import Environment, Observation, ParsedTurn, Session
+    from gspo_core.messages import Message, ToolSchema
+
+PLAY_HELP = """Write a call (add amount=3), JSON ({"name": "add", "arguments": {"amount": 3}}), or words for a turn
+without a call. :tools shows the tools, an empty line or :end ends the episode."""
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    from gspo_core.testing import validate as examine
+
+    model = Path(arguments.model) if arguments.model else None
+    with _Path():
+        report = examine(arguments.ref, _config(arguments.config), model=model, timeout_s=arguments.timeout)
+    print(json.dumps(report.to_json(), indent=2, ensure_ascii=False) if arguments.json else report)
+    return 0 if report.ok else 1
+
+
+def play(arguments: argparse.Namespace) -> int:
+    from gspo_core.env import EnvironmentFailed, InvalidEnvironment, load_environment
+
+    try:
+        with _Path():
+            environment = load_environment(arguments.ref, _config(arguments.config))
+        return asyncio.run(_play(environment, arguments))
+    except InvalidEnvironment as error:
+        raise CommandError(str(error)) from error
+    except EnvironmentFailed as failure:
+        raise CommandError(f"the environment failed in {failure.phase}: {failure.reason}") from failure
+
+
+class _Path:
+    """Modules beside the caller can be named, as `python -m` allows it."""
+
+    def __enter__(self) -> None:
+        sys.path.insert(0, "")
+
+    def __exit__(self, *_: object) -> None:
+        sys.path.remove("")
+
+
+def _config(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CommandError(f"--config is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CommandError("--config is a JSON object, the keyword arguments of the class")
+    return value
+
+
+async def _play(environment: Environment, arguments: argparse.Namespace) -> int:
+    from gspo_core.types import Split
+
+    task = await environment.task(Split(arguments.split), arguments.task)
+    session = environment.session(episode_id="play")
+    try:
+        start = await session.start(task, arguments.seed)
+        print(PLAY_HELP, end="\n\n")
+        _show(start.messages)
+        _show_tools(start.tools)
+        await _take_turns(session, start.tools)
+        reward, parts = await session.score()
+        print(f"reward {reward:g}" + "".join(f"  {name} {value:g}" for name, value in parts.items()))
+    finally:
+        await session.close()
+    return 0
+
+
+async def _take_turns(session: Session, tools: Sequence[ToolSchema]) -> None:
+    while True:
+        print("> ", end="", flush=True)
+        line = (await asyncio.to_thread(sys.stdin.readline)).strip()
+        if line in ("", ":end"):
+            print()
+            return
+        if line == ":tools":
+            _show_tools(tools)
+            continue
+        observation: Observation = await session.act(read_turn(line, tools))
+        _show(observation.messages)
+        if observation.done:
+            print(f"ended: {observation.stop_reason}")
+            return
+
+
+def read_turn(line: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
+    """What a person typed, as a turn of the policy."""
+    from gspo_core.env import CallStatus, ParsedTurn, ToolCall
+
+    name, _, rest = line.partition(" ")
+    if line.startswith("{"):
+        try:
+            given = json.loads(line)
+        except ValueError:
+            return ParsedTurn("", (ToolCall(None, {}, CallStatus.INVALID_JSON, line, 0, 1),))
+        call = ToolCall(given.get("name"), given.get("arguments", {}), CallStatus.OK, line, 0, 1)
+        return ParsedTurn("", (call,))
+    if name not in {tool["function"]["name"] for tool in tools}:
+        return ParsedTurn(line)
+    return ParsedTurn("", (ToolCall(name, _arguments(rest), CallStatus.OK, line, 0, 1),))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """``amount=3 text="two words"``; a value that is no JSON is text."""
+    import shlex
+
+    try:
+        words = shlex.split(text, posix=False)
+    except ValueError:
+        words = text.split()
+    found: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _show(messages: Sequence[Message]) -> None:
+    for message in messages:
+        print(f"[{message['role']}] {message['content']}")
+
+
+def _show_tools(tools: Sequence[ToolSchema]) -> None:
+    for tool in tools:
+        function: Mapping[str, Any] = tool["function"]
+        parameters = ", ".join(
+            f"{name}: {schema.get('type', 'any')}" for name, schema in function["parameters"]["properties"].items()
+        )
+        print(f"  {function['name']}({parameters})  {function['description']}")

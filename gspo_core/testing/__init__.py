@@ -1,0 +1,10 @@
+"""For authors of environments: ``check_environment(MyEnvironment)`` in a test, ``gspo env validate REF`` on a terminal.
+
+Read in this order: ``report`` (what is said), ``rehearsal`` (episodes without a model), ``checks`` (what is looked at),
+``watch`` (running it all, whatever the author's code does).
+"""
+
+from gspo_core.testing.report import Check, Report, Status
+from gspo_core.testing.watch import EnvironmentRefused, check_environment, validate
+
+__all__ = ["Check", "EnvironmentRefused", "Report", "Status", "check_environment", "validate"]

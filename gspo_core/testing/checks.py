@@ -1,0 +1,337 @@
+"""What is looked at before an environment may train anything: each check is a finding with its reason.
+
+Rule: a check fails only for what would falsify training or stop it (a leak between episodes, a hang, a reward that is
+none, a tool that cannot be called); what is merely unusual is a warning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import statistics
+import sys
+import threading
+import types
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_core.env import CallStatus, Environment, EnvironmentFailed, ParsedTurn, Timeouts, ToolCall
+from gspo_core.messages import ToolSchema
+from gspo_core.testing.rehearsal import (
+    Action,
+    Rehearsal,
+    Transcript,
+    random_actions,
+    rehearse,
+    seed_everything,
+)
+from gspo_core.testing.report import Check, Status
+from gspo_core.types import Split, StopReason
+
+PASS, WARN, FAIL, SKIP = Status.PASS, Status.WARN, Status.FAIL, Status.SKIP
+Oracle = Callable[[Mapping[str, Any]], Sequence[Action]]
+"""The best that can be done in a task: words, or (tool, arguments), in order."""
+
+# A leak shows in the first episodes or not at all; each of them costs an author's time.
+NUM_TASKS, NUM_TURNS, NUM_TOGETHER = 3, 5, 4
+_COMPARED_TASKS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is examined, and with what."""
+
+    environment: Environment
+    timeouts: Timeouts
+    oracle: Oracle | None = None
+    model: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    task: Mapping[str, Any]
+    actions: Sequence[Action]
+    transcript: Transcript
+
+
+async def examine(subject: Subject) -> AsyncIterator[Check]:
+    """All checks in order; the later ones are left out where episodes cannot be played at all."""
+    yield _tools(subject.environment.tools)
+    yield await _tasks(subject.environment)
+    state = shared_state(subject.environment)
+    num_threads = threading.active_count()
+    try:
+        played = [await _play(subject, number) for number in range(NUM_TASKS)]
+    except EnvironmentFailed as failure:
+        yield _failed(failure)
+        return
+    for check in (_reset(played), _timeouts(subject, played)):
+        yield check
+        if check.status is FAIL:
+            return
+    changed = [name for name, value in shared_state(subject.environment).items() if state.get(name) != value]
+    try:
+        chance = await _chance(subject, played[0])
+        yield await _isolation(subject, played, changed, chance)
+        yield await _together(subject, played[0], chance)
+        yield await _reward(subject, played)
+        yield await _errors(subject, played[0].task)
+        yield await _snapshot(subject, played[0])
+    except EnvironmentFailed as failure:
+        yield _failed(failure)
+        return
+    yield _close(played, num_threads)
+    yield _latency(played)
+    yield await _prompt(subject)
+
+
+# --- what can be seen without an episode ----------------------------------------------------------------------------
+
+
+def _tools(tools: Sequence[ToolSchema]) -> Check:
+    wrong: list[str] = []
+    for tool in tools:
+        function = tool["function"]
+        if not function.get("description"):
+            wrong.append(f"{function['name']} has no docstring")
+        for name, schema in function["parameters"]["properties"].items():
+            place = f"{function['name']}({name})"
+            if not {"type", "enum", "anyOf"} & schema.keys():
+                wrong.append(f"{place} has no type hint that becomes a JSON type")
+            if not schema.get("description"):
+                wrong.append(f"{place} is not described under 'Args:'")
+    if wrong:
+        return Check("tools", FAIL, "; ".join(wrong), {"problems": wrong})
+    names = [tool["function"]["name"] for tool in tools]
+    if not names:
+        return Check("tools", WARN, "no public method, so the policy can only speak")
+    return Check("tools", PASS, ", ".join(names), {"tools": names})
+
+
+async def _tasks(environment: Environment) -> Check:
+    counts = {str(split): environment.num_tasks(split) for split in Split}
+    splits = {}
+    for split in Split:
+        number = min(environment.num_tasks(split), _COMPARED_TASKS)
+        try:
+            splits[split] = [repr(sorted((await environment.task(split, i)).items())) for i in range(number)]
+        except EnvironmentFailed as failure:
+            return Check("tasks", FAIL, failure.reason)
+    shared = set(splits[Split.TRAIN]) & set(splits[Split.EVAL])
+    if shared:
+        return Check("tasks", WARN, f"{len(shared)} held-out tasks are trained as well", counts)
+    if not counts["eval"]:
+        return Check("tasks", WARN, f"{counts['train']} tasks, none held out: nothing can be measured", counts)
+    return Check("tasks", PASS, f"{counts['train']} to train, {counts['eval']} held out", counts)
+
+
+# --- episodes -------------------------------------------------------------------------------------------------------
+
+
+async def _play(subject: Subject, number: int) -> _Played:
+    environment = subject.environment
+    index = number * environment.num_tasks(Split.TRAIN) // NUM_TASKS
+    task = await environment.task(Split.TRAIN, index)
+    actions = random_actions(environment.tools, task, NUM_TURNS, seed=number)
+    return _Played(task, actions, await rehearse(environment, task, actions, subject.timeouts))
+
+
+def _failed(failure: EnvironmentFailed) -> Check:
+    return Check({"score": "reward"}.get(failure.phase, failure.phase), FAIL, failure.reason)
+
+
+def _reset(played: Sequence[_Played]) -> Check:
+    if any('"content": ""' in one.transcript.first and '"role": "user"' in one.transcript.first for one in played):
+        return Check("reset", WARN, "the first user message is empty: reset returns nothing and the task has no prompt")
+    return Check("reset", PASS, f"{len(played)} tasks begin")
+
+
+def _timeouts(subject: Subject, played: Sequence[_Played]) -> Check:
+    limit = f"timed out after {subject.timeouts.step_timeout_s:g}s"
+    for one in played:
+        slow = next((n for n, answer in enumerate(one.transcript.answers) if limit in answer), None)
+        if one.transcript.stop is StopReason.TOOL_TIMEOUT:
+            slow = len(one.transcript.answers) - 1
+        if slow is not None:
+            message = f"{one.actions[slow]!r} {limit}: it hangs, or needs a longer step_timeout_s in `limits`"
+            return Check("timeouts", FAIL, message)
+    return Check("timeouts", PASS, f"every answer came within {subject.timeouts.step_timeout_s:g}s")
+
+
+async def _isolation(subject: Subject, played: Sequence[_Played], changed: Sequence[str], chance: str | None) -> Check:
+    """The same episode again, now that others have been played, must be the same."""
+    environment = subject.environment
+    where = f"; what changed between episodes: {', '.join(changed)}" if changed else ""
+    data = {"changed": list(changed)}
+    for one in played:
+        again = await rehearse(environment, one.task, one.actions, subject.timeouts)
+        if not again.same_as(one.transcript):
+            difference = one.transcript.difference(again)
+            message = f"an episode changes when others were played before it (or with the clock): {difference}{where}"
+            return Check("isolation", FAIL, message, data)
+    if chance is not None:
+        status, word = (FAIL, "declared replayable, but ") if environment.replayable else (WARN, "")
+        return Check("isolation", status, f"{word}chance does not come from `seed`: {chance}", data)
+    if changed:
+        return Check("isolation", WARN, f"episodes are alike, but they write to {', '.join(changed)}", data)
+    return Check("isolation", PASS, "the same seed and calls give the same episode, whatever was played before")
+
+
+async def _chance(subject: Subject, one: _Played) -> str | None:
+    """How the episode differs if the generators that a program shares stand elsewhere."""
+    alike = await rehearse(subject.environment, one.task, one.actions, subject.timeouts)
+    other = await rehearse(subject.environment, one.task, one.actions, subject.timeouts, chance=1)
+    return None if other.same_as(alike) else alike.difference(other)
+
+
+async def _together(subject: Subject, one: _Played, chance: str | None) -> Check:
+    """Several sessions act by turns; none may notice the others."""
+    if chance is not None:
+        return Check("together", SKIP, "cannot be compared: chance does not come from `seed`")
+    seed_everything()
+    rehearsals = [Rehearsal(subject.environment, subject.timeouts) for _ in range(NUM_TOGETHER)]
+    for rehearsal in rehearsals:
+        await rehearsal.start(one.task)
+    for action in one.actions:
+        await asyncio.gather(*(rehearsal.act(action) for rehearsal in rehearsals))
+    transcripts = [await rehearsal.end() for rehearsal in rehearsals]
+    for transcript in transcripts:
+        if not transcript.same_as(one.transcript):
+            difference = one.transcript.difference(transcript)
+            return Check("together", FAIL, f"episodes that run at the same time change each other: {difference}")
+    return Check("together", PASS, f"{NUM_TOGETHER} episodes at the same time leave each other alone")
+
+
+async def _reward(subject: Subject, played: Sequence[_Played]) -> Check:
+    environment = subject.environment
+    task = played[0].task
+    rewards = [one.transcript.reward for one in played]
+    floor = (await rehearse(environment, task, [""], subject.timeouts)).reward
+    data: dict[str, Any] = {"random": rewards, "nothing": floor}
+    best = None
+    if subject.oracle is not None:
+        best = (await rehearse(environment, task, list(subject.oracle(task)), subject.timeouts)).reward
+        data["oracle"] = best
+    low, high = environment.reward_range or (-math.inf, math.inf)
+    outside = [value for value in (*rewards, floor, *([] if best is None else [best])) if not low <= value <= high]
+    if outside:
+        return Check("reward", FAIL, f"{outside[0]} lies outside of the declared reward_range ({low}, {high})", data)
+    if best is not None and best <= floor:
+        return Check("reward", FAIL, f"the oracle gets {best}, doing nothing gets {floor}", data)
+    shown = f"random calls {min(rewards):g} to {max(rewards):g}, doing nothing {floor:g}"
+    shown += "" if best is None else f", oracle {best:g}"
+    if environment.reward_range is None:
+        return Check("reward", WARN, f"{shown}; no reward_range, so a broken episode is worth 0", data)
+    return Check("reward", PASS, shown, data)
+
+
+async def _errors(subject: Subject, task: Mapping[str, Any]) -> Check:
+    """Whatever a policy writes is answered."""
+    attempts = [ToolCall("no_such_tool", {}, CallStatus.UNKNOWN_TOOL, "", 0, 1)]
+    attempts.append(ToolCall(None, {}, CallStatus.INVALID_JSON, "{", 0, 1))
+    for tool in subject.environment.tools:
+        name = tool["function"]["name"]
+        attempts += [ToolCall(name, given, CallStatus.OK, "", 0, 1) for given in ({"no_such": 1}, [1], None)]
+    rehearsal = Rehearsal(subject.environment, subject.timeouts)
+    await rehearsal.start(task)
+    observation = await rehearsal.session.act(ParsedTurn("", tuple(attempts)))
+    await rehearsal.end(score=False)
+    answers = [str(message["content"]) for message in observation.messages]
+    if any("Traceback" in answer for answer in answers):
+        return Check("errors", FAIL, "an answer to a wrong call holds a traceback, which a policy would learn from")
+    return Check("errors", PASS, f"{len(answers)} wrong calls are answered, none ends the episode")
+
+
+async def _snapshot(subject: Subject, one: _Played) -> Check:
+    environment = subject.environment
+    if not environment.has_snapshot:
+        how = "by replay" if environment.replayable else "from their beginning (neither snapshot nor replayable)"
+        return Check("resume", PASS if environment.replayable else WARN, f"interrupted episodes go on {how}")
+    seed_everything()
+    half = len(one.actions) // 2
+    first = Rehearsal(environment, subject.timeouts)
+    await first.start(one.task)
+    for action in one.actions[:half]:
+        await first.act(action)
+    state = await first.session.snapshot()
+    await first.end(score=False)
+    if state is None or first.transcript.stop is not None:
+        return Check("resume", SKIP, "the episode ended before a snapshot could be tried")
+    second = Rehearsal(environment, subject.timeouts)
+    await second.session.restore(one.task, 0, state)
+    second.transcript.first, second.transcript.answers = first.transcript.first, list(first.transcript.answers)
+    for action in one.actions[half:]:
+        await second.act(action)
+    restored = await second.end()
+    if not restored.same_as(one.transcript):
+        difference = one.transcript.difference(restored)
+        return Check("resume", FAIL, f"an episode restored from its snapshot goes on otherwise: {difference}")
+    return Check("resume", PASS, f"a snapshot of {len(state)} bytes restores an episode")
+
+
+def _close(played: Sequence[_Played], num_threads: int) -> Check:
+    failure = next((one.transcript.close_failure for one in played if one.transcript.close_failure), None)
+    if failure is not None:
+        return Check("close", FAIL, f"close() fails: {failure}")
+    # A session's own thread may still be ending.
+    left = threading.active_count() - num_threads
+    if left > NUM_TOGETHER:
+        return Check("close", WARN, f"{left} threads are still there after every episode was closed")
+    return Check("close", PASS, "every episode was closed")
+
+
+def _latency(played: Sequence[_Played]) -> Check:
+    data = {}
+    for phase in ("reset", "step", "score"):
+        given = sorted(value for one in played for value in one.transcript.durations_s.get(phase, ()))
+        if given:
+            data[phase] = {"p50_ms": 1e3 * statistics.median(given), "max_ms": 1e3 * given[-1]}
+    text = ", ".join(f"{phase} {values['p50_ms']:.2f} ms" for phase, values in data.items())
+    return Check("latency", PASS, f"p50: {text}", data)
+
+
+async def _prompt(subject: Subject) -> Check:
+    if subject.model is None:
+        return Check("prompt", SKIP, "no model given, so the length of the prompts is not known")
+    from gspo_core.chat import load_codec
+
+    codec = load_codec(subject.model)
+    lengths = []
+    for number in range(min(subject.environment.num_tasks(Split.TRAIN), 50)):
+        rehearsal = Rehearsal(subject.environment, subject.timeouts)
+        task = await subject.environment.task(Split.TRAIN, number)
+        start = await rehearsal.session.start(task, 0)
+        await rehearsal.end(score=False)
+        lengths.append(len(codec.render(start.messages, start.tools)))
+    data = {"median": statistics.median(lengths), "max": max(lengths)}
+    return Check("prompt", PASS, f"{data['median']:g} tokens in the middle, {data['max']} at most", data)
+
+
+def shared_state(environment: Environment) -> dict[str, str]:
+    """What episodes of a class share: attributes of the class and globals of its module, as text."""
+    found: dict[str, str] = {}
+    several = getattr(environment, "environments", {"": environment})
+    for one in several.values():
+        cls = getattr(one, "cls", None)
+        for base in [] if cls is None else cls.__mro__[:-1]:
+            found |= {f"{base.__qualname__}.{name}": value for name, value in _values(vars(base))}
+        module = None if cls is None else _module_of(cls)
+        found |= dict(_values(vars(module) if module is not None else {}))
+    return found
+
+
+_CODE = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod, property)
+
+
+def _values(members: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in list(members.items()):
+        if not name.startswith("__") and not isinstance(value, _CODE):
+            with contextlib.suppress(Exception):  # an author's repr
+                yield name, repr(value)
+
+
+def _module_of(cls: type) -> types.ModuleType | None:
+    return sys.modules.get(cls.__module__)

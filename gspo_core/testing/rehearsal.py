@@ -1,0 +1,170 @@
+"""Plays episodes without a model: random calls that fit the tools, and what the environment answers to each.
+
+Rule: the same seed gives the same calls, so that two episodes can be compared word by word.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from gspo_core.env import (
+    CallStatus,
+    Environment,
+    EnvironmentFailed,
+    Observation,
+    ParsedTurn,
+    Session,
+    Timeouts,
+    ToolCall,
+)
+from gspo_core.messages import ToolSchema
+from gspo_core.types import StopReason
+
+Action: TypeAlias = str | tuple[str, Mapping[str, Any]]
+"""Words of the policy, or the name of a tool and its arguments."""
+
+
+@dataclass
+class Transcript:
+    """What an episode showed and what it was worth."""
+
+    first: str = ""
+    answers: list[str] = field(default_factory=list)
+    stop: StopReason | None = None
+    reward: float = 0.0
+    close_failure: str | None = None
+    durations_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def same_as(self, other: Transcript) -> bool:
+        return (self.first, self.answers, self.stop, self.reward) == (
+            *(other.first, other.answers, other.stop, other.reward),
+        )
+
+    def difference(self, other: Transcript) -> str:
+        """Where the two part, in a few words."""
+        if self.first != other.first:
+            return f"first messages: {_parting(self.first, other.first)}"
+        for number, (one, another) in enumerate(zip(self.answers, other.answers, strict=False)):
+            if one != another:
+                return f"answer {number}: {_parting(one, another)}"
+        return f"end: {self.stop}, reward {self.reward} / {other.stop}, reward {other.reward}"
+
+
+class Rehearsal:
+    """One episode, act by act."""
+
+    def __init__(self, environment: Environment, timeouts: Timeouts) -> None:
+        self.session: Session = environment.session(limits=timeouts, episode_id="rehearsal")
+        self.transcript = Transcript()
+
+    async def start(self, task: Mapping[str, Any], seed: int = 0) -> None:
+        start = await self._timed("reset", self.session.start(task, seed))
+        self.transcript.first = _dump([start.messages, start.tools])
+
+    async def act(self, action: Action) -> None:
+        """Nothing once the episode has ended."""
+        if self.transcript.stop is not None:
+            return
+        observation: Observation = await self._timed("step", self.session.act(as_turn(action)))
+        self.transcript.answers.append(_dump([observation.messages, observation.stop_reason]))
+        self.transcript.stop = observation.stop_reason
+
+    async def end(self, *, score: bool = True) -> Transcript:
+        try:
+            if score:
+                self.transcript.reward, _ = await self._timed("score", self.session.score())
+        finally:
+            await self.session.close()
+            self.transcript.close_failure = self.session.close_failure
+        return self.transcript
+
+    async def _timed(self, phase: str, awaitable: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return await awaitable
+        finally:
+            self.transcript.durations_s.setdefault(phase, []).append(time.perf_counter() - begun)
+
+
+async def rehearse(
+    environment: Environment, task: Mapping[str, Any], actions: Sequence[Action], timeouts: Timeouts, *, chance: int = 0
+) -> Transcript:
+    """Raises ``EnvironmentFailed``. ``chance``: where the generators stand that a program shares."""
+    seed_everything(chance)
+    rehearsal = Rehearsal(environment, timeouts)
+    try:
+        await rehearsal.start(task)
+        for action in actions:
+            await rehearsal.act(action)
+    except EnvironmentFailed:
+        await rehearsal.end(score=False)
+        raise
+    return await rehearsal.end()
+
+
+def seed_everything(chance: int = 0) -> None:
+    """The generators that a program shares, so that what still differs is not chance."""
+    random.seed(chance)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(chance)
+
+
+def as_turn(action: Action) -> ParsedTurn:
+    if isinstance(action, str):
+        return ParsedTurn(action)
+    name, arguments = action
+    return ParsedTurn("", (ToolCall(name, dict(arguments), CallStatus.OK, "", 0, 1),))
+
+
+def random_actions(tools: Sequence[ToolSchema], task: Mapping[str, Any], num_turns: int, seed: int) -> list[Action]:
+    """Calls that fit the schemas, now and then with words from the task; words alone where there are no tools."""
+    generator = random.Random(seed)
+    texts = ["a", "1", "hello", *(value for value in task.values() if isinstance(value, str))]
+    if not tools:
+        return [generator.choice(texts) for _ in range(num_turns)]
+    actions: list[Action] = []
+    for _ in range(num_turns):
+        function = generator.choice(tools)["function"]
+        parameters = function.get("parameters", {})
+        required = parameters.get("required", ())
+        arguments = {
+            name: _value(schema, generator, texts)
+            for name, schema in parameters.get("properties", {}).items()
+            if name in required or generator.random() < 0.5
+        }
+        actions.append((function["name"], arguments))
+    return actions
+
+
+def _value(schema: Mapping[str, Any], generator: random.Random, texts: Sequence[str]) -> Any:
+    if "enum" in schema:
+        return generator.choice(schema["enum"])
+    kind = schema.get("type")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "array":
+        return [_value(schema.get("items", {}), generator, texts) for _ in range(generator.randint(0, 2))]
+    values: dict[Any, Any] = {
+        "integer": generator.randint(0, 5),
+        "number": generator.choice((0.5, 1.0, 2.0)),
+        "boolean": generator.random() < 0.5,
+        "object": {},
+        "null": None,
+    }
+    return values.get(kind, generator.choice(texts))
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def _parting(one: str, another: str) -> str:
+    """Both texts from a little before where they part."""
+    same = next((i for i, (a, b) in enumerate(zip(one, another, strict=False)) if a != b), min(len(one), len(another)))
+    begin = max(0, same - 20)
+    return f"…{one[begin : begin + 60]}… / …{another[begin : begin + 60]}…"

@@ -1,0 +1,55 @@
+"""What a validation says of an environment: one typed finding per check, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    PASS = "pass"  # noqa: S105 - no password
+    WARN = "warn"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+_MARKS = {Status.PASS: "✓", Status.WARN: "!", Status.FAIL: "✗", Status.SKIP: "·"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding."""
+
+    id: str
+    status: Status
+    message: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """All findings about one environment. It is refused if one of them is ``fail``."""
+
+    name: str
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.checks) and all(check.status is not Status.FAIL for check in self.checks)
+
+    @property
+    def failures(self) -> list[Check]:
+        return [check for check in self.checks if check.status is Status.FAIL]
+
+    def to_json(self) -> dict[str, Any]:
+        checks = [
+            {"id": check.id, "status": str(check.status), "message": check.message, "data": dict(check.data)}
+            for check in self.checks
+        ]
+        return {"name": self.name, "ok": self.ok, "checks": checks}
+
+    def __str__(self) -> str:
+        lines = [f"{_MARKS[check.status]} {check.id:<12} {check.message}" for check in self.checks]
+        return "\n".join([*lines, "", f"{self.name}: {'sound' if self.ok else 'refused'}"])

@@ -1,0 +1,152 @@
+"""Runs the checks beside the caller, so that an environment that hangs is a finding and not a hang.
+
+Rule: it ends in time whatever the author's code does, loading included. A thread that never comes back is left behind
+as a daemon, and the place where it stands is the reason that is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_core.env import Environment, InvalidEnvironment, PlainEnvironment, Timeouts, load_environment
+from gspo_core.testing.checks import Oracle, Subject, examine
+from gspo_core.testing.report import Check, Report, Status
+
+_BEAT_S = 0.05
+# Beyond the longest deadline that the environment itself is held to.
+_GRACE_S = 5.0
+# Importing may take long.
+_LOADING_S = 30.0
+_OURS = str(Path(__file__).resolve().parents[1])
+
+
+class EnvironmentRefused(AssertionError):
+    """The environment must not train anything; the report says why."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"\n{report}")
+        self.report = report
+
+
+def check_environment(
+    environment: type | str | Environment | Callable[..., Any],
+    config: Mapping[str, Any] | None = None,
+    *,
+    oracle: Oracle | None = None,
+    timeout_s: float = 5.0,
+) -> Report:
+    """The report of a class, a reference or an environment; raises ``EnvironmentRefused`` where a check fails."""
+    report = validate(environment, config, oracle=oracle, timeout_s=timeout_s)
+    if not report.ok:
+        raise EnvironmentRefused(report)
+    return report
+
+
+def validate(
+    environment: type | str | Environment | Callable[..., Any],
+    config: Mapping[str, Any] | None = None,
+    *,
+    oracle: Oracle | None = None,
+    model: Path | None = None,
+    timeout_s: float = 5.0,
+) -> Report:
+    """``timeout_s`` bounds each phase for which the author's ``limits`` state no deadline. ``oracle`` may also be a
+    function of that name beside the class."""
+    name = environment if isinstance(environment, str) else getattr(environment, "__qualname__", str(environment))
+    watched = _Watched(Report(str(name)), timeout_s, lambda: _as_environment(environment, dict(config or {})))
+    watched.run(oracle, model)
+    return watched.report
+
+
+class _Watched:
+    def __init__(self, report: Report, timeout_s: float, load: Callable[[], Environment]) -> None:
+        self.report = report
+        self._timeout_s = timeout_s
+        self._load = load
+        self._beat = time.monotonic()
+        self._longest_s = max(timeout_s, _LOADING_S)
+        self._now = "loading"
+
+    def run(self, oracle: Oracle | None, model: Path | None) -> None:
+        thread = threading.Thread(target=self._work, args=(oracle, model), name="environment checks", daemon=True)
+        self._beat = time.monotonic()
+        thread.start()
+        while thread.is_alive():
+            thread.join(_BEAT_S)
+            if thread.is_alive() and time.monotonic() - self._beat > self._longest_s + _GRACE_S:
+                self._add("responsive", Status.FAIL, f"{self._now} does not come back: {_where(thread)}")
+                return
+
+    def _work(self, oracle: Oracle | None, model: Path | None) -> None:
+        try:
+            environment = self._load()
+        except InvalidEnvironment as error:
+            self._add("load", Status.FAIL, str(error))
+            return
+        timeouts = _timeouts(environment, self._timeout_s)
+        self._now = "an async member blocks the event loop and"
+        self._longest_s = max(timeouts.reset_timeout_s, timeouts.step_timeout_s, timeouts.score_timeout_s)
+        self._beat = time.monotonic()
+        subject = Subject(environment, timeouts, oracle or _oracle_beside(environment), model)
+        try:
+            asyncio.run(self._examine(subject))
+        except Exception as error:
+            self._add("episode", Status.FAIL, f"{type(error).__name__}: {error}")
+
+    async def _examine(self, subject: Subject) -> None:
+        beating = asyncio.create_task(self._keep_beating())
+        try:
+            async for check in examine(subject):
+                self.report.checks.append(check)
+        finally:
+            beating.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await beating
+
+    async def _keep_beating(self) -> None:
+        while True:
+            self._beat = time.monotonic()
+            await asyncio.sleep(_BEAT_S)
+
+    def _add(self, check: str, status: Status, message: str) -> None:
+        self.report.checks.append(Check(check, status, message))
+
+
+def _as_environment(given: Any, config: dict[str, Any]) -> Environment:
+    if isinstance(given, str):
+        return load_environment(given, config)
+    if hasattr(given, "session") and hasattr(given, "num_tasks"):
+        found: Environment = given
+        return found
+    return PlainEnvironment(given, config, name=getattr(given, "__qualname__", str(given)))
+
+
+def _timeouts(environment: Environment, timeout_s: float) -> Timeouts:
+    names = ("reset_timeout_s", "step_timeout_s", "score_timeout_s", "close_timeout_s")
+    return Timeouts(**{name: float(environment.limits.get(name, timeout_s)) for name in names})
+
+
+def _oracle_beside(environment: Environment) -> Oracle | None:
+    cls = getattr(environment, "cls", None)
+    module = None if cls is None else sys.modules.get(cls.__module__)
+    oracle = getattr(module, "oracle", None)
+    return oracle if callable(oracle) else None
+
+
+def _where(thread: threading.Thread) -> str:
+    """The innermost place outside of this library at which a thread stands."""
+    frame = sys._current_frames().get(thread.ident or -1)
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    machinery = (_OURS, str(Path(asyncio.__file__).parent), threading.__file__)
+    foreign = [entry for entry in stack if not entry.filename.startswith(machinery)]
+    if not foreign:
+        return "it is not known where"
+    return f"{Path(foreign[-1].filename).name}, line {foreign[-1].lineno}, in {foreign[-1].name}"

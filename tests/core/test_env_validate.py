@@ -1,0 +1,294 @@
+"""What an author is told before an environment trains anything: sound ones pass, and each defect has its reason."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import gspo_core.testing.watch
+from gspo_core.cli import main
+from gspo_core.env import from_trl
+from gspo_core.testing import EnvironmentRefused, Report, Status, check_environment, validate
+from tests.core.chat_kit import write_tokenizer
+
+
+class Counter:
+    """Raise the counter to the target, then say done."""
+
+    tasks: ClassVar = [{"target": number} for number in range(3, 12)]
+    eval_tasks: ClassVar = [{"target": 20}]
+    reward_range = (0.0, 1.0)
+    replayable = True
+
+    def reset(self, target: int) -> str:
+        self.value, self.target = 0, target
+        return f"Reach exactly {target}."
+
+    def add(self, amount: int) -> str:
+        """Add to the counter.
+
+        Args:
+            amount: how much (1..5)
+        """
+        if not 1 <= amount <= 5:
+            raise ValueError("amount must be 1..5")
+        self.value += amount
+        return str(self.value)
+
+    def get_reward(self) -> Any:
+        return float(self.value == self.target)
+
+
+def oracle_of_counter(task: Mapping[str, Any]) -> list[Any]:
+    steps = [5] * (task["target"] // 5) + [task["target"] % 5] * bool(task["target"] % 5)
+    return [("add", {"amount": step}) for step in steps]
+
+
+def status(report: Report) -> dict[str, str]:
+    return {check.id: str(check.status) for check in report.checks}
+
+
+def test_a_small_class_is_sound() -> None:
+    report = check_environment(Counter, oracle=oracle_of_counter)
+    assert status(report) | {"prompt": "skip"} == dict.fromkeys(status(report), "pass") | {"prompt": "skip"}
+    assert set(status(report)) >= {"tools", "tasks", "reset", "timeouts", "isolation", "together", "reward", "errors"}
+    (reward,) = (check for check in report.checks if check.id == "reward")
+    assert reward.data["oracle"] == 1.0
+    assert json.loads(json.dumps(report.to_json()))["ok"]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+_SEEN: list[int] = []
+
+
+class LeakingThroughItsClass(Counter):
+    log: ClassVar[list[int]] = []
+
+    def add(self, amount: int) -> str:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        self.log.append(amount)
+        return f"{len(self.log)} additions"
+
+
+class LeakingThroughItsModule(LeakingThroughItsClass):
+    log: ClassVar[list[int]] = _SEEN
+
+
+class OneForAll(Counter):
+    """Nothing is left behind, but sessions that run at the same time share a counter."""
+
+    shared: ClassVar[dict[str, int]] = {}
+
+    def reset(self, target: int) -> str:
+        type(self).shared = {"value": 0}
+        return super().reset(target)
+
+    def add(self, amount: int) -> str:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        self.shared["value"] += amount
+        return str(self.shared["value"])
+
+
+class Hanging(Counter):
+    def add(self, amount: int) -> str:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        time.sleep(30)
+        return "late"
+
+
+class HangingInReset(Counter):
+    def reset(self, target: int) -> str:
+        time.sleep(30)
+        return "late"
+
+
+class BlockingTheLoop(Counter):
+    async def add(self, amount: int) -> str:  # type: ignore[override]
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        time.sleep(5)  # noqa: ASYNC251 - the mistake that is to be found
+        return "late"
+
+
+class NotANumber(Counter):
+    def get_reward(self) -> float:
+        return float("nan")
+
+
+class NoReward(Counter):
+    def get_reward(self) -> None:
+        return None
+
+
+class OutOfRange(Counter):
+    def get_reward(self) -> float:
+        return -0.5
+
+
+class Undescribed(Counter):
+    def add(self, amount, by: object = None) -> str:  # type: ignore[no-untyped-def, override]
+        return "x"
+
+
+class Broken(Counter):
+    def reset(self, target: int) -> str:
+        raise KeyError("the database")
+
+
+class CloseFails(Counter):
+    def close(self) -> None:
+        raise OSError("still busy")
+
+
+class Dice(Counter):
+    """Random, and declared replayable."""
+
+    def reset(self, target: int) -> str:
+        super().reset(target)
+        return f"You rolled {random.random()}."
+
+
+class ForgetfulSnapshot(Counter):
+    replayable = False
+
+    def snapshot(self) -> bytes:
+        return b"{}"
+
+    def restore(self, state: bytes) -> None:
+        self.value, self.target = 0, 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "check", "reason"),
+    [
+        (LeakingThroughItsClass, "isolation", "others were played before.*additions.*LeakingThroughItsClass.log"),
+        (LeakingThroughItsModule, "isolation", "what changed between episodes: .*_SEEN"),
+        (OneForAll, "together", "at the same time change each other"),
+        (Hanging, "timeouts", r"\('add', \{'amount': \d\}\) timed out after 0.3s: it hangs"),
+        (HangingInReset, "reset", "timed out after 0.3s"),
+        (BlockingTheLoop, "responsive", r"blocks the event loop.*test_env_validate.py, line \d+, in add"),
+        (NotANumber, "reward", "nan, not a finite number"),
+        (NoReward, "reward", "NoneType, not a number"),
+        (OutOfRange, "reward", r"-0.5 lies outside of the declared reward_range \(0.0, 1.0\)"),
+        (Undescribed, "tools", "add.amount. has no type hint that becomes a JSON type.*add.by. is not described"),
+        (Broken, "reset", "KeyError: 'the database'"),
+        (CloseFails, "close", "OSError: still busy"),
+        (Dice, "isolation", "declared replayable, but chance does not come from `seed`: first messages: .*rolled"),
+        (ForgetfulSnapshot, "resume", "restored from its snapshot goes on otherwise: answer"),
+    ],
+)
+def test_a_defect_is_refused_with_its_reason(
+    cls: type, check: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gspo_core.testing.watch, "_GRACE_S", 0.5)
+    with pytest.raises(EnvironmentRefused, match=rf"{check} +.*{reason}") as refusal:
+        check_environment(cls, timeout_s=0.3)
+    assert [failure.id for failure in refusal.value.report.failures] == [check]
+
+
+def test_an_oracle_that_is_no_better_than_nothing_is_refused() -> None:
+    with pytest.raises(EnvironmentRefused, match=r"the oracle gets 0.0, doing nothing gets 0.0"):
+        check_environment(Counter, oracle=lambda task: ["done"])
+
+
+def test_what_cannot_even_be_loaded_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert status(validate("nowhere.at_all:World")) == {"load": "fail"}
+    assert status(validate(Counter, {"size": 3})) == {"load": "fail"}
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(5)\n")
+    monkeypatch.setattr(gspo_core.testing.watch, "_LOADING_S", 0.2)
+    monkeypatch.setattr(gspo_core.testing.watch, "_GRACE_S", 0.2)
+    report = validate(f"{tmp_path}/slow.py:World", timeout_s=0.1)
+    assert "loading does not come back: slow.py, line 2" in report.failures[0].message
+
+
+# --- what is only unusual -------------------------------------------------------------------------------------------
+
+
+class Plain:
+    def reset(self, **_: Any) -> None:
+        self.words = ""
+
+    def on_message(self, text: str) -> str:
+        self.words += text
+        return "?"
+
+    def get_reward(self) -> float:
+        return float(len(self.words))
+
+
+def test_what_is_only_unusual_is_a_warning() -> None:
+    report = check_environment(Plain)
+    warned = {check.id: check.message for check in report.checks if check.status is Status.WARN}
+    assert set(warned) == {"tools", "tasks", "reset", "reward", "resume"}
+    assert "none held out" in warned["tasks"]
+    assert "no reward_range" in warned["reward"]
+
+
+def test_other_forms_than_a_class_are_checked_too() -> None:
+    assert check_environment(from_trl(Counter, dataset=Counter.tasks)).ok
+    assert check_environment("environments.calculator:Calculator").ok
+
+
+def test_the_oracle_may_stand_beside_the_class(tmp_path: Path) -> None:
+    imported = "from tests.core.test_env_validate import Counter as Base, oracle_of_counter as oracle"
+    source = f"{imported}\nclass World(Base):\n    pass\n"
+    (tmp_path / "world.py").write_text(source)
+    report = check_environment(f"{tmp_path}/world.py:World")
+    assert any(check.data.get("oracle") == 1.0 for check in report.checks)
+
+
+# --- the commands ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_is_wrong_and_its_status_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ref = "tests.core.test_env_validate:Counter"
+    assert main(["env", "validate", ref, "--model", str(write_tokenizer(tmp_path))]) == 0
+    shown = capsys.readouterr().out
+    assert f"{ref}: sound" in shown
+    assert "tokens in the middle" in shown
+    assert main(["env", "validate", "tests.core.test_env_validate:NotANumber", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [check["id"] for check in report["checks"] if check["status"] == "fail"] == ["reward"]
+    assert main(["env", "validate", ref, "--config", "{"]) == 1
+    assert "--config is no JSON" in capsys.readouterr().err
+
+
+def test_a_person_can_be_the_policy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ':tools\nadd amount=9\nadd amount=3\n{"name": "sub"}\n{"name"\ndone\n'
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    assert main(["env", "play", "tests.core.test_env_validate:Counter", "--task", "0"]) == 0
+    shown = capsys.readouterr().out
+    said = [
+        *("[user] Reach exactly 3.", "add(amount: integer)", "error: ValueError: amount must be 1..5", "[tool] 3"),
+        *("unknown tool 'sub'", "error: invalid_json", "ended: completed", "reward 1"),
+    ]
+    positions = [shown.index(text) for text in said]
+    assert positions == sorted(positions)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["env", "play", "tests.core.test_env_validate:Broken"]) == 1
+    assert "failed in reset: error: KeyError: 'the database'" in capsys.readouterr().err
