@@ -102,6 +102,7 @@ def write_manifest(directory: Path, num_ranks: int, content: Mapping[str, Any]) 
     manifest = {"format": FORMAT, "num_ranks": num_ranks, "files": files, "content": dict(content)}
     _write_whole(directory / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     _sync(directory)
+    _sync(directory.resolve().parent)
 
 
 def _write_whole(path: Path, text: str) -> None:
