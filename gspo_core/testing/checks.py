@@ -32,8 +32,8 @@ from gspo_core.testing.report import Check, Status
 from gspo_core.types import Split, StopReason
 
 PASS, WARN, FAIL, SKIP = Status.PASS, Status.WARN, Status.FAIL, Status.SKIP
-Oracle = Callable[[Mapping[str, Any]], Sequence[Action]]
-"""The best that can be done in a task: words, or (tool, arguments), in order."""
+Oracle = Callable[..., Sequence[Action]]
+"""``oracle(**task)``: the turns of somebody who knows the answer, words or (tool, arguments), in order."""
 
 # A leak shows in the first episodes or not at all; each of them costs an author's time.
 NUM_TASKS, NUM_TURNS, NUM_TOGETHER = 3, 5, 4
@@ -213,7 +213,7 @@ async def _reward(subject: Subject, played: Sequence[_Played]) -> Check:
     data: dict[str, Any] = {"random": rewards, "nothing": floor}
     best = None
     if subject.oracle is not None:
-        best = (await rehearse(environment, task, list(subject.oracle(task)), subject.timeouts)).reward
+        best = (await rehearse(environment, task, list(subject.oracle(**task)), subject.timeouts)).reward
         data["oracle"] = best
     low, high = environment.reward_range or (-math.inf, math.inf)
     outside = [value for value in (*rewards, floor, *([] if best is None else [best])) if not low <= value <= high]

@@ -59,7 +59,7 @@ def validate(
     timeout_s: float = 5.0,
 ) -> Report:
     """``timeout_s`` bounds each phase for which the author's ``limits`` state no deadline. ``oracle`` may also be a
-    function of that name beside the class."""
+    static method of the class."""
     name = environment if isinstance(environment, str) else getattr(environment, "__qualname__", str(environment))
     watched = _Watched(Report(str(name)), timeout_s, lambda: _as_environment(environment, dict(config or {})))
     watched.run(oracle, model)
@@ -95,7 +95,7 @@ class _Watched:
         self._now = "an async member blocks the event loop and"
         self._longest_s = max(timeouts.reset_timeout_s, timeouts.step_timeout_s, timeouts.score_timeout_s)
         self._beat = time.monotonic()
-        subject = Subject(environment, timeouts, oracle or _oracle_beside(environment), model)
+        subject = Subject(environment, timeouts, oracle or _oracle_of(environment), model)
         try:
             asyncio.run(self._examine(subject))
         except Exception as error:
@@ -134,10 +134,8 @@ def _timeouts(environment: Environment, timeout_s: float) -> Timeouts:
     return Timeouts(**{name: float(environment.limits.get(name, timeout_s)) for name in names})
 
 
-def _oracle_beside(environment: Environment) -> Oracle | None:
-    cls = getattr(environment, "cls", None)
-    module = None if cls is None else sys.modules.get(cls.__module__)
-    oracle = getattr(module, "oracle", None)
+def _oracle_of(environment: Environment) -> Oracle | None:
+    oracle = getattr(getattr(environment, "cls", None), "oracle", None)
     return oracle if callable(oracle) else None
 
 
