@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,6 +55,39 @@ class EngineProtocolError(EngineError):
 
 class EngineDirty(EngineError):
     """Nobody can say which weights the engine holds. Only a full, verified load clears this."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EngineProfile:
+    """What an engine can do, by the version of SGLang that it says it is."""
+
+    version: tuple[int, int, int]
+
+    @classmethod
+    def parse(cls, text: str) -> EngineProfile:
+        """``0.5.23``, ``0.5.12.post1``; raises EngineProtocolError."""
+        match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+        if match is None:
+            raise EngineProtocolError(f"an engine says its version like 0.5.23, not {text!r}")
+        major, minor, patch = map(int, match.groups())
+        return cls((major, minor, patch))
+
+    @property
+    def names_versions(self) -> bool:
+        """Whether answers say which weights sampled which token; without that nothing can be trained."""
+        return self.version >= (0, 5, 19)
+
+    @property
+    def has_ready(self) -> bool:
+        return self.version >= (0, 5, 20)
+
+    @property
+    def has_weight_sessions(self) -> bool:
+        """Whether tensors that are sent must stand between ``begin_weight_update`` and ``end_weight_update``."""
+        return self.version >= (0, 5, 21)
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.version))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +285,9 @@ class EngineClient:
     async def server_info(self) -> dict[str, Any]:
         """Holds the engine's keys on a real SGLang: never log or forward it."""
         return await self._json("/server_info")
+
+    async def profile(self) -> EngineProfile:
+        return EngineProfile.parse(str((await self.server_info()).get("version")))
 
     async def loads(self) -> dict[str, Any]:
         return await self._json("/v1/loads")

@@ -221,12 +221,16 @@ class Engines:
         client = self._connect(url)
         try:
             async with asyncio.timeout(_ANSWER_S):
-                info = await client.model_info()
+                info, profile = await client.model_info(), await client.profile()
         except (EngineError, TimeoutError):
             return
         assert self._target is not None
-        problem = await self._staging.unfit(self._target, info)
-        if problem is not None:
+        problem: str | None
+        if not profile.names_versions:
+            problem = f"it is SGLang {profile}, and only 0.5.19 and later say which weights sampled a token"
+        else:
+            problem = await self._staging.unfit(self._target, info)
+        if problem:
             if self._unfit.get(url) != problem:
                 get_logger().warning("engine does not fit", engine=url, reason=problem)
             self._unfit[url] = problem

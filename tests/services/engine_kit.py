@@ -27,7 +27,7 @@ from services.engine_client import EngineClient, Generation
 NUM_VERSIONS = 3
 VOCAB_SIZE = 300
 CONTEXT_LENGTH = 512
-_DEADLINE_S = 60.0
+_DEADLINE_S = 110.0
 
 
 def make_model(directory: Path, *, seed: int, hidden_size: int = 64) -> Path:

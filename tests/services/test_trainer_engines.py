@@ -227,6 +227,18 @@ async def test_an_engine_of_another_shape_is_never_told_to_load(place: Place, cl
     assert engine.label == "default"
 
 
+@pytest.mark.parametrize(("profile", "is_taken"), [("0.5.18", False), ("0.5.19", True), ("0.5.21", True)])
+async def test_only_engines_that_say_which_weights_sampled_a_token_are_taken(
+    place: Place, claim: Claim, profile: str, is_taken: bool
+) -> None:
+    place.add_engine("e", profile=profile)
+    job = place.engines_of(claim, "http://e")
+    await job.publish(0)
+    await until(lambda: bool(job.engines.unfit() or job.engines.ready()))
+    assert bool(job.engines.ready()) == is_taken
+    assert is_taken or "SGLang 0.5.18" in job.engines.unfit()["http://e"]
+
+
 async def test_engines_join_late_leave_and_come_back(place: Place, claim: Claim) -> None:
     place.add_engine("first")
     job = place.engines_of(claim, "http://first")

@@ -15,6 +15,7 @@ import pytest
 from services.engine_client import (
     EngineClient,
     EngineDirty,
+    EngineProfile,
     EngineProtocolError,
     EngineRejected,
     EngineUnavailable,
@@ -203,6 +204,16 @@ async def test_what_a_failed_weight_load_leaves_behind(
     async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as http:
         with pytest.raises(error):
             await EngineClient(URL, http).load_weights(Path("v1"), "j/0/1")
+
+
+def test_a_profile_is_read_from_the_version_that_an_engine_names() -> None:
+    known = {text: EngineProfile.parse(text) for text in ("0.5.18", "0.5.19.post1", "0.5.20", "0.5.23", "0.6.0")}
+    assert [one.names_versions for one in known.values()] == [False, True, True, True, True]
+    assert [one.has_ready for one in known.values()] == [False, False, True, True, True]
+    assert [one.has_weight_sessions for one in known.values()] == [False, False, False, True, True]
+    assert str(known["0.5.19.post1"]) == "0.5.19"
+    with pytest.raises(EngineProtocolError, match=r"like 0\.5\.23"):
+        EngineProfile.parse("None")
 
 
 async def test_keys_go_where_they_belong() -> None:
