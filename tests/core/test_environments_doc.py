@@ -1,0 +1,83 @@
+"""The page for authors: its files are written, its commands are run, and what it prints is what they print."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from gspo_core.chat import load_codec
+from gspo_core.cli import main
+from gspo_core.env import load_environment
+from gspo_core.job_spec import ChatSpec
+from gspo_core.spec_file import load_job_spec
+from gspo_core.types import StopReason
+from tests.core.env_kit import call, play
+
+PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of the page, in the current directory."""
+    for language, text in BLOCKS:
+        named = re.match(r'(?:"""|# )([\w.]+)', text)
+        if language in ("python", "yaml") and named:
+            (tmp_path / named[1]).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def console(command: str) -> str:
+    """What the page shows below a command."""
+    (shown,) = (text for language, text in BLOCKS if language == "console" and text.startswith(f"$ {command}\n"))
+    return str(shown.partition("\n")[2])
+
+
+def test_the_first_environment_prints_what_the_page_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "validate", "shop.py:Shop"]) == 0
+    shown = capsys.readouterr().out
+    promised = console("gspo env validate shop.py:Shop")
+    assert promised.count("\n") == 10
+    assert shown.startswith(promised)
+
+
+def test_the_refused_one_is_refused_for_the_reason_given(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "validate", "leaking.py:Leaking"]) == 1
+    assert console("gspo env validate leaking.py:Leaking").strip() in capsys.readouterr().out
+
+
+def test_it_can_be_played_as_the_page_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("pack item=tea\nHere you are.\n"))
+    assert main(["env", "play", "shop.py:Shop"]) == 0
+    assert "reward 1" in capsys.readouterr().out
+
+
+def test_the_line_for_tests_works(folder: Path) -> None:
+    (source,) = (text for language, text in BLOCKS if "check_environment" in text and language == "python")
+    exec(compile(source, "page", "exec"), {})
+
+
+async def test_functions_and_classes_for_trl_work(folder: Path) -> None:
+    prices = load_environment("prices.py:Prices")
+    assert (await play(prices, call("price", item="tea"), "It is 3.")).reward == 1.0
+    world = load_environment("mine.py:world")
+    played = await play(world, call("increment", step=1), "done")
+    assert (played.first[0]["content"], played.reward) == ("Count to 2.", 0.5)
+
+
+def test_the_job_is_a_job(folder: Path) -> None:
+    assert load_job_spec(folder / "shop.yaml").environments[0].ref == "shop.py:Shop"
+
+
+def test_the_tables_name_everything_there_is() -> None:
+    assert {f"`chat.{name}`" for name in ChatSpec.model_fields} == set(re.findall(r"`chat\.\w+`", PAGE))
+    ends = set(re.findall(r"`(\w+)`", PAGE.partition("## How an episode ends")[2].partition("## What")[0]))
+    assert {str(reason) for reason in StopReason} - {"cancelled", "stale"} <= ends
+    assert load_codec.__kwdefaults__.keys() == ChatSpec.model_fields.keys()
