@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow test-oracles sglang-cpu debian-redis demo up fmt bench clean
+.PHONY: help setup check test test-slow test-third-party test-oracles sglang-cpu debian-redis demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,10 +36,10 @@ check: $(STAMP)  ## lint, types, import order
 	$(BIN)/lint-imports --no-cache
 
 test: check  ## checks and the normal test suite
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not third_party"
 
 test-slow: $(STAMP)  ## the learning curves, negative controls and provenance (minutes)
-	$(BIN)/pytest -m slow --timeout 1800
+	$(BIN)/pytest -m "slow and not third_party" --timeout 1800
 
 # Other people's packages, apart from ours: chat templates as TRL ships them, and a second implementation of the codecs.
 ORACLES := .make/oracles
@@ -61,6 +61,9 @@ $(SGLANG_VENV)/ready: services/local/sglang_cpu/setup.sh services/local/sglang_c
 
 sglang-cpu: $(STAMP) $(SGLANG_VENV)/ready  ## a real SGLang on the CPU (own environment, 3 GB), and the engine cases against it
 	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engine/test_engine_conformance.py -k sglang
+
+test-third-party: $(STAMP)  ## environments of others, each in a virtual environment of its own (installs them)
+	$(BIN)/pytest -m third_party --timeout 1200
 
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool
 	$(BIN)/python -m services.local.demo $(DEMO_FLAGS)

@@ -1,0 +1,79 @@
+"""A data set of reasoning-gym: a question, an answer between ``<answer>`` tags, and the data set's own score.
+
+Scores are not binary: many data sets give partial credit. A scorer that raises on what the policy wrote gives 0 and is
+counted; the policy caused it.
+"""
+
+# /// script
+# dependencies = ["reasoning-gym==0.1.25"]
+# ///
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGym:
+    """Think step by step. Give the final answer between <answer> and </answer>."""
+
+    reward_range = (0.0, 1.0)
+    replayable = True
+    limits = {"max_turns": 1}  # noqa: RUF012 - never changed
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_tasks: int = 1000,
+        num_eval_tasks: int = 100,
+        seed: int = 0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``options`` go to ``reasoning_gym.create_dataset``. An item depends on its seed and number alone."""
+        given = json.dumps(dict(options or {}), sort_keys=True)
+        self.num_tasks, self.num_eval_tasks = num_tasks, num_eval_tasks
+        self._train = _dataset(name, seed, num_tasks, given)
+        self._eval = _dataset(name, seed + 1, num_eval_tasks, given)
+
+    def tasks(self, index: int) -> dict[str, Any]:
+        return {"held_out": False, "number": index}
+
+    def eval_tasks(self, index: int) -> dict[str, Any]:
+        return {"held_out": True, "number": index}
+
+    def reset(self, held_out: bool, number: int) -> str:
+        self._dataset = self._eval if held_out else self._train
+        self._item = self._dataset[number]
+        self._said: str | None = None
+        return str(self._item["question"])
+
+    def on_message(self, text: str) -> None:
+        """The answer: of several the last one counts."""
+        found = _ANSWER.findall(text)
+        self._said = found[-1].strip() if found else None
+
+    def get_reward(self, ctx: Any) -> float:
+        if self._said is None:
+            return 0.0
+        try:
+            return float(self._dataset.score_answer(self._said, self._item))
+        except Exception:  # what the policy wrote is more than the scorer can read
+            ctx.metric("answer_unreadable", 1.0)
+            return 0.0
+
+    def _oracle_answer(self) -> str:
+        return f"<answer>{self._item['answer']}</answer>"
+
+
+@cache
+def _dataset(name: str, seed: int, size: int, options: str) -> Any:
+    """Made once in a process: some take a second."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(options))
