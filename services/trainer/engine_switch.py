@@ -39,7 +39,7 @@ class EngineState(StrEnum):
 class Deadlines:
     """Seconds. Generous: an engine that misses one is given up for the moment, with all that it holds."""
 
-    answer_s: float = 10.0
+    answer_s: float = 30.0
     pause_s: float = 30.0
     load_s: float = 600.0
 
@@ -115,14 +115,19 @@ async def switch(engine: BoundEngine, path: Path, label: str, sync: WeightSync, 
 
 async def still_holds(engine: BoundEngine, deadlines: Deadlines) -> bool:
     """Asks a READY engine whether it is still what it was: one that was restarted holds its first weights again."""
+    label = engine.label
     try:
         held = (await _within(deadlines.answer_s, engine.client.model_info(), "model_info")).get("weight_version")
-    except EngineError as error:
+    except EngineUnavailable as error:
         engine.distrust(EngineState.GONE, str(error))
         return False
-    if held != engine.label:
-        engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {engine.label!r}: it was started again")
-    return held == engine.label
+    except EngineError:
+        return True  # slow is not gone
+    if engine.state is not EngineState.READY or engine.label != label:
+        return True  # on its way to other weights meanwhile, which verifies it
+    if held != label:
+        engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {label!r}: it was started again")
+    return held == label
 
 
 async def _mode(engine: BoundEngine, label: str, sync: WeightSync, deadlines: Deadlines) -> PauseMode:
