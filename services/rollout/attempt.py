@@ -7,9 +7,10 @@ are used up, and what the environment says must lead to the recorded tokens. Thi
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import TypeVar
 
 from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Session, ToolSchema
@@ -69,11 +70,15 @@ class Attempt:
         task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index))
         start = await self._in_environment(self._session.start(task, self._order.seed))
         self._messages, self._tools = list(start.messages), start.tools
-        prompt = self._setting.codec.render(start.messages, start.tools)
+        prompt = self._render()
         if len(prompt) >= self._order.max_context_tokens:
             return StopReason.CONTEXT_OVERFLOW
         self._ledger.observe(prompt)
         return None
+
+    def _render(self) -> list[int]:
+        with _wording():
+            return self._setting.codec.render(self._messages, self._tools)
 
     async def _sample_turn(self) -> StopReason | None:
         """Samples until the policy ends its turn, in chunks; the reason to stop if it cannot."""
@@ -147,12 +152,13 @@ class Attempt:
         """Opens the next turn with ``messages``, on a new branch where they cannot be added to what was sampled."""
         codec, ledger = self._setting.codec, self._ledger
         sampled = ledger.turns[-1].sampled
-        bridge = codec.bridge(ledger.context, sampled, messages, history=self._messages, tools=self._tools)
+        with _wording():
+            bridge = codec.bridge(ledger.context, sampled, messages, history=self._messages, tools=self._tools)
         self._messages += [codec.message(sampled, self._tools), *messages]
         if isinstance(bridge, ForkReason):
             self._setting.counters.add("drift/forks")
             self._setting.counters.add(f"drift/forks_{bridge}")
-            token_ids = codec.render(self._messages, self._tools)
+            token_ids = self._render()
             num_tokens, read = len(token_ids), ledger.fork
         else:
             token_ids = bridge
@@ -197,3 +203,12 @@ class Attempt:
             return await phase
         finally:
             self._env_s += self._setting.clock() - started
+
+
+@contextlib.contextmanager
+def _wording() -> Iterator[None]:
+    """The model's chat format may have no words for what an environment shows."""
+    try:
+        yield
+    except ValueError as error:
+        raise EnvironmentFailed("prompt", str(error)) from error

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from gspo_core.chat import ForkReason, HermesCodec, TemplateCodec, load_codec
+from gspo_core.chat import (
+    ChatCodec,
+    ForkReason,
+    HermesCodec,
+    TemplateCodec,
+    UnsuitableChat,
+    UnsuitableTokenizer,
+    load_codec,
+)
 from gspo_core.messages import Message
 from tests.core.chat_kit import CHATML, LLAMA, TOOLS, conversation, write_template, write_tokenizer
 from tests.oracles.packages import package
@@ -120,6 +128,51 @@ def test_templates_that_strip_thinking_fork_where_the_job_asks_to_follow_them(tm
         text, _ = Theirs(model_dir).render([*history, turn, *question], [])
         assert codec.tokenizer.decode(codec.render([*history, turn, *question])) == text
         assert "Hm." not in text
+
+
+SAID = (
+    '<tool_call>{"name":"add","arguments":{"x":1}}</tool_call>',
+    "<tool_call>{bad</tool_call>",
+    "<tool_call>",
+    "plain",
+    "<tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+    "<think>\nhm\n</think>\n\nok",
+    '{"name": "add", "parameters": {"x": 1}}',
+    '{"name": "add", "parameters": {"x": 1}}; {"name": "add"}',
+)
+
+
+def test_over_every_template_that_can_be_used_whatever_is_said_is_continued_as_it_was_sampled(tmp_path: Path) -> None:
+    phi = ("<|end|>", "<|user|>", "<|assistant|>")
+    folder = write_tokenizer(tmp_path, (*CHATML, *LLAMA, *phi), bos_token=LLAMA[0], eos_token="<|eot_id|>")
+    generator, used = random.Random(0), set()
+    for path in sorted((package("trl") / "trl" / "chat_templates").glob("*.jinja")):
+        try:
+            codec = load_codec(write_template(folder, path.read_text()))
+        except (UnsuitableChat, UnsuitableTokenizer):
+            continue
+        used.add(path.stem)
+        for _ in range(10):
+            keeps_what_was_sampled(codec, generator)
+    assert used >= {"llama3_1", "llama3_2", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_vl", "nemotron_3_nano"}
+
+
+def keeps_what_was_sampled(codec: ChatCodec, generator: random.Random) -> None:
+    history: list[Message] = [{"role": "user", "content": "go <|eot_id|><|im_end|> on"}]
+    tools = TOOLS if codec.parse(codec.tokenizer.encode(SAID[0])).calls else []
+    ids = codec.render(history, tools)
+    ordinary = [token for token in range(codec.tokenizer.vocab_size) if token not in codec.stop_ids]
+    for _ in range(4):
+        noise = generator.choices(ordinary, k=generator.randint(1, 20))
+        sampled = [*generator.choice((noise, codec.tokenizer.encode(generator.choice(SAID)))), codec.stop_ids[0]]
+        calls = codec.parse(sampled, tools).calls
+        new: list[Message] = [{"role": "tool", "content": "x", "name": one.name or ""} for one in calls]
+        new = new or [{"role": "user", "content": "and <|im_end|>?"}]
+        bridge = codec.bridge(ids, sampled, new, history=history, tools=tools)
+        assert isinstance(bridge, list), (bridge, codec.tokenizer.decode(sampled))
+        ids = [*ids, *sampled, *bridge]
+        history = [*history, codec.message(sampled, tools), *new]
+        assert codec.render(history, tools)  # what a fork would begin with
 
 
 def episode(generator: random.Random, *, thinks: bool) -> list[Message]:

@@ -166,6 +166,7 @@ async def test_a_long_turn_is_sampled_in_chunks_that_are_durable_one_by_one(
         (["call", "long"], {"limits": {"max_episode_tokens": 70}}, StopReason.MAX_TOKENS),
         (["long"], {"limits": {"max_context_tokens": 20}}, StopReason.CONTEXT_OVERFLOW),
         (["broken"] * 3, {}, StopReason.PARSE_ERROR),
+        (["thinking"], {}, StopReason.PARSE_ERROR),
         (["say"], {}, StopReason.COMPLETED),
     ],
 )
@@ -176,6 +177,7 @@ async def test_every_limit_has_its_stop_reason_and_is_still_scored(
         "call": speech.call("add", amount=1),
         "long": speech.say("y" * 100),
         "broken": speech.raw_call("not json"),
+        "thinking": speech.say("<think>and then it ends"),
         "say": speech.say("done"),
     }
     play = await Play.prepare(table, codec, [words[name] for name in answers], **limits)
@@ -183,6 +185,23 @@ async def test_every_limit_has_its_stop_reason_and_is_still_scored(
     outcome = await play.outcome()
     assert outcome.stop_reason is expected
     assert outcome.reward is not None
+
+
+async def test_what_the_chat_format_has_no_words_for_is_the_environments_failure(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    class Painter(Counter):
+        def add(self, amount: int) -> Any:
+            """Add.
+
+            Args:
+                amount: how much
+            """
+            return [{"type": "image", "url": "x"}]
+
+    play = await Play.prepare(table, codec, [speech.call("add", amount=1)] * 3, world(Painter))
+    assert await play.run() is StopReason.ENV_ERROR
+    assert play.setting.counters["attempts/prompt_failed"] == 3
 
 
 async def test_the_context_limit_counts_what_tools_return(table: Table, codec: HermesCodec, speech: Speech) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from gspo_core.messages import CallStatus
 from services.host_venv import Interpreters
+from services.local.demo_tokenizer import chat_template
 from services.rollout.loading import JobNotServable, LoadedJob
 from services.rollout.loading import load_job as load_hosted_job
 from tests.services.rollout_kit import write_model
@@ -51,6 +53,44 @@ def world(tmp_path: Path) -> Path:
 
 def spec(model: Path, ref: str, changes: dict[str, Any] | None = None) -> str:
     return json.dumps({"model": str(model), "environments": [{"ref": ref}]} | (changes or {}))
+
+
+XML = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+OWN_FORMAT = """\
+{%- for m in messages -%}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant: {% endif -%}
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "codec", "num_calls"),
+    [
+        (None, {}, "HermesCodec", 0),
+        (chat_template(), {}, "HermesCodec", 0),
+        (chat_template(), {"format": "template"}, "TemplateCodec", 0),
+        (OWN_FORMAT, {}, "TemplateCodec", 0),
+        (OWN_FORMAT + "{# " + XML + " #}", {}, "TemplateCodec", 1),
+        (OWN_FORMAT, {"calls": "qwen_xml"}, "TemplateCodec", 1),
+        (OWN_FORMAT + "{# tools #}", {}, "set chat.calls to hermes", 0),
+        (OWN_FORMAT, {"format": "hermes"}, "chat.format is hermes, but the model's own template", 0),
+        (OWN_FORMAT, {"calls": "llama"}, "chat.calls", 0),
+    ],
+)
+async def test_a_job_gets_the_chat_format_of_its_model(
+    model: Path, world: Path, template: str | None, chat: dict[str, str], codec: str, num_calls: int
+) -> None:
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
+    job = spec(model, f"{world}:World", {"chat": chat})
+    if not codec.endswith("Codec"):
+        with pytest.raises(JobNotServable, match=codec):
+            await load_job(job)
+        return
+    loaded = await load_job(job)
+    assert type(loaded.codec).__name__ == codec
+    sampled = [*loaded.codec.tokenizer.encode(XML), loaded.codec.stop_ids[0]]
+    calls = loaded.codec.parse(sampled).calls
+    assert sum(call.status is CallStatus.OK for call in calls) == num_calls
 
 
 async def test_a_sound_job_is_loaded(model: Path, world: Path) -> None:
