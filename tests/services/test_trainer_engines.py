@@ -200,9 +200,10 @@ async def test_a_refused_load_leaves_the_old_version_serving(place: Place, claim
     staged = await job.engines._staging.stage(lost)
     staged.rename(staged.with_name("elsewhere"))  # gone between staging and loading
     await job.engines.publish(lost)
-    await asyncio.sleep(0.2)  # several attempts
-    assert (engine.label, engine.paused) == (old.label, None)
-    assert [one.label for one in job.engines.ready()] == [old.label]
+    refused = job.engines._bound["http://e"]
+    await until(lambda: "Failed to get weights iterator" in refused.reason)
+    await until(lambda: engine.paused is None and [one.label for one in job.engines.ready()] == [old.label])
+    assert (engine.label, engine.weights) == (old.label, str(job.weights.path(0)))
 
 
 async def test_no_engine_is_paused_for_a_damaged_version(place: Place, claim: Claim) -> None:
