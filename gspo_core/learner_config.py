@@ -56,7 +56,8 @@ class LoraConfig(Documented):
     alpha: PositiveFloat = 32.0
     """The additions are scaled by alpha / rank."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the layers that get an addition; `all-linear` is every linear layer except the head."""
+    """Names of the layers that get an addition; `all-linear` is every linear layer except the head. The experts and the
+    router of a mixture are no linear layers and stay as they are."""
 
 
 class LearnerOptions(Documented):

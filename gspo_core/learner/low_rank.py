@@ -20,6 +20,10 @@ class MissingPackage(ImportError):
     """An optional package that the configuration asks for is not installed."""
 
 
+class UnsupportedTarget(ValueError):
+    """A layer that shall get an addition is not linear."""
+
+
 def add_low_rank(model: Any, config: LoraConfig) -> None:
     """Put additions into the model, at first without effect, and freeze everything else."""
     try:
@@ -31,13 +35,25 @@ def add_low_rank(model: Any, config: LoraConfig) -> None:
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=0.0,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=_linear_layers(model) if targets == "all-linear" else list(targets),
         task_type="CAUSAL_LM",
     )
     model.requires_grad_(False)
     peft.inject_adapter_in_model(peft_config, model, adapter_name=ADAPTER)
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and not isinstance(module.base_layer, nn.Linear):
+            raise UnsupportedTarget(
+                f"lora.target_modules: {name} is a {type(module.base_layer).__name__}, not a linear layer (the experts "
+                "of a mixture are none); name linear layers, or all-linear"
+            )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """All but the head. peft's own choice of this name would take the experts and routers of a mixture too."""
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
 
 
 def low_rank_additions(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from gspo_core.batch import TrainSequence
 from gspo_core.learner import Learner
+from gspo_core.learner.low_rank import UnsupportedTarget
 from gspo_core.learner.model_directory import UnsupportedModel
 from gspo_core.learner.routing import UnsupportedRouter
 from gspo_core.learner.state import InvalidState
@@ -120,8 +121,11 @@ LORA = LoraConfig(rank=4, alpha=8)
 UNGATED = ObjectiveConfig(minibatches=1, k3_gate=None, outlier_gate=None, off_policy_gate=None)
 
 
-def test_low_rank_additions_train_alone_and_are_published_summed(directories: dict[str, Path], tmp_path: Path) -> None:
-    source = directories["qwen3 with tied embeddings"]
+@pytest.mark.parametrize("family", ["qwen3 with tied embeddings", "qwen3 mixture", "qwen2 with biases"])
+def test_low_rank_additions_train_alone_and_are_published_summed(
+    directories: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    source = directories[family]
     plain = make_learner(source)
     learner = make_learner(source, UNGATED, lora=LORA, optimizer=OptimizerConfig(lr=1e-2))
     sequences = make_sequences(6)
@@ -136,6 +140,12 @@ def test_low_rank_additions_train_alone_and_are_published_summed(directories: di
     for sequence, logprobs in zip(sequences, learner.logprobs(sequences), strict=True):
         np.testing.assert_allclose(logprobs[1:], by_transformers(tmp_path / "out", sequence), atol=2e-5)
     assert np.abs(learner.logprobs(sequences)[0] - plain.logprobs(sequences)[0]).max() > 1e-3
+
+
+def test_low_rank_additions_to_experts_are_refused(directories: dict[str, Path]) -> None:
+    """They are one tensor for all experts, which the published weights could not be made of."""
+    with pytest.raises(UnsupportedTarget, match="not a linear layer"):
+        make_learner(directories["qwen3 mixture"], lora=LoraConfig(target_modules=("q_proj", "down_proj")))
 
 
 def test_low_rank_state_resumes_exactly_and_holds_no_frozen_weights(
