@@ -142,6 +142,8 @@ class Attempt:
         if not parsed.complete:
             return StopReason.PARSE_ERROR
         self._num_calls += len(parsed.calls)
+        for call in parsed.calls:
+            self._setting.counters.add(f"calls/{call.status}")
         self._num_parse_errors += parsed.has_parse_error
         self._consecutive_parse_errors = self._consecutive_parse_errors + 1 if parsed.has_parse_error else 0
         if self._consecutive_parse_errors > self._order.limits.on_parse_error.feedback:

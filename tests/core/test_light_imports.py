@@ -9,7 +9,7 @@ import pytest
 
 # What a process of a plugin author, or a command on a laptop, must not pay for.
 HEAVY = (
-    *("torch", "numpy", "transformers", "tokenizers", "safetensors"),
+    *("torch", "numpy", "transformers", "tokenizers", "jinja2", "safetensors"),
     *("redis", "fastapi", "starlette", "uvicorn", "structlog", "pydantic_settings"),
     *("httpx", "rich", "yaml", "asyncio"),
 )
@@ -59,6 +59,12 @@ def test_every_name_of_a_specification_is_there():
     assert all(getattr(gspo_core.spec, name).__name__ == name for name in gspo_core.spec.__all__)
     with pytest.raises(AttributeError, match="Jobspec"):
         _ = gspo_core.spec.Jobspec
+
+
+@pytest.mark.parametrize("module", ["env", "chat", "testing", "cli.env"])
+def test_authors_do_not_wait_for_templates_tokenizers_and_models(module: str):
+    loaded = set(heavy_modules_of(f"import gspo_core.{module}"))
+    assert not loaded & {"jinja2", "tokenizers", "numpy", "torch", "httpx"}
 
 
 def test_a_client_loads_its_http_library_when_it_is_made():

@@ -238,6 +238,7 @@ async def test_an_unreadable_call_is_answered_and_readable_ones_start_the_count_
     assert await play.run() is StopReason.COMPLETED
     assert (await play.outcome()).reward == 1.0
     assert (await play.outcome()).metrics["parse_errors"] == 4
+    assert play.setting.counters["calls/invalid_json"] == 4
 
 
 async def test_the_clock_of_an_episode_stands_still_while_no_engine_can_answer(
