@@ -1,0 +1,119 @@
+// Talking to the API: one error type, the key of who looks, and event streams that go on where they were cut.
+
+let key = null;
+try { key = sessionStorage.getItem("gspo-key"); } catch { /* no storage: the key lives as long as the page */ }
+
+export class ApiError extends Error {
+  constructor(status, code, message) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export function useKey(value) {
+  key = value;
+  try { sessionStorage.setItem("gspo-key", value); } catch { /* see above */ }
+}
+
+const headers = (extra = {}) => (key ? { ...extra, Authorization: `Bearer ${key}` } : extra);
+
+async function send(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "unreachable", "The service does not answer. Is it running?");
+  }
+}
+
+async function refuse(answer) {
+  let body = null;
+  try { body = (await answer.json()).error; } catch { /* not ours: a proxy perhaps */ }
+  throw new ApiError(answer.status, body?.code ?? "unknown", body?.message ?? `status ${answer.status}`);
+}
+
+export async function get(path, signal) {
+  const answer = await send(path, { headers: headers({ Accept: "application/json" }), signal });
+  return answer.ok ? answer.json() : refuse(answer);
+}
+
+export async function post(path) {
+  const answer = await send(path, { method: "POST", headers: headers() });
+  return answer.ok ? answer.json() : refuse(answer);
+}
+
+/** Whole list, page by page, at most `most` items. */
+export async function list(path, signal, most = 1000) {
+  const items = [];
+  let after = "";
+  while (items.length < most) {
+    const page = await get(path + (path.includes("?") ? "&" : "?") + `limit=100${after}`, signal);
+    items.push(...page.data);
+    if (!page.has_more) break;
+    after = `&after=${encodeURIComponent(page.last_id)}`;
+  }
+  return items;
+}
+
+/**
+ * The events of a job from `after` on (null: from now on, the newest state first), until it is over or `signal` aborts. A connection that breaks is opened again
+ * after the last event that came through. `state` is told "live", "waiting" or "over".
+ */
+export async function follow(job, after, signal, take, state) {
+  for (let failures = 0; !signal.aborted; failures += 1) {
+    try {
+      const asked = { Accept: "text/event-stream", ...(after !== null && { "Last-Event-ID": after }) };
+      const answer = await send(`/v1/jobs/${job}/events`, { headers: headers(asked), signal });
+      if (!answer.ok) await refuse(answer);
+      state("live");
+      for await (const event of frames(answer.body)) {
+        failures = 0;
+        if (event.type === "end") return state("over");
+        after = event.id || after;
+        take(event);
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error instanceof ApiError && [401, 403, 404].includes(error.status)) throw error;
+    }
+    state("waiting");
+    await pause(Math.min(8000, 250 * 2 ** failures), signal);
+  }
+}
+
+async function* frames(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  while (true) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    rest += value;
+    const blocks = rest.split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const event = { id: "", type: "message", data: null };
+      for (const line of block.split("\n")) {
+        const [, name, text] = line.match(/^(\w+): ?(.*)$/) ?? [];
+        if (name === "id") event.id = text;
+        else if (name === "event") event.type = text;
+        else if (name === "data") event.data = JSON.parse(text);
+      }
+      if (event.data !== null) yield event;
+    }
+  }
+}
+
+export const pause = (ms, signal) =>
+  new Promise((resolve) => {
+    const timer = setTimeout(resolve, ms);
+    signal?.addEventListener("abort", () => { clearTimeout(timer); resolve(); }, { once: true });
+  });
+
+/** Call `work` now and every `ms` until `signal` aborts. Hidden pages rest. */
+export async function every(ms, signal, work) {
+  while (!signal.aborted) {
+    if (!document.hidden) await work();
+    await pause(ms, signal);
+  }
+}

@@ -1,0 +1,99 @@
+// One episode as a timeline of turns; while it runs it grows.
+
+import { every, get } from "../api.js";
+import { h, show } from "../dom.js";
+import { duration, fixed, isFailure, number, words } from "../format.js";
+import { card, facts, pill, tile } from "../pieces.js";
+import { legend, message, said, tokens } from "../transcript.js";
+
+let tint = "version";
+
+export async function episodePage({ root, signal, parameters: [job, group, member_], title, bind, fail }) {
+  const member = Number(member_);
+  title(`Episode ${group}/${member}`);
+  let episode = null;
+  const go = (to) => { if (episode && to >= 0 && to < episode.group_size) location.hash = `#/episodes/${job}/${group}/${to}`; };
+  bind({ ArrowLeft: () => go(member - 1), ArrowRight: () => go(member + 1), u: () => { location.hash = `#/groups/${job}/${group}`; } });
+  const redraw = () => episode && draw(root, episode, { go, redraw });
+  window.addEventListener("gspo-theme", redraw);
+  signal.addEventListener("abort", () => window.removeEventListener("gspo-theme", redraw));
+  await every(1000, signal, async () => {
+    if (episode?.status === "trained") return;
+    const found = await get(`/v1/episodes/${job}/${group}/${member}?include=tokens`, signal);
+    const grew = !episode || found.status !== episode.status || found.num_segments !== episode.num_segments;
+    episode = found;
+    if (grew && !signal.aborted) redraw();
+  }).catch(fail);
+}
+
+function draw(root, episode, { go, redraw }) {
+  const folded = new Set([...root.querySelectorAll("details[open]")].map((one) => one.textContent));
+  const isLive = ["queued", "running"].includes(episode.status);
+  show(root, heading(episode, go), episode.note && h("p", { class: "notice warn" }, episode.note), summary(episode),
+    card("Turns", "what was said, and every token that the policy sampled", controls(episode, redraw), h("div", { class: "timeline", "aria-live": isLive ? "polite" : "off" },
+      episode.turns.map((turn, place) => turnView(episode, turn, isLive && place === episode.turns.length - 1)),
+      isLive && h("div", { class: "turn growing", "data-turn": "…" }, h("div", { class: "meta" }, episode.status === "queued" ? "waits for a rollout worker" : `played by ${episode.worker}; it grows here as it goes on`)),
+      !isLive && ending(episode))),
+    details(episode));
+  for (const one of root.querySelectorAll("details")) if (folded.has(one.textContent)) one.open = true;
+}
+
+function heading(episode, go) {
+  const step = (to, sign, label) => h("button", { onclick: () => go(to), disabled: to < 0 || to >= episode.group_size, "aria-label": label }, sign);
+  return h("div", { class: "head" },
+    h("div", {},
+      h("div", { class: "crumbs" }, h("a", { href: "#/jobs" }, "Jobs"), " / ", h("a", { href: `#/jobs/${episode.job_id}`, class: "mono" }, episode.job_id), " / ", h("a", { href: `#/groups/${episode.job_id}/${episode.group}` }, `group ${episode.group}`)),
+      h("div", { class: "row" }, h("h1", {}, `Episode ${episode.member}`), pill(episode.status),
+        episode.stop_reason && h("span", { class: `pill plain ${isFailure(episode.stop_reason) ? "bad" : ""}` }, words(episode.stop_reason)))),
+    h("div", { class: "row" }, step(episode.member - 1, "←", "previous episode"), step(episode.member + 1, "→", "next episode")));
+}
+
+function summary(episode) {
+  const parts = Object.entries(episode.reward_parts).map(([name, value]) => `${words(name)} ${number(value)}`).join(", ");
+  return h("div", { class: "tiles" },
+    tile("Reward", episode.reward === null ? "–" : number(episode.reward), parts || (episode.reward === null ? "not scored yet" : "")),
+    tile("Advantage", episode.advantage === null ? "–" : `${episode.advantage > 0 ? "+" : ""}${fixed(episode.advantage)}`, episode.advantage === 0 ? "all of its group are equal" : "against its group"),
+    tile("Turns", episode.turns.length, `${number(episode.num_actions ?? 0)} tokens sampled`),
+    tile("Versions", episode.versions.join(", ") || "–", episode.versions.length > 1 ? "new weights came on the way" : "one policy throughout"),
+    tile("Time", duration((episode.metrics.model_s ?? NaN) + (episode.metrics.env_s ?? 0)), episode.metrics.model_s === undefined ? "" : `model ${fixed(episode.metrics.model_s, 1)} s, world ${fixed(episode.metrics.env_s ?? 0, 1)} s`));
+}
+
+function controls(episode, redraw) {
+  const button = (name, label) => h("button", { "aria-pressed": String(tint === name), onclick: () => { tint = name; redraw(); } }, label);
+  return h("div", { class: "spread" }, h("div", { class: "row", role: "group", "aria-label": "Tint tokens by" }, h("span", { class: "small muted" }, "tint tokens by"), button("version", "version"), button("surprise", "surprise")),
+    tint === "version" ? legend(episode.versions) : h("span", { class: "small muted" }, "the redder, the less likely it was"));
+}
+
+function turnView(episode, turn, isLast) {
+  const broken = turn.calls.some((call) => call.status !== "ok") || turn.complete === false;
+  const meta = [
+    `${turn.num_actions} tokens`, turn.versions.length && `version ${turn.versions.join(", ")}`,
+    turn.logprob_mean !== null && `mean log-prob ${fixed(turn.logprob_mean, 3)}`, turn.cache_modes.includes("stale") && "stale cache",
+    turn.reward !== null && `turn reward ${number(turn.reward)}`, turn.branch > 0 && `branch ${turn.branch}`,
+  ].filter(Boolean);
+  return h("section", { class: `turn${broken ? " failed" : ""}${isLast ? " growing" : ""}`, "data-turn": turn.turn, "aria-label": `turn ${turn.turn}` },
+    h("div", { class: "meta" }, meta.map((text) => h("span", {}, text))), turn.messages.map(message),
+    turn.num_actions > 0 && withTokens(said(turn), tokens(episode, turn, tint)));
+}
+
+function withTokens(words_, block) {
+  if (!words_) return h("div", { class: "says policy" }, h("span", { class: "who" }, "policy"), block);
+  words_.append(block);
+  return words_;
+}
+
+function ending(episode) {
+  if (!episode.stop_reason) return null;
+  const bad = isFailure(episode.stop_reason);
+  return h("div", { class: `turn${bad ? " failed" : ""}`, "data-turn": bad ? "✕" : "✓" }, h("div", { class: "meta" }, `ended: ${words(episode.stop_reason)}${episode.reward === null ? ", no reward" : `, reward ${number(episode.reward)}`}`));
+}
+
+function details(episode) {
+  const engines = [...new Set(episode.turns.flatMap((turn) => turn.engines))];
+  return card("Record", null, facts([
+    ["id", h("span", { class: "mono" }, episode.id)], ["task", `${episode.split} task ${episode.task_index}`], ["attempt", String(episode.attempt)],
+    episode.step !== null && ["trained in", `step ${episode.step}, epoch ${episode.epoch}`], episode.worker && ["worker", episode.worker],
+    engines.length && ["sampled by", engines.join(", ")], ["tokens", `${episode.num_tokens ?? 0}, of which ${episode.num_actions ?? 0} sampled, in ${episode.num_segments} segments`],
+    ...Object.entries(episode.metrics).map(([name, value]) => [words(name), number(value)]),
+  ]));
+}

@@ -1,0 +1,82 @@
+// The pieces that pages are made of.
+
+import { h, svg } from "./dom.js";
+import { isLive, kindOf, number, words } from "./format.js";
+
+export const pill = (status) =>
+  h("span", { class: `pill ${kindOf(status)}${isLive(status) ? " live" : ""}`, "data-status": status }, words(status));
+
+export const tile = (label, value, note, id) =>
+  h("div", { class: "tile", "data-tile": id || label },
+    h("div", { class: "label" }, label), h("div", { class: "value" }, value), h("div", { class: "note" }, note || " "));
+
+export const card = (title, note, ...body) =>
+  h("section", { class: "card" }, h("header", {}, h("h2", {}, title), note && h("p", {}, note)), ...body);
+
+export const empty = (title, text, ...more) =>
+  h("section", { class: "card empty" }, h("h2", {}, title), h("p", {}, text), ...more);
+
+export const failure = (error, retry) =>
+  h("section", { class: "card empty", role: "alert" },
+    h("h2", {}, error.status === 404 ? "This is not here" : error.status ? "The service refused" : "No connection"),
+    h("p", {}, error.message),
+    h("p", { class: "small" }, advice(error)),
+    h("button", { onclick: retry }, "Try again"));
+
+function advice(error) {
+  if (error.status === 404) return "It may have been dropped, or its log is not kept any more. The list of jobs shows what is there.";
+  if (error.status === 503) return "Redis is away. The page goes on by itself when it is back.";
+  if (error.status) return `Code ${error.code}; the service's log says more.`;
+  return "Start the stack with: gspo up";
+}
+
+export function bar(share, label) {
+  const percent = Math.max(0, Math.min(1, share || 0)) * 100;
+  return h("div", { class: "bar", role: "progressbar", "aria-valuenow": Math.round(percent), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": label },
+    h("i", { "--share": `${percent}%` }));
+}
+
+/** A curve in a line of text. */
+export function spark(values, label) {
+  if (values.length < 2) return h("span", { class: "faint" }, "–");
+  const low = Math.min(...values, 0);
+  const span = Math.max(...values) - low || 1;
+  const points = values.map((value, place) => [(100 * place) / (values.length - 1), 30 - (28 * (value - low)) / span]);
+  const line = points.map(([x, y], place) => `${place ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+  return svg("svg", { class: "spark", viewBox: "0 0 100 32", preserveAspectRatio: "none", role: "img", "aria-label": label },
+    svg("path", { class: "area", d: `${line}L100 32L0 32Z` }), svg("path", { d: line, "vector-effect": "non-scaling-stroke" }));
+}
+
+/** The members of a group as squares: from red, the lowest reward, to green. */
+export function strip(episodes, size, range = [0, 1]) {
+  const squares = episodes.map((one) => {
+    const scored = one.reward !== null && one.reward !== undefined;
+    const share = (one.reward - range[0]) / (range[1] - range[0] || 1);
+    const text = scored ? `member ${one.member}: reward ${number(one.reward)}, ${words(one.stop_reason)}` : `member ${one.member}: ${words(one.status)}`;
+    return h("i", { class: scored ? "scored" : one.status, title: text, "--share": scored ? `${Math.round(100 * Math.max(0, Math.min(1, share)))}%` : null });
+  });
+  return h("span", { class: "strip", role: "img", "aria-label": `${episodes.length} of ${size} episodes` }, squares);
+}
+
+/** Rows that lead somewhere: the first cell holds the link, the whole row can be clicked. */
+export function table(columns, rows) {
+  return h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, columns.map((one) => h("th", { class: one.number ? "number" : null, scope: "col" }, one.title)))),
+    h("tbody", {}, rows)));
+}
+
+export function row(cells, href) {
+  const open = href && ((event) => { if (!event.target.closest("a, button") && !String(getSelection())) location.hash = href; });
+  return h("tr", { class: href ? "link" : null, onclick: open || null }, cells.map((cell) =>
+    cell?.cell ? h("td", { class: cell.class }, cell.cell) : h("td", {}, cell)));
+}
+
+export const right = (cell) => ({ cell: [cell], class: "number" });
+export const tight = (cell) => ({ cell: [cell], class: "tight" });
+
+export const tabs = (items, current) =>
+  h("nav", { class: "tabs", "aria-label": "Parts of this page" },
+    items.map(([name, title, href]) => h("a", { href, "aria-current": name === current ? "page" : null }, title)));
+
+export const facts = (pairs) =>
+  h("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));

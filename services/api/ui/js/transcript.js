@@ -1,0 +1,112 @@
+// What was said in an episode: messages, the policy's words and calls, and its tokens, tinted.
+
+import { css, h } from "./dom.js";
+import { fixed, number, percent, words } from "./format.js";
+
+const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+const LONG = 420;
+const CONTROL = /^<[|/a-z_]+>$/;
+
+/** Why a result is a failure: environments answer calls that went wrong with a word for it. */
+const failed = (text) => /^\s*(error|exception|traceback)\b/i.test(text);
+
+export function message({ role, text }) {
+  const isFailure = role === "tool" && failed(text);
+  const who = isFailure ? "tool failed" : role;
+  const body = h("pre", {}, text);
+  const isFolded = role === "system" || text.length > LONG;
+  return h("div", { class: `says ${isFailure ? "error" : role}`, "data-role": role },
+    isFolded ? h("details", {}, h("summary", {}, h("span", { class: "who" }, who), " ", h("span", { class: "small muted" }, preview(text))), body)
+      : [h("span", { class: "who" }, who), body]);
+}
+
+const preview = (text) => `${text.slice(0, 90).replaceAll("\n", " ")}${text.length > 90 ? " …" : ""}`;
+
+export function said(turn) {
+  if (turn.text === null) return null;
+  const broken = turn.calls.some((call) => !["ok", "unknown_tool"].includes(call.status));
+  const silent = !turn.text && !turn.calls.length;
+  return h("div", { class: `says policy${broken ? " error" : ""}`, "data-role": "policy" },
+    h("span", { class: "who" }, broken ? "policy: a call that cannot be read" : "policy"),
+    turn.reasoning && h("details", {}, h("summary", { class: "small muted" }, "reasoning"), h("pre", {}, turn.reasoning)),
+    turn.text && h("pre", {}, turn.text), silent && h("p", { class: "faint small" }, "said nothing"),
+    turn.calls.map(call), turn.complete === false && h("p", { class: "small bad" }, "cut off before it ended"));
+}
+
+function call(one) {
+  const isWrong = one.status !== "ok";
+  return h("div", { class: "call", "data-call": one.status },
+    h("div", {}, h("span", { class: `name${isWrong ? " bad" : ""}` }, one.name || "call"), isWrong && h("span", { class: "pill bad plain" }, words(one.status))),
+    h("pre", { class: "args" }, isWrong ? one.raw : signature(one.arguments)));
+}
+
+function signature(given) {
+  if (given === null || typeof given !== "object" || Array.isArray(given)) return JSON.stringify(given);
+  return Object.entries(given).map(([name, value]) => `${name}: ${JSON.stringify(value)}`).join("\n");
+}
+
+// Tokens
+
+export const colourOf = (version, versions) => css(COLOURS[versions.indexOf(version) % COLOURS.length]);
+
+export function tokens(episode, turn, tint, step) {
+  const { id, text, sampled, logprob, version } = episode.tokens;
+  const spans = [];
+  for (let at = turn.first_token; at < turn.end_token; at += 1) {
+    if (!sampled[at]) continue;
+    const shown = text.length ? visible(text[at]) : `${id[at]} `;
+    spans.push(h("span", { class: `tok${CONTROL.test(text[at] || "") ? " control" : ""}`, tabindex: spans.length ? -1 : 0, "data-at": at, "data-version": version[at], "--tint": shade(tint, version[at], logprob[at], episode.versions) }, shown));
+  }
+  const block = h("div", { class: "tokens", role: "group", "aria-label": `tokens of turn ${turn.turn}` }, spans);
+  const tell = (event) => event.target.dataset.at && tip(event.target, details(episode.tokens, Number(event.target.dataset.at), turn, step));
+  block.addEventListener("mouseover", tell);
+  block.addEventListener("focusin", tell);
+  block.addEventListener("mouseout", hide);
+  block.addEventListener("focusout", hide);
+  block.addEventListener("keydown", (event) => {
+    const next = { ArrowRight: event.target.nextElementSibling, ArrowLeft: event.target.previousElementSibling }[event.key];
+    if (next) { event.preventDefault(); event.stopPropagation(); next.focus(); }
+  });
+  return block;
+}
+
+const visible = (text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥");
+
+function shade(tint, version, logprob, versions) {
+  if (tint === "version") return `color-mix(in srgb, ${colourOf(version, versions)} 30%, transparent)`;
+  const surprise = Math.min(1, -logprob / 4);
+  return `color-mix(in srgb, ${css("--bad")} ${Math.round(surprise * 75)}%, transparent)`;
+}
+
+function details(columns, at, turn, step) {
+  const row = (name, value) => [h("dt", {}, name), h("dd", {}, value)];
+  const probability = Math.exp(columns.logprob[at]);
+  return [
+    h("code", {}, JSON.stringify(columns.text[at] ?? String(columns.id[at]))),
+    h("dl", {}, row("token", columns.id[at]), row("version", columns.version[at]), row("log-prob", fixed(columns.logprob[at], 4)),
+      row("probability", percent(probability, probability < 0.1 ? 2 : 1)),
+      columns.ratio?.[at] !== undefined && columns.ratio[at] !== null ? row("ratio", number(columns.ratio[at], 4)) : null,
+      row("place", `${at} of ${columns.id.length}`)),
+  ];
+}
+
+let box = null;
+function tip(target, content) {
+  hide();
+  box = h("div", { class: "tip", role: "tooltip" }, content);
+  document.body.append(box);
+  const spot = target.getBoundingClientRect();
+  const left = Math.max(8, Math.min(innerWidth - box.offsetWidth - 8, spot.left));
+  const above = spot.top - box.offsetHeight - 8;
+  box.style.left = `${left}px`;
+  box.style.top = `${above > 60 ? above : spot.bottom + 8}px`;
+}
+function hide() {
+  box?.remove();
+  box = null;
+}
+
+export function legend(versions) {
+  return h("div", { class: "legend", "aria-label": "policy versions" },
+    versions.map((version) => h("span", {}, h("i", { "--tint": `color-mix(in srgb, ${colourOf(version, versions)} 45%, transparent)` }), `version ${version}`)));
+}
