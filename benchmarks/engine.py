@@ -165,19 +165,21 @@ async def episodes_rate(engine: Engine, *, reuse: bool, num: int, turns: int, se
     return stopwatch.rate(sampled), cached_tokens / prompt_tokens
 
 
-async def updates(engine: Engine, model_dir: Path, mode: PauseMode, seed: int) -> tuple[Rate, float]:
-    """(rate, seconds paused for one update) with 64 requests in flight and five updates."""
+async def updates(engine: Engine, model_dir: Path, mode: PauseMode, seed: int) -> tuple[Rate, float, int]:
+    """(rate, seconds paused for one update, tokens computed again) with 64 requests in flight and five updates."""
     asks = [Ask(ask.prompt, 4 * ask.max_new_tokens) for ask in make_asks(64, ragged=True, seed=seed)]
     working = asyncio.create_task(engine.rate(asks, 64))
-    paused_s = []
+    paused_s, num_again = [], 0
     for number in range(5):
         await asyncio.sleep(0.3)
+        if mode == "retract":
+            num_again += (await engine.client.loads())["loads"][0]["num_used_tokens"]
         started = time.perf_counter()
         await engine.client.pause(mode)
         await engine.client.load_weights(model_dir, f"{mode}/{seed}/{number}", flush_cache=mode == "retract")
         await engine.client.resume()
         paused_s.append(time.perf_counter() - started)
-    return await working, min(paused_s)
+    return await working, min(paused_s), num_again
 
 
 def conditions() -> str:
@@ -232,11 +234,15 @@ async def reuse_and_updates(engine: Engine, model_dir: Path, rounds: int, print_
         rate, share = max(runs)
         print_line(f"| {'on' if reuse else 'off'} | {rate} | {share:.0%} |")
     print_line("\nFive weight updates while 64 requests are in flight:\n")
-    print_line("| pause mode | sampled tokens/s, CPU | wall | shortest pause, ms |\n|---|---|---|---|")
+    print_line(
+        "| pause mode | sampled tokens/s, CPU | wall | shortest pause, ms | tokens computed again, all updates |"
+    )
+    print_line("|---|---|---|---|---|")
     modes: tuple[PauseMode, ...] = ("retract", "in_place")
     for mode in modes:
         pauses = [await updates(engine, model_dir, mode, number) for number in range(rounds)]
-        print_line(f"| {mode} | {max(rate for rate, _ in pauses)} | {1e3 * min(s for _, s in pauses):.0f} |")
+        rate, paused_s, num_again = max(one[0] for one in pauses), min(one[1] for one in pauses), pauses[0][2]
+        print_line(f"| {mode} | {rate} | {1e3 * paused_s:.0f} | {num_again:,} |")
 
 
 def main() -> None:

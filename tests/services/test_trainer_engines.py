@@ -19,7 +19,7 @@ import pytest
 from gspo_core.types import WeightsManifest
 from services.engine.scripted import Fault, ScriptedEngine, ScriptedTransport
 from services.engine_beats import EngineBeats
-from services.engine_client import EngineClient
+from services.engine_client import EngineClient, Generation
 from services.store import Claim, Store
 from services.trainer import engines as engines_module
 from services.trainer.engine_switch import Deadlines
@@ -58,6 +58,11 @@ class Place:
 
     def client(self, url: str) -> EngineClient:
         return EngineClient(url, self.http, vocab_size=300)
+
+    def ask(self, url: str) -> asyncio.Task[Generation]:
+        """A request that is long enough to be interfered with."""
+        call = self.client(url).generate(PROMPT, max_new_tokens=400, temperature=1.0, stop_token_ids=[])
+        return asyncio.create_task(call)
 
     def engines_of(self, claim: Claim, *urls: str, **options: Any) -> Job:
         weights = WeightStore(self.root / claim.job_id)
@@ -125,9 +130,7 @@ async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(place:
     engine = place.add_engine("e")
     job = place.engines_of(claim, "http://e")
     await job.engines.wait_for(await job.publish(0))
-    running = asyncio.create_task(
-        place.client("http://e").generate(PROMPT, max_new_tokens=400, temperature=1.0, stop_token_ids=[])
-    )
+    running = place.ask("http://e")
     await until(lambda: engine.num_generated > 30)
     newer = await job.publish(1)
     await job.engines.wait_for(newer)
@@ -141,9 +144,7 @@ async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(place:
 async def test_requests_of_another_job_are_ended_when_an_engine_changes_hands(place: Place, claim: Claim) -> None:
     engine = place.add_engine("e")
     engine.label = engine.shown_label = "job_other/1/7"
-    stranger = asyncio.create_task(
-        place.client("http://e").generate(PROMPT, max_new_tokens=400, temperature=1.0, stop_token_ids=[])
-    )
+    stranger = place.ask("http://e")
     await until(lambda: engine.num_generated > 5)
     job = place.engines_of(claim, "http://e")
     await job.engines.wait_for(await job.publish(0))
@@ -155,9 +156,7 @@ async def test_a_load_that_fails_half_way_makes_an_engine_dirty_until_a_full_loa
     engine = place.add_engine("e")
     job = place.engines_of(claim, "http://e")
     await job.engines.wait_for(await job.publish(0))
-    running = asyncio.create_task(
-        place.client("http://e").generate(PROMPT, max_new_tokens=400, temperature=1.0, stop_token_ids=[])
-    )
+    running = place.ask("http://e")
     await until(lambda: engine.num_generated > 5)
     engine.faults.append(Fault("/update_weights_from_disk", "drop", times=10**6))
     newer = await job.publish(1)

@@ -152,15 +152,21 @@ async def test_every_version_is_scored_and_an_honest_engine_passes(pool: Pool) -
     running.cancel()
 
 
-async def test_an_engine_that_keeps_its_old_weights_is_caught_by_the_next_version(pool: Pool) -> None:
+async def gate_before_a_lie(pool: Pool) -> tuple[ParityGate, str]:
+    """Version 0 was found true; version 1 is published, and the engine takes its label only. And version 0's weights."""
     weights = await pool.load(0)
     gate = ParityGate(pool, MAX_K3)
     learner = ExactLearner(weights)
     await gate.check(learner, [true_group(weights)], manifest(0))
-    pool.engine.lies = True
     learner.weights = str(pool.root / "v1")
     await gate.remember(learner, manifest(1))
+    pool.engine.lies = True
     await pool.load(1)
+    return gate, weights
+
+
+async def test_an_engine_that_keeps_its_old_weights_is_caught_by_the_next_version(pool: Pool) -> None:
+    gate, weights = await gate_before_a_lie(pool)
     with pytest.raises(JobFailure, match=r"http://e does not hold job_a/1/1: .*after its weights were loaded anew"):
         await gate.run()
     assert len(pool.reasons) == 1  # it was loaded anew once
@@ -169,14 +175,7 @@ async def test_an_engine_that_keeps_its_old_weights_is_caught_by_the_next_versio
 
 
 async def test_an_engine_that_was_wrong_once_is_mended_and_what_it_sampled_meanwhile_is_dropped(pool: Pool) -> None:
-    weights = await pool.load(0)
-    gate = ParityGate(pool, MAX_K3)
-    learner = ExactLearner(weights)
-    await gate.check(learner, [true_group(weights)], manifest(0))
-    pool.engine.lies = True
-    learner.weights = str(pool.root / "v1")
-    await gate.remember(learner, manifest(1))
-    await pool.load(1)
+    gate, weights = await gate_before_a_lie(pool)
     pool.engine.lies = False
     running = asyncio.create_task(gate.run())
     await until_judged(gate, 1)
