@@ -27,6 +27,14 @@ class EnvironmentFailed(Exception):
         self.reason = reason
 
 
+class AtCapacity(EnvironmentFailed):
+    """There is no room for one more session now: nobody's failure, to be tried again. ``most`` fit in."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__("capacity", str(most))
+        self.most = most
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """How an episode begins."""
@@ -151,6 +159,19 @@ class Environment(Protocol):
     def describe(self) -> dict[str, Any]:
         """What others need to know without running its code, as JSON: name, num_tasks, tools, limits, ..."""
         ...
+
+
+def description(environment: Environment, system_prompt: str | None = None) -> dict[str, Any]:
+    """What ``describe`` says."""
+    return {
+        "name": environment.name,
+        "num_tasks": {str(split): environment.num_tasks(split) for split in Split},
+        "tools": [dict(schema) for schema in environment.tools],
+        "system_prompt": system_prompt,
+        "limits": dict(environment.limits),
+        "replayable": environment.replayable,
+        "reward_range": list(environment.reward_range) if environment.reward_range else None,
+    }
 
 
 @dataclass

@@ -23,6 +23,7 @@ from gspo_core.env.contract import (
     PhaseLimits,
     Start,
     Timeouts,
+    description,
 )
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import docstring_prompt, first_messages
@@ -109,15 +110,7 @@ class PlainEnvironment:
         return PlainSession(self, limits or Timeouts(), episode_id)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "num_tasks": {str(split): self.num_tasks(split) for split in Split},
-            "tools": [dict(schema) for schema in self.tools],
-            "system_prompt": self.system_prompt,
-            "limits": dict(self.limits),
-            "replayable": self.replayable,
-            "reward_range": list(self.reward_range) if self.reward_range else None,
-        }
+        return description(self, self.system_prompt)
 
     def make(self) -> Any:
         """A fresh instance. Raises ``InvalidEnvironment`` where the configuration does not fit."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gspo_core.env.calls import Caller
-from gspo_core.env.contract import EnvironmentFailed, InvalidEnvironment, PhaseLimits, Start, Timeouts
+from gspo_core.env.contract import EnvironmentFailed, InvalidEnvironment, PhaseLimits, Start, Timeouts, description
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.plain import PlainEnvironment, PlainSession, as_reward
 from gspo_core.env.tools import ArgumentError, Tool
@@ -130,15 +130,7 @@ class TrlEnvironment:
         return TrlSession(self, limits or Timeouts(), episode_id)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "num_tasks": {str(split): self.num_tasks(split) for split in Split},
-            "tools": [dict(schema) for schema in self.tools],
-            "system_prompt": None,
-            "limits": dict(self.limits),
-            "replayable": self.replayable,
-            "reward_range": list(self.reward_range) if self.reward_range else None,
-        }
+        return description(self)
 
     def _wrap(self, key: str, factory: Callable[[], Any]) -> PlainEnvironment:
         name = f"{self.name}/{key}" if key else self.name
