@@ -153,7 +153,7 @@ async def test_every_version_is_scored_and_an_honest_engine_passes(pool: Pool) -
 
 
 async def gate_before_a_lie(pool: Pool) -> tuple[ParityGate, str]:
-    """Version 0 was found true; version 1 is published, and the engine takes its label only. And version 0's weights."""
+    """Version 0 was found true; of version 1 the engine takes the label only."""
     weights = await pool.load(0)
     gate = ParityGate(pool, MAX_K3)
     learner = ExactLearner(weights)
