@@ -40,7 +40,10 @@ class HostPool:
         self.description: Description = server.description
         self._processes: list[HostProcess] = []
         self._next_session = 0
-        self._free = asyncio.Semaphore(self.capacity)
+        self._limit = server.description.sessions_per_process * server.description.max_processes
+        self._surplus = 0
+        """Places that are still to be taken away."""
+        self._free = asyncio.Semaphore(self._limit)
         self._placing = asyncio.Lock()
         self._is_closed = False
         self.num_seated = 0
@@ -56,7 +59,7 @@ class HostPool:
     @property
     def capacity(self) -> int:
         """How many sessions it holds at once."""
-        return self.description.sessions_per_process * self.description.max_processes
+        return self._limit
 
     @property
     def num_processes(self) -> int:
@@ -74,6 +77,9 @@ class HostPool:
     async def seat(self, *, alone: bool = False) -> Seat:
         """Waits for a place. ``alone``: in a process of its own."""
         await self._free.acquire()
+        while self._surplus:
+            self._surplus -= 1
+            await self._free.acquire()
         self.num_seated += 1
         try:
             async with self._placing:  # who forks is waited for: the next one may sit beside it
@@ -93,13 +99,23 @@ class HostPool:
             process.condemn(Death(Cause.CLOSED))
         self._give_back()
 
+    def limit_to(self, most: int) -> None:
+        """The world behind the environment holds fewer sessions than its processes would."""
+        surplus = self._limit - max(1, most)
+        if surplus > 0:
+            self._limit -= surplus
+            self._surplus += surplus
+
     async def close(self) -> None:
         self._is_closed = True
         await self._server.close()
 
     def _give_back(self) -> None:
         self.num_seated -= 1
-        self._free.release()
+        if self._surplus:
+            self._surplus -= 1
+        else:
+            self._free.release()
 
     def _pick(self) -> HostProcess | None:
         """The least busy process with room, unless there are so few that one more should share the work."""

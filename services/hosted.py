@@ -7,11 +7,13 @@ nothing. Where several are suspects, each acts again alone, so that the guilty o
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from gspo_core.env import EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
+from gspo_core.env import AtCapacity, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
 from gspo_core.env.contract import PhaseLimits
 from gspo_core.types import Split, StopReason
 from services import host_wire
@@ -20,6 +22,8 @@ from services.host_process import Cause, Death, Died, HostOrder, Reply
 
 # How often one session may lose its process through no fault of its own before its episode starts again.
 MAX_LOSSES = 8
+# How long who was refused by a full world waits before it asks again.
+REFUSED_S = (0.1, 0.5)
 # An async member that is cancelled gets so long to clean up (`gspo_core.env.calls`).
 _CANCEL_GRACE_S = 1.0
 
@@ -141,6 +145,11 @@ class HostedSession:
                 if self._is_guilty(died.death):
                     raise EnvironmentFailed("reset", str(died.death)) from died
                 self._lose(died.death)
+            except AtCapacity as full:
+                self._count("host/at_capacity")
+                self._pool.limit_to(full.most)
+                await self.close()
+                await asyncio.sleep(random.uniform(*REFUSED_S))
             else:
                 self._first = start.messages
                 return start
@@ -240,7 +249,8 @@ class HostedSession:
             seat.process.condemn(Death(Cause.HUNG, frozenset({seat.session})))
             self._leave()
         if reply.failed is not None:
-            raise EnvironmentFailed(*reply.failed)
+            phase, reason = reply.failed
+            raise AtCapacity(int(reason)) if phase == "capacity" else EnvironmentFailed(phase, reason)
         return reply
 
     # when its process is gone

@@ -6,6 +6,7 @@ results), ``dialect`` (the words of the answers), ``prompt`` (the first messages
 """
 
 from gspo_core.env.contract import (
+    AtCapacity,
     Context,
     Environment,
     EnvironmentFailed,
@@ -23,6 +24,7 @@ from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSc
 
 __all__ = [
     "RESERVED_NAMES",
+    "AtCapacity",
     "CallStatus",
     "Context",
     "Environment",

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -43,6 +43,9 @@ def _as_environment(ref: str, found: Any, config: dict[str, Any], system_prompt:
         if config:
             raise InvalidEnvironment(f"{ref} is a finished environment: no place for the config {sorted(config)}")
         return found
+    adapter = getattr(found, "as_environment", None)
+    if adapter is not None:  # a world that is no class of tools, e.g. somebody else's server
+        return _adapted(ref, adapter, config)
     if inspect.iscoroutinefunction(found):
         raise InvalidEnvironment(
             f"{ref} is a rollout function that samples by itself; that needs the agent gateway, which does not exist "
@@ -51,6 +54,19 @@ def _as_environment(ref: str, found: Any, config: dict[str, Any], system_prompt:
     if not callable(found):
         raise InvalidEnvironment(f"{ref} is a {type(found).__name__}, not a class")
     return PlainEnvironment(found, config, name=ref, use_docstring=system_prompt == "docstring")
+
+
+def _adapted(ref: str, adapter: Callable[..., Environment], config: dict[str, Any]) -> Environment:
+    try:
+        inspect.signature(adapter).bind(ref, **config)
+    except TypeError as error:
+        raise InvalidEnvironment(f"{ref}: the config {sorted(config)} does not fit: {error}") from None
+    try:
+        return adapter(ref, **config)
+    except InvalidEnvironment:
+        raise
+    except Exception as error:
+        raise InvalidEnvironment(f"{ref} cannot be reached: {type(error).__name__}: {error}") from error
 
 
 def _load_module(name: str) -> ModuleType:

@@ -46,6 +46,9 @@ def describe(environment: Environment, limits: HostLimits) -> dict[str, Any]:
 
 def is_async(environment: Environment) -> bool:
     """Every member that a session calls is a coroutine function, so its code runs on the event loop alone."""
+    declared = getattr(environment, "is_async", None)
+    if isinstance(declared, bool):
+        return declared
     cls = getattr(environment, "cls", None)
     if cls is None or isinstance(inspect.getattr_static(cls, "done", None), property):
         return False

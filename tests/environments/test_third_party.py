@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import subprocess
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gspo_core.env import CallStatus, Observation, ParsedTurn, Session, ToolCall
+from gspo_core.env import CallStatus, EnvironmentFailed, Observation, ParsedTurn, Session, Timeouts, ToolCall
 from gspo_core.types import Split, StopReason
 from services.host_process import HostOrder
 from services.host_venv import Interpreters
@@ -139,3 +143,125 @@ def right_answers(name: str, number: int) -> list[str]:
     python = INTERPRETERS.find("environments.adapters.reasoning_gym:ReasoningGym")
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
     return list(json.loads(done.stdout))
+
+
+# MCP
+
+SHOP = Path(__file__).with_name("mcp_server.py")
+MCP = "environments.adapters.mcp:Mcp"
+
+
+def shop(**changes: Any) -> dict[str, Any]:
+    tasks = [{"prompt": f"Order tea for {3 * cups} dollars.", "price": 3 * cups} for cups in range(1, 5)]
+    command = [INTERPRETERS.find(MCP), str(SHOP)]
+    return {"command": command, "reward": f"{SHOP}:reward", "tasks": tasks, "system": "Be kind."} | changes
+
+
+async def visit(environment: HostedEnvironment, index: int) -> dict[str, float]:
+    session, prompt = await begun(environment, index)
+    assert prompt == f"Order tea for {3 * (index + 1)} dollars."
+    assert said(await session.act(turn(("order", {"drink": "wine"})))).startswith("error:")
+    assert said(await session.act(turn(("order", {"drink": 7})))).startswith("error:")
+    assert "unknown tool" in said(await session.act(turn(("steal", {}))))
+    answer = said(await session.act(turn(("order", {"drink": "tea", "cups": index + 1}))))
+    assert answer == f"{3 * (index + 1)} dollars"
+    assert (await session.act(turn("thank you"))).stop_reason is StopReason.COMPLETED
+    reward, parts = await session.score()
+    assert reward == sum(parts.values())
+    await session.close()
+    assert session.close_failure is None
+    return parts
+
+
+async def test_a_server_of_mcp_over_stdio(host: Open) -> None:
+    environment = await host(MCP, **shop())
+    assert [tool["function"]["name"] for tool in environment.tools] == ["order", "wait"]
+    assert environment.tools[0]["function"]["parameters"]["required"] == ["drink"]
+    assert (
+        await asyncio.gather(*(visit(environment, index) for index in range(4))) == [{"ordered": 1.0, "said": 1.0}] * 4
+    )
+
+
+async def test_a_tool_of_mcp_that_hangs_is_the_policys_own_outcome(host: Open) -> None:
+    environment = await host(MCP, **shop())
+    session = environment.session(limits=Timeouts(step_timeout_s=1.0))
+    await session.start(await environment.task(Split.TRAIN, 0), 0)
+    observation = await session.act(turn(("wait", {"seconds": 60})))
+    assert observation.stop_reason is StopReason.TOOL_TIMEOUT
+    assert (await session.score())[0] == 0.0
+    await session.close()
+
+
+async def test_a_server_of_mcp_over_http(host: Open) -> None:
+    port = free_port()
+    async with serving(INTERPRETERS.find(MCP), SHOP, port):
+        environment = await host(MCP, **shop(command=[], url=f"http://127.0.0.1:{port}/mcp"))
+        assert await visit(environment, 1) == {"ordered": 1.0, "said": 1.0}
+
+
+# OpenEnv
+
+ADDER = Path(__file__).with_name("openenv_server.py")
+OPENENV = "environments.adapters.openenv:OpenEnv"
+
+
+async def test_sixteen_episodes_on_a_server_of_openenv_that_holds_two(host: Open, counts: Counter[str]) -> None:
+    port = free_port()
+    async with serving(await INTERPRETERS.for_environment(f"{ADDER}:Adder"), ADDER, port, "2"):
+        environment = await host(OPENENV, url=f"ws://127.0.0.1:{port}/ws", num_tasks=40, reward_range=[0.0, 1.0])
+        (tool,) = environment.tools
+        assert list(tool["function"]["parameters"]["properties"]) == ["amount"]
+
+        async def play(index: int) -> float:
+            session, prompt = await begun(environment, index)
+            assert f"Reach {index}." in prompt
+            assert "positive" in said(await session.act(turn(("step", {"amount": 0}))))
+            first = await session.act(turn(("step", {"amount": 1})))
+            assert not first.done
+            last = await session.act(turn(("step", {"amount": index - 1})))
+            assert (last.done, last.stop_reason) == (True, StopReason.ENV_DONE)
+            score, _ = await session.score()
+            await session.close()
+            assert session.close_failure is None
+            return score + (last.reward or 0.0)
+
+        assert await asyncio.gather(*(play(index) for index in range(2, 18))) == [1.0] * 16
+        assert environment.capacity == 2
+        assert counts["host/at_capacity"] > 0
+        assert counts["host/broken_by_policy"] == 0
+
+
+async def test_a_server_of_openenv_that_dies_is_nobodys_reward(host: Open) -> None:
+    port = free_port()
+    async with serving(await INTERPRETERS.for_environment(f"{ADDER}:Adder"), ADDER, port, "2"):
+        environment = await host(OPENENV, url=f"ws://127.0.0.1:{port}/ws")
+        session, _ = await begun(environment, 5)
+    with pytest.raises(EnvironmentFailed):
+        await session.act(turn(("step", {"amount": 1})))
+    await session.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def serving(python: str, script: Path, port: int, *arguments: str) -> AsyncIterator[None]:
+    """A server that answers, until the block ends."""
+    process = await asyncio.create_subprocess_exec(python, str(script), str(port), *arguments)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                break
+            assert process.returncode is None, "the server ended"
+            assert time.monotonic() < deadline, "the server does not answer"
+            await asyncio.sleep(0.1)
+        yield
+    finally:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,147 @@
+"""The tools of an MCP server (a command over stdio, or a URL) with tasks and a reward function of our own.
+
+MCP knows no reward: ``reward`` names a function ``reward(task, messages, calls)``, as `gspo_core.env.from_functions`
+takes one. Every episode has a server process, or a connection, of its own.
+"""
+
+# /// script
+# dependencies = ["mcp==2.3.0"]
+# ///
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from environments.adapters.remote import Answer, RemoteEnvironment
+from gspo_core.env import InvalidEnvironment, Message, ToolSchema
+from gspo_core.env.functions import Call
+from gspo_core.types import Split
+
+_DOC_LINK = "For further information visit"
+
+
+class Mcp:
+    """Made by ``load_environment`` with a configuration: see ``as_environment``."""
+
+    @staticmethod
+    def as_environment(
+        name: str,
+        *,
+        reward: str,
+        tasks: Sequence[Mapping[str, Any]] | str,
+        command: Sequence[str] = (),
+        url: str = "",
+        eval_tasks: Sequence[Mapping[str, Any]] | str = (),
+        system: str = "",
+        limits: Mapping[str, Any] | None = None,
+        reward_range: tuple[float, float] | None = None,
+    ) -> RemoteEnvironment:
+        """``tasks`` have a ``prompt`` each, given here or as a JSONL file; ``reward`` is ``package.module:function`` or
+        ``file.py:function``."""
+        if bool(command) == bool(url):
+            raise InvalidEnvironment(f"{name}: an MCP server is either a command or a url")
+        judge = _function(reward)
+        all_tasks = {Split.TRAIN: _tasks(name, tasks), Split.EVAL: _tasks(name, eval_tasks)}
+
+        @asynccontextmanager
+        async def connect() -> AsyncIterator[_Line]:
+            from mcp import Client, StdioServerParameters
+            from mcp.client.stdio import stdio_client
+
+            if url:
+                async with Client(url) as client:
+                    yield _Line(client, judge, system)
+                return
+            server = StdioServerParameters(command=command[0], args=list(command[1:]))
+            async with Client(stdio_client(server)) as client:
+                yield _Line(client, judge, system)
+
+        bounds = (float(reward_range[0]), float(reward_range[1])) if reward_range else None
+        return RemoteEnvironment(name, connect, all_tasks, dict(limits or {}), bounds)
+
+
+class _Line:
+    """One connection to the server."""
+
+    def __init__(self, client: Any, judge: Callable[..., Any], system: str) -> None:
+        self._client = client
+        self._judge = judge
+        self._system = system
+        self._task: Mapping[str, Any] = {}
+        self._calls: list[Call] = []
+
+    async def tools(self) -> list[ToolSchema]:
+        listed = await self._client.list_tools()
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in listed.tools
+        ]
+
+    async def begin(self, task: Mapping[str, Any], seed: int) -> list[Message]:
+        self._task = task
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return [*system, {"role": "user", "content": str(task["prompt"])}]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+        result = await self._client.call_tool(name, dict(arguments))
+        text = "\n".join(_text(block) for block in result.content)
+        if result.is_error:
+            error = text.split(_DOC_LINK)[0].strip()
+            self._calls.append(Call(name, arguments, error=ValueError(error)))
+            return Answer(f"error: {error}")
+        self._calls.append(Call(name, arguments, text))
+        return Answer(text)
+
+    async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]:
+        value = self._judge(self._task, messages, self._calls)
+        value = await value if inspect.isawaitable(value) else value
+        if isinstance(value, Mapping):
+            parts = {str(part): float(number) for part, number in value.items()}
+            return sum(parts.values()), parts
+        return float(value), {}
+
+
+def _text(block: Any) -> str:
+    return str(block.text) if block.type == "text" else f"({block.type})"
+
+
+def _tasks(name: str, given: Sequence[Mapping[str, Any]] | str) -> list[Mapping[str, Any]]:
+    if isinstance(given, str):
+        given = [json.loads(line) for line in Path(given).read_text(encoding="utf-8").splitlines()]
+    for task in given:
+        if not isinstance(task, Mapping) or "prompt" not in task:
+            raise InvalidEnvironment(f"{name}: every task has a prompt, {task!r} has none")
+    return list(given)
+
+
+def _function(ref: str) -> Callable[..., Any]:
+    module_name, _, attribute = ref.rpartition(":")
+    try:
+        if module_name.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module.__name__] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(module_name)
+        found: Callable[..., Any] = getattr(module, attribute)
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise InvalidEnvironment(f"there is no reward function {ref}: {error}") from None
+    return found
