@@ -211,8 +211,8 @@ class HostedSession:
             budget_s = self._limits.close_timeout_s + _CANCEL_GRACE_S
             reply = await seat.process.call(seat.session, "close", budget_s)
             self.close_failure = reply.result if isinstance(reply.result, str) else None
-        except Died as died:
-            if died.death.cause is not Cause.CLOSED and not self._is_broken:
+        except Died as died:  # with its process it is closed too; only its own hanging is a failure
+            if died.death.cause is Cause.HUNG and seat.session in died.death.suspects:
                 self.close_failure = str(died.death)
         finally:
             self._leave()
