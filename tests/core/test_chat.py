@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from gspo_core.chat import CallStatus, HermesCodec, Message, Tokenizer, UnsuitableTokenizer, load_tokenizer
+from gspo_core.chat import CallStatus, ForkReason, HermesCodec, Message, Tokenizer, UnsuitableTokenizer, load_tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 FORMAT = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -418,3 +418,70 @@ def test_text_survives_encoding(tokenizer: Tokenizer, text: str) -> None:
 def test_the_configured_stop_tokens_are_ids(codec: HermesCodec) -> None:
     assert [codec.tokenizer.decode([token]) for token in codec.stop_ids] == ["<|im_end|>", "<|endoftext|>"]
     assert json.dumps(codec.stop_ids)
+
+
+# --- what differs inside the family ---------------------------------------------------------------------------------
+
+THOUGHTFUL: list[Message] = [
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Yes.", "reasoning_content": "early"},
+    {"role": "user", "content": "Two?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "late",
+        "tool_calls": [{"name": "stop", "arguments": {}}],
+    },
+    {"role": "tool", "content": "ok"},
+    {"role": "assistant", "content": "<think>\nin the text\n</think>\n\nDone."},
+]
+
+
+def test_reasoning_of_earlier_questions_is_left_out_and_the_present_one_kept(tokenizer: Tokenizer) -> None:
+    codec = HermesCodec(tokenizer, reasons=True)
+    call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    assert tokenizer.decode(codec.render(THOUGHTFUL, generation_prompt=False)) == (
+        "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+        "<|im_start|>user\nTwo?<|im_end|>\n"
+        f"<|im_start|>assistant\n<think>\nlate\n</think>\n\n{call}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nin the text\n</think>\n\nDone.<|im_end|>\n"
+    )
+    without = tokenizer.decode(HermesCodec(tokenizer).render(THOUGHTFUL[:2], generation_prompt=False))
+    assert without.endswith("<|im_start|>assistant\nYes.<|im_end|>\n")
+    last = codec.render(
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], generation_prompt=False
+    )
+    assert tokenizer.decode(last).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n!<|im_end|>\n")
+
+
+def test_a_default_system_message_is_written_where_none_is_given(tokenizer: Tokenizer) -> None:
+    codec = HermesCodec(tokenizer, default_system="Be kind.")
+    question: Message = {"role": "user", "content": "a"}
+    assert tokenizer.decode(codec.render([question])).startswith("<|im_start|>system\nBe kind.<|im_end|>\n")
+    assert tokenizer.decode(codec.render([question], TOOLS)).startswith("<|im_start|>system\nBe kind.\n\n# Tools")
+    own = codec.render([{"role": "system", "content": "Be brief."}, question], TOOLS)
+    assert tokenizer.decode(own).startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    bridge = codec.bridge(own, [codec.stop_ids[0]], [question])
+    assert isinstance(bridge, list)
+    assert "kind" not in tokenizer.decode(bridge)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "empty_thought", "role", "forks"),
+    [
+        ("keep", False, "user", False),
+        ("template", False, "user", True),
+        ("template", False, "tool", False),
+        ("template", True, "user", False),
+    ],
+)
+def test_a_new_question_forks_only_where_the_job_follows_the_template(
+    tokenizer: Tokenizer, thinking: Any, empty_thought: bool, role: str, forks: bool
+) -> None:
+    codec = HermesCodec(tokenizer, reasons=True, empty_thought=empty_thought, thinking=thinking)
+    sampled = ids_of(codec, "<think>\nso\n</think>\n\nHello.<|im_end|>")
+    bridge = codec.bridge(codec.render([{"role": "user", "content": "a"}]), sampled, [{"role": role, "content": "b"}])
+    assert (bridge is ForkReason.THINKING_STRIPPED) == forks
+    assert codec.message(sampled) == {"role": "assistant", "content": "Hello.", "reasoning_content": "so"}
+    assert "reasoning_content" not in codec.message(ids_of(codec, "Hello.<|im_end|>"))
