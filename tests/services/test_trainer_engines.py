@@ -126,9 +126,12 @@ async def test_an_engine_that_was_restarted_is_given_its_weights_again(place: Pl
     assert restarted.weights == str(job.weights.path(0))
 
 
-async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(place: Place, claim: Claim) -> None:
+@pytest.mark.parametrize("sync", ["retract", "in_place"])
+async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(
+    place: Place, claim: Claim, sync: str
+) -> None:
     engine = place.add_engine("e")
-    job = place.engines_of(claim, "http://e")
+    job = place.engines_of(claim, "http://e", sync=sync)
     await job.engines.wait_for(await job.publish(0))
     running = place.ask("http://e")
     await until(lambda: engine.num_generated > 30)
@@ -136,7 +139,9 @@ async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(place:
     await job.engines.wait_for(newer)
     answer = await running
     assert [span.label for span in answer.spans] == [f"{claim.job_id}/{claim.epoch}/{v}" for v in (0, 1)]
-    assert job.engines.metrics()["engine/tokens_prefilled_again"] >= 30
+    assert answer.num_retractions == (sync == "retract")
+    num_again = job.engines.metrics()["engine/tokens_prefilled_again"]
+    assert num_again >= 30 if sync == "retract" else num_again == 0
     assert job.engines.metrics()["engine/tokens_lost"] == 0
     assert (await place.records())["http://e"]["num_switches"] == 2
 
