@@ -1,4 +1,4 @@
-"""The calculator where a wrong answer can be turned into a crash: it ends the process that all its neighbours sit in."""
+"""The calculator where a wrong answer can be turned into a crash: it ends the process of all its neighbours."""
 
 from __future__ import annotations
 
