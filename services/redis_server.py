@@ -11,13 +11,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import redis
+import redis.asyncio
 from redis.exceptions import RedisError, ResponseError
 
 from services.redis_child import RedisChild, RedisUnsuitable
@@ -25,9 +26,11 @@ from services.redis_client import connect
 from services.settings import load_settings
 from services.telemetry import get_logger
 
-__all__ = ["RedisServer", "RedisUnsuitable", "connect", "find_binaries", "find_binary"]
+__all__ = ["RedisServer", "RedisUnsuitable", "connect", "find_binaries", "find_binary", "warn_if_weaker"]
 
 OLDEST = (7, 0)
+_EXAMINED = ("appendonly", "appendfsync", "maxmemory-policy")
+_UNREADABLE = "its configuration cannot be read ({error}): make sure of appendfsync always and noeviction"
 NAMES = ("valkey-server", "redis-server")
 
 
@@ -59,8 +62,7 @@ class RedisServer:
         """A server that runs already."""
         server = cls(url)
         server.weaknesses = _examine(url)
-        for weakness in server.weaknesses:
-            get_logger().warning("the Redis server promises less than we do", weakness=weakness)
+        _warn(server.weaknesses)
         return server
 
     @classmethod
@@ -162,15 +164,35 @@ def _examine(url: str) -> tuple[str, ...]:
 
 def _weaknesses(client: redis.Redis) -> list[str]:
     try:
-        config = {name: client.config_get(name).get(name) for name in ("appendonly", "appendfsync", "maxmemory-policy")}
+        return _judge({name: client.config_get(name).get(name) for name in _EXAMINED})
     except ResponseError as error:
-        return [f"its configuration cannot be read ({error}): make sure of appendfsync always and noeviction"]
+        return [_UNREADABLE.format(error=error)]
+
+
+async def warn_if_weaker(client: redis.asyncio.Redis) -> list[str]:
+    """What the server of a running process does not promise; it is logged once, at the start."""
+    try:
+        found = _judge({name: (await client.config_get(name)).get(name) for name in _EXAMINED})
+    except ResponseError as error:
+        found = [_UNREADABLE.format(error=error)]
+    _warn(found)
+    return found
+
+
+def _warn(weaknesses: Sequence[str]) -> None:
+    for weakness in weaknesses:
+        get_logger().warning("the Redis server promises less than we do", weakness=weakness)
+
+
+def _judge(config: Mapping[str, Any]) -> list[str]:
+    # A client may return bytes or text.
+    values = {name: value.decode() if isinstance(value, bytes) else value for name, value in config.items()}
     found = []
-    if config["appendonly"] != "yes" or config["appendfsync"] != "always":
+    if values["appendonly"] != "yes" or values["appendfsync"] != "always":
         found.append(
-            f"appendonly {config['appendonly']}, appendfsync {config['appendfsync']}: what it acknowledged may be lost "
+            f"appendonly {values['appendonly']}, appendfsync {values['appendfsync']}: what it acknowledged may be lost "
             "when it is killed; set appendonly yes and appendfsync always"
         )
-    if config["maxmemory-policy"] != "noeviction":
-        found.append(f"maxmemory-policy {config['maxmemory-policy']}: it may throw data away; set noeviction")
+    if values["maxmemory-policy"] != "noeviction":
+        found.append(f"maxmemory-policy {values['maxmemory-policy']}: it may throw data away; set noeviction")
     return found

@@ -18,7 +18,7 @@ from services.api.context import Backend
 from services.api.errors import REDIS_AWAY
 from services.bus import Bus
 from services.process import run_until_signalled
-from services.redis_client import connect
+from services.redis_server import connect, warn_if_weaker
 from services.settings import Settings, SettingsError, load_settings
 from services.store import Store
 from services.telemetry import configure_logging, get_logger
@@ -49,6 +49,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         with contextlib.suppress(*REDIS_AWAY):
             async with asyncio.timeout(FIRST_CONTACT_S):
                 await store.load_functions()
+                await warn_if_weaker(redis)
                 await store.rebuild()
         backend = Backend(store, Bus(redis, lease_s=settings.lease_s), settings.data_dir / "jobs")
         app = create_app(lambda: contextlib.nullcontext(backend), keys=keys, stopping=stop, lease_s=settings.lease_s)

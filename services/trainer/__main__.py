@@ -18,7 +18,7 @@ from services.bus import Bus
 from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, open_http
 from services.process import run_until_signalled
-from services.redis_server import connect
+from services.redis_server import connect, warn_if_weaker
 from services.settings import load_settings
 from services.store import Claim, Store
 from services.telemetry import configure_logging
@@ -42,6 +42,7 @@ async def main(stop: asyncio.Event) -> None:
         bus = Bus(redis, lease_s=settings.lease_s)
         store = Store(redis, lease_s=settings.lease_s, jobs_dir=settings.data_dir / "jobs")
         await bus.load_functions()
+        await warn_if_weaker(redis)
         await store.rebuild()
 
         def make_run(claim: Claim, spec: JobSpec) -> JobRun:

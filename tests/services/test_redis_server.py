@@ -17,7 +17,7 @@ import redis
 import structlog.testing
 
 from services import redis_child
-from services.redis_server import RedisServer, RedisUnsuitable, connect, find_binary
+from services.redis_server import RedisServer, RedisUnsuitable, connect, find_binary, warn_if_weaker
 
 WAIT_S = 20.0
 
@@ -245,6 +245,21 @@ def test_a_weaker_given_server_is_reported(tmp_path: Path) -> None:
         assert "appendfsync everysec" in server.weaknesses[0]
         assert "allkeys-lru" in server.weaknesses[1]
         assert [entry["log_level"] for entry in logs] == ["warning", "warning"]
+
+
+async def test_a_process_that_is_given_a_weaker_server_says_so(tmp_path: Path) -> None:
+    with RedisServer.spawn(tmp_path) as given:
+        async with connect(given.url) as client:
+            assert await warn_if_weaker(client) == []
+            await client.config_set("appendonly", "no")
+            with structlog.testing.capture_logs() as logs:
+                [weakness] = await warn_if_weaker(client)
+            assert "appendonly no" in weakness
+            assert [(entry["log_level"], entry["weakness"]) for entry in logs] == [("warning", weakness)]
+            await client.execute_command("ACL", "SETUSER", "guest", "on", ">word", "~*", "+@all", "-config")
+        async with connect(given.url.replace("unix://", "unix://guest:word@")) as guest:
+            [weakness] = await warn_if_weaker(guest)
+            assert "cannot be read" in weakness
 
 
 def test_a_server_whose_configuration_is_secret_is_reported(tmp_path: Path) -> None:
