@@ -16,9 +16,8 @@ from gspo_core.assemble import Assembler
 from gspo_core.codec import decode, encode
 from gspo_core.staleness import Position
 from gspo_core.types import Group, Split, WeightFile, WeightsManifest
-from services.batch_log import BatchLog
+from services.batch_log import BatchLog, batches_after
 from services.bus import Append, Bus, EpisodeLease
-from services.replay import logs_after
 from services.store import Claim, Store
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.lineage import Lineage
@@ -93,8 +92,7 @@ class SmallTrainer:
             await self._dispatch(group)
 
     def logs_to_replay(self, parent: Position) -> list[Position]:
-        logs = [Position(epoch, step) for epoch, step in self._log.steps()]
-        return logs_after(parent, logs, self._checkpoints.forks())
+        return history(parent, self._log, self._checkpoints)
 
     def _is_settled(self, group: int) -> bool:
         return group < self.lineage.low_watermark or group in self.lineage.settled
@@ -173,6 +171,12 @@ class SmallTrainer:
             world.plays[lease.key.group] += 1
 
 
+def history(start: Position, log: BatchLog, checkpoints: CheckpointStore) -> list[Position]:
+    """What counts after ``start``, as the newest epoch has found it."""
+    forks = checkpoints.forks()
+    return batches_after(start, log.steps(), max(forks, default=1), forks)
+
+
 def _segments(lease: EpisodeLease) -> list[Append]:
     played = [replace(one, key=lease.key) for one in episode(0, 0, 1.0, [0, 0]).segments]
     return [Append(lease.key, 0, one.index, encode(one), one.is_final, 0) for one in played][lease.num_segments :]
@@ -182,8 +186,7 @@ async def judge(world: World) -> None:
     """From what is on disk, and from Redis at the end: every group is in the weights once, in the order of the logs."""
     checkpoints, log = CheckpointStore(world.job_dir), BatchLog(world.job_dir)
     last = checkpoints.newest_first()[0]
-    logs = [Position(epoch, step) for epoch, step in log.steps()]
-    lineage = logs_after(Position(0, 0), logs, checkpoints.forks())
+    lineage = history(Position(0, 0), log, checkpoints)
     assert [one.step for one in lineage] == list(range(1, world.num_steps + 1)), f"steps of the lineage: {lineage}"
     trained = [group.group for one in lineage for group in log.read(one.epoch, one.step).groups]
     doubled = [group for group, count in Counter(trained).items() if count > 1]

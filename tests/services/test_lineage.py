@@ -15,7 +15,6 @@ from gspo_core.staleness import Position
 from gspo_core.types import Group
 from services.batch_log import BatchLog
 from services.bus import Bus, Fenced
-from services.replay import logs_after
 from services.store import Claim, Store
 from tests.services.small_trainer import POINTS, Killed, SmallTrainer, World, judge
 
@@ -194,23 +193,3 @@ async def run_with(
     fate.make = make
     fate.visit = visit  # type: ignore[method-assign, assignment]
     await fate.run_to_the_end()
-
-
-# Which logs count
-
-
-def test_logs_beyond_a_fork_do_not_count() -> None:
-    forks = {1: Position(0, 0), 2: Position(1, 4), 3: Position(2, 6)}
-    logs = [Position(1, step) for step in range(1, 7)] + [Position(2, step) for step in range(5, 9)] + [Position(3, 7)]
-    wanted = [Position(1, 3), Position(1, 4), Position(2, 5), Position(2, 6), Position(3, 7)]
-    assert logs_after(Position(1, 2), logs, forks) == wanted
-    # the newest epoch wrote nothing: what it forked off is the end
-    assert logs_after(Position(1, 2), logs[:-1], forks) == wanted[:-1]
-    assert logs_after(Position(3, 7), logs, forks) == []
-    assert logs_after(Position(0, 0), [], {}) == []
-
-
-def test_nothing_is_replayed_behind_a_hole() -> None:
-    forks = {1: Position(0, 0)}
-    assert logs_after(Position(1, 1), [Position(1, 2), Position(1, 4)], forks) == [Position(1, 2)]
-    assert logs_after(Position(0, 0), [Position(1, 2)], forks) == []
