@@ -107,6 +107,9 @@ class _Line:
         self._calls.append(Call(name, arguments, text))
         return Answer(text)
 
+    async def say(self, text: str) -> Answer:
+        return Answer("", done=True)
+
     async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]:
         value = self._judge(self._task, messages, self._calls)
         value = await value if inspect.isawaitable(value) else value

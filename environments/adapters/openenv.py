@@ -114,17 +114,22 @@ class _Line:
             data = await self._observe("step", action)
         except Refused as error:
             return Answer(f"error: {error.message}")
-        reward = data.get("reward")
+        # A server of ours says at the end what the episode was worth as a whole.
+        reward = None if self._kinds == [Kind.OURS] else data.get("reward")
         content = _mcp_result(_plain(data)) if self._kinds != [Kind.ACTION] else _shown(_plain(data))
         return Answer(content, None if reward is None else float(reward), bool(data.get("done")))
+
+    async def say(self, text: str) -> Answer:
+        if self._kinds != [Kind.OURS]:
+            return Answer("", done=True)
+        data = await self._observe("step", {"type": "message", "text": text})
+        return Answer(_shown(_plain(data)), None, bool(data.get("done")))
 
     async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]:
         if self._kinds != [Kind.OURS]:
             return 0.0, {}  # the steps have paid already
-        said = str(messages[-1].get("content") or "") if messages and messages[-1]["role"] == "assistant" else None
-        reply = await self._ask("score", {} if said is None else {"message": said})
-        parts = {str(name): float(part) for name, part in reply["parts"].items()}
-        return sum(parts.values()), parts
+        reply = await self._ask("score", None)
+        return float(reply["reward"]), {str(name): float(part) for name, part in reply["parts"].items()}
 
     async def _own_tools(self) -> list[ToolSchema] | None:
         try:

@@ -39,6 +39,10 @@ class Connection(Protocol):
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer: ...
 
+    async def say(self, text: str) -> Answer:
+        """A turn without a call; ``done`` where nobody answers to words."""
+        ...
+
     async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]: ...
 
 
@@ -117,7 +121,7 @@ class RemoteSession:
     async def act(self, turn: ParsedTurn) -> Observation:
         self._messages.append({"role": "assistant", "content": turn.text})
         if not turn.calls:
-            return Observation(done=True, stop_reason=StopReason.COMPLETED)
+            return await self._reply(turn.text)
         answered: list[Message] = []
         reward: float | None = None
         for call in turn.calls:
@@ -140,6 +144,19 @@ class RemoteSession:
             return Observation(answered, done=True, stop_reason=StopReason.TOOL_TIMEOUT, reward=reward)
         reason = StopReason.ENV_DONE if self._is_over else None
         return Observation(answered, done=self._is_over, stop_reason=reason, reward=reward)
+
+    async def _reply(self, text: str) -> Observation:
+        try:
+            answer = await self._ask(self._limits.step_timeout_s, "act", lambda line: line.say(text))
+        except TimeoutError:
+            self._is_lost = True
+            await self._end()
+            return Observation(done=True, stop_reason=StopReason.TOOL_TIMEOUT)
+        if answer.done:
+            return Observation(done=True, stop_reason=StopReason.COMPLETED, reward=answer.reward)
+        reply = {"role": "user", "content": answer.content}
+        self._messages.append(reply)
+        return Observation([reply], reward=answer.reward)
 
     async def score(self) -> tuple[float, dict[str, float]]:
         if self._is_lost:

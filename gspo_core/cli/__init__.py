@@ -113,6 +113,13 @@ def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     play.add_argument("--split", choices=["train", "eval"], default="train")
     play.add_argument("--seed", type=int, default=0)
     play.set_defaults(run=_env_play)
+    serve = actions.add_parser("serve", help="serve an environment over OpenEnv's protocol")
+    serve.add_argument("ref", help="package.module:Class or path/to/file.py:Class")
+    serve.add_argument("--config", default="{}", help="keyword arguments of the class, as JSON")
+    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    serve.add_argument("--port", default="8000", help="port to bind (default: %(default)s)")
+    serve.add_argument("--capacity", default="16", help="episodes at once (default: %(default)s)")
+    serve.set_defaults(run=_env_serve)
     for action in (validate, play):
         action.add_argument("ref", help="package.module:Class or path/to/file.py:Class")
         action.add_argument("--config", metavar="JSON", help="keyword arguments of the class")
@@ -176,6 +183,18 @@ def _env_validate(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import env
 
     return env.validate(arguments)
+
+
+def _env_serve(arguments: argparse.Namespace) -> int:
+    try:
+        from services.openenv_server import main as serve
+    except ImportError as error:
+        raise CommandError(f"serving needs the services, which are not installed: {error}") from error
+    if "" not in sys.path:  # modules beside the caller can be named
+        sys.path.insert(0, "")
+    names = ("config", "host", "port", "capacity")
+    options = [text for name in names for text in (f"--{name}", getattr(arguments, name))]
+    return serve([arguments.ref, *options])
 
 
 def _env_play(arguments: argparse.Namespace) -> int:
