@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow test-third-party test-oracles sglang-cpu debian-redis demo up fmt bench clean
+.PHONY: help setup check test test-slow test-third-party test-oracles sglang-cpu test-browser debian-redis demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing (torch is large: this takes a few minutes the first time)"
 	@wheels="$(TORCH_WHEELS)"; \
 	if [ -z "$$wheels" ]; then from=""; elif [ -d "$$wheels" ]; then from="--find-links $$wheels"; else from="--extra-index-url $$wheels"; fi; \
-	$(BIN)/pip install --quiet --disable-pip-version-check $$from -c constraints.txt -e '.[service,train,lora,local,python-tool,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $$from -c constraints.txt -e '.[service,train,lora,local,python-tool,openenv,dev]'
 	@mkdir -p $(@D) && touch $@
 
 check: $(STAMP)  ## lint, types, import order
@@ -36,7 +36,7 @@ check: $(STAMP)  ## lint, types, import order
 	$(BIN)/lint-imports --no-cache
 
 test: check  ## checks and the normal test suite
-	$(BIN)/pytest -m "not slow and not third_party"
+	$(BIN)/pytest -m "not slow and not third_party and not browser"
 
 test-slow: $(STAMP)  ## the learning curves, negative controls and provenance (minutes)
 	$(BIN)/pytest -m "slow and not third_party" --timeout 1800
@@ -51,6 +51,13 @@ $(ORACLES)/ready: Makefile
 
 test-oracles: $(STAMP) $(ORACLES)/ready  ## the chat codecs against TRL's templates and the renderers package (200 MB)
 	$(BIN)/pytest tests/oracles
+
+PLAYWRIGHT := 1.65.2
+
+test-browser: $(STAMP)  ## every page of the viewer in a real chromium (installed with apt-get where that is allowed)
+	@command -v chromium >/dev/null || test -n "$$GSPO_TEST_CHROMIUM" || apt-get install -y --no-install-recommends chromium fonts-dejavu-core
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt playwright==$(PLAYWRIGHT)
+	$(BIN)/pytest -m browser
 
 debian-redis:  ## Debian's Redis beside the virtual environment, so that the tests run on it too
 	tests/services/get_debian_redis.sh .make/debian-redis
