@@ -260,6 +260,8 @@ class CheckpointSpec(Documented):
     """The newest so many checkpoints."""
     keep_versions: PositiveInt = 4
     """The newest so many published versions of the weights."""
+    keep_batches: PositiveInt = 200
+    """The newest so many batch logs, to look at what was trained; what a kept checkpoint needs is kept besides."""
 
 
 class ResourceSpec(Documented):

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from gspo_core.types import InvalidValue
 
+_NO_END = 2**62
+
 OnStale = Literal["mask", "drop", "wait"]
 
 
@@ -50,6 +52,16 @@ def shared_step(version: Position, current: Position, forks: Mapping[int, Positi
     while epoch not in reach:
         epoch, step = _origin(epoch, step, forks)
     return min(step, reach[epoch])
+
+
+def in_history(position: Position, newest_epoch: int, forks: Mapping[int, Position]) -> bool:
+    """Whether a run that ``newest_epoch`` was the last to continue has passed ``position``.
+
+    What an epoch did beyond the place where its successor forked off is void, however late it was written.
+    """
+    if position.epoch > newest_epoch:
+        return False
+    return shared_step(position, Position(newest_epoch, max(position.step, _NO_END)), forks) == position.step
 
 
 def staleness(version: Position, current: Position, forks: Mapping[int, Position]) -> int:

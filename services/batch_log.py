@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from gspo_core import codec
-from gspo_core.staleness import Position, shared_step
+from gspo_core.staleness import Position, in_history
 from gspo_core.types import Group, InvalidValue, Split, Trajectory
 from services.durable import make_directory, write_once
 
@@ -131,11 +131,10 @@ def batches_after(
     beyond the place where its successor forked off is void, however late a zombie wrote it: those groups were trained
     otherwise. The row ends at the first step that is missing.
     """
-    end = Position(newest_epoch, max((step for _, step in found), default=0))
     valid = {
         step: Position(epoch, step)
         for epoch, step in sorted(found)
-        if epoch <= newest_epoch and shared_step(Position(epoch, step), end, forks) == step
+        if in_history(Position(epoch, step), newest_epoch, forks)
     }
     row: list[Position] = []
     while (step := start.step + 1 + len(row)) in valid:

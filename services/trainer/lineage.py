@@ -29,6 +29,9 @@ class Lineage:
             self.settled.remove(self.low_watermark)
             self.low_watermark += 1
 
+    def is_settled(self, group: int) -> bool:
+        return group < self.low_watermark or group in self.settled
+
     def owed(self) -> Iterator[int]:
         """Dispatched, and neither trained nor dropped."""
         return (group for group in range(self.low_watermark, self.num_dispatched) if group not in self.settled)

@@ -6,8 +6,8 @@ of its claim; who lost the claim is answered ``Fenced`` and stops.
 
     wait for groups -> batch log -> commit -> update -> publish weights -> admit new groups -> (evaluate) -> again
 
-A trainer that takes a job over goes on from the newest checkpoint; groups that were trained after it are dispatched
-again. (Replaying the batch logs instead, so that nothing is generated twice, is not done yet.)
+A trainer that takes a job over goes on from the newest checkpoint and trains what was logged after it again, so that
+nothing is sampled twice. Only steps whose logs are lost are sampled anew.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from gspo_core.learner import Learner
 from gspo_core.objective import AlarmPatience, group_alarms
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position, groups_admissible, token_staleness
+from gspo_core.staleness import Position, groups_admissible, in_history, token_staleness
 from gspo_core.types import Group, Split, StepReport, WeightsManifest
-from services.batch_log import BatchLog
+from services.batch_log import BatchLog, retained
 from services.bus import Bus
 from services.store import Claim, Store
 from services.telemetry import get_logger
@@ -40,6 +40,7 @@ from services.trainer.intake import Intake
 from services.trainer.lineage import Lineage
 from services.trainer.parity import ParityGate
 from services.trainer.race import first_to_end
+from services.trainer.replay import replay
 from services.trainer.selection import Selection, nothing_to_train, refusal
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
 from services.trainer.status import JobStatusBoard
@@ -82,6 +83,8 @@ class JobRun:
         self._dispatched_steps: dict[int, int] = {}
         """Of open groups: the step whose weights were published when it was dispatched by this process."""
         self._dropped_in_a_row: Counter[str] = Counter()
+        self._dropped_since: dict[str, list[int]] = {}
+        """Groups by reason, since the last batch."""
         self._patience = AlarmPatience()
         self._gate = ParityGate(services.engines, spec.rollout.max_engine_k3)
 
@@ -119,6 +122,7 @@ class JobRun:
         await services.engines.wait_for(self._newest, num_engines=num_engines, explain=status.explain)
         await status.started()
         await evaluator.play(self._lineage.step, self._newest.version)
+        await self._commit_again()
         await self._dispatch_again(schedule)
         await self._admit(schedule)
         while self._lineage.step < spec.steps:
@@ -137,9 +141,13 @@ class JobRun:
             await bus.commit(self._job, self._claim.token, self._lineage.step, left, reason="dropped_job_over")
 
     def _resume(self, learner: Learner) -> None:
-        """Load the newest checkpoint that is intact, and record where this epoch forks off."""
-        parent = Position(self._claim.epoch - 1, 0)
-        for checkpoint in self._services.checkpoints.newest_first():
+        """Load the newest intact checkpoint, train what was logged after it, and record where this epoch forks off."""
+        checkpoints, log = self._services.checkpoints, self._services.batch_log
+        parent, forks = Position(self._claim.epoch - 1, 0), checkpoints.forks()
+        for checkpoint in checkpoints.newest_first():
+            if not in_history(checkpoint.position, max(forks, default=self._claim.epoch), forks):
+                get_logger().warning("checkpoint of a dead epoch skipped", path=str(checkpoint.learner_dir))
+                continue
             try:
                 learner.load_state(checkpoint.learner_dir)
             except ValueError as error:
@@ -147,12 +155,20 @@ class JobRun:
                 continue
             self._lineage, parent = checkpoint.lineage, checkpoint.position
             break
-        self._services.checkpoints.begin_epoch(self._claim.epoch, parent)
-        self._forks = self._services.checkpoints.forks()
+        parent = replay(learner, self._lineage, parent, log, forks, self._spec.objective.advantage)
+        checkpoints.begin_epoch(self._claim.epoch, parent)
+        self._forks = checkpoints.forks()
 
     async def _recall_versions(self) -> None:
         manifests = await self._services.store.versions(self._job)
         self._positions = {one.version: Position(one.epoch, one.step) for one in manifests}
+
+    async def _commit_again(self) -> None:
+        """What was logged leaves the queue: the trainer before may have died between the log and the commit."""
+        left = [group for group in await self._services.bus.open_groups(self._job) if self._lineage.is_settled(group)]
+        if left:
+            await self._services.bus.commit(self._job, self._claim.token, self._lineage.step, left)
+            self._services.intake.forget(left)
 
     async def _dispatch_again(self, schedule: TaskSchedule) -> None:
         """Groups that the lineage owes; those that are still in the queue stay as they are."""
@@ -197,9 +213,14 @@ class JobRun:
             position = Position(self._claim.epoch, step)
             await asyncio.to_thread(checkpoints.write, position, self._lineage, learner.save_state)
             await asyncio.to_thread(checkpoints.collect, spec.checkpoints.keep)
+            await asyncio.to_thread(self._collect_batches)
             await self._services.store.add_event(
                 self._job, "checkpoint", {"step": step, "epoch": position.epoch}, token=self._claim.token
             )
+
+    def _collect_batches(self) -> None:
+        log, oldest = self._services.batch_log, self._services.checkpoints.newest_first()[-1].position
+        log.collect(retained(log.steps(), oldest, self._spec.checkpoints.keep_batches))
 
     async def _take_groups(self, schedule: TaskSchedule) -> list[Group]:
         """The groups that are to be trained next, logged and committed."""
@@ -221,8 +242,14 @@ class JobRun:
         numbers = sorted(choice.train)
         chosen = [ready[group] for group in numbers]
         step = lineage.step + 1
-        extra = {"version": self._newest.version, "num_dropped": lineage.num_dropped}
+        extra = {
+            "version": self._newest.version,
+            "num_dispatched": lineage.num_dispatched,
+            "dropped": self._dropped_since,
+            "staleness": self._ages_of(chosen),
+        }
         await asyncio.to_thread(services.batch_log.write, self._claim.epoch, step, chosen, extra)
+        self._dropped_since = {}
         await services.bus.commit(self._job, self._claim.token, step, numbers)
         self._forget(numbers)
         self._dropped_in_a_row.clear()
@@ -248,6 +275,7 @@ class JobRun:
         self._forget([group])
         self._lineage.num_dropped += 1
         self._dropped_in_a_row[reason] += 1
+        self._dropped_since.setdefault(reason, []).append(group)
         if self._dropped_in_a_row.total() >= MAX_BATCHES_DROPPED_IN_A_ROW * self._spec.groups_per_step:
             raise nothing_to_train(self._dropped_in_a_row)
 
@@ -260,6 +288,12 @@ class JobRun:
     def _staleness_of(self, versions: NDArray[np.int32]) -> NDArray[np.int32]:
         current = Position(self._claim.epoch, self._lineage.step)
         return token_staleness(versions, self._positions, current, self._forks)
+
+    def _ages_of(self, groups: list[Group]) -> dict[str, int]:
+        """Of the versions in a batch, for whoever reads its log without our tables."""
+        versions = sorted({one.version for group in groups for episode in group for one in episode.segments})
+        ages = self._staleness_of(np.array(versions, dtype=np.int32))
+        return {str(version): int(age) for version, age in zip(versions, ages, strict=True)}
 
     async def _admit(self, schedule: TaskSchedule) -> None:
         """Start as many groups as pacing allows, and no more than the job will train."""

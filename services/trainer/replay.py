@@ -1,0 +1,61 @@
+"""Steps that were logged and are in no checkpoint: trained again from the batch logs, without Redis and engines.
+
+The rule kept here: a step is trained again with exactly what was logged, the age of its tokens included, so that the
+same weights come out and what was published of them stays true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo_core.learner import Learner
+from gspo_core.objective_config import AdvantageConfig
+from gspo_core.staleness import Position
+from services.batch_log import BatchLog, DamagedBatchLog, LoggedBatch, batches_after
+from services.telemetry import get_logger
+from services.trainer.lineage import Lineage
+from services.trainer.sequences import train_sequences
+
+
+def replay(
+    learner: Learner,
+    lineage: Lineage,
+    start: Position,
+    log: BatchLog,
+    forks: Mapping[int, Position],
+    config: AdvantageConfig,
+) -> Position:
+    """Train what follows the checkpoint ``start``; returns the last step of the run so far.
+
+    ``forks`` is where each epoch that was begun forked off. A damaged log ends the row: the groups of that step and
+    those after it are owed again.
+    """
+    for position in batches_after(start, log.steps(), max(forks, default=start.epoch), forks):
+        try:
+            batch = log.read(position.epoch, position.step)
+        except DamagedBatchLog as error:
+            get_logger().warning("replay ends early", path=str(error.path), error=str(error))
+            break
+        train_again(learner, lineage, batch, config)
+        get_logger().info("step replayed", epoch=position.epoch, step=position.step)
+        start = position
+    return start
+
+
+def train_again(learner: Learner, lineage: Lineage, batch: LoggedBatch, config: AdvantageConfig) -> None:
+    ages: dict[str, int] = batch.extra["staleness"]
+
+    def staleness_of(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.array([ages[str(version)] for version in versions.tolist()], dtype=np.int32)
+
+    sequences, _ = train_sequences(batch.groups, staleness_of, config)
+    learner.step(sequences)
+    dropped = [group for groups in batch.extra["dropped"].values() for group in groups]
+    lineage.step = batch.step
+    lineage.num_published += len(batch.groups)
+    lineage.num_dropped += len(dropped)
+    lineage.num_dispatched = max(lineage.num_dispatched, batch.extra["num_dispatched"])
+    lineage.settle([*(group.group for group in batch.groups), *dropped])
