@@ -290,6 +290,7 @@ def test_a_key_beside_any_other_acts_or_is_refused(base: dict[str, Any]) -> None
 def test_a_key_that_does_not_act_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative of the test above: without refusals many keys are idle."""
     monkeypatch.setattr("gspo_core.objective_config._idle_keys", lambda config: {})
+    monkeypatch.setattr(sys.modules[__name__], "SEEDS", range(3))
     for base in ({"loss": "cispo", "clip": 1e-3}, {"loss": "vespo"}, {"ratio": "token"}):
         with pytest.raises(AssertionError):
             test_a_key_beside_any_other_acts_or_is_refused(base)
