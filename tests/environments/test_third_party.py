@@ -24,6 +24,7 @@ from gspo_core.types import Split, StopReason
 from services.host_process import HostOrder
 from services.host_venv import Interpreters
 from services.hosted import HostedEnvironment
+from services.openenv_server import serve
 
 pytestmark = pytest.mark.third_party
 
@@ -265,3 +266,37 @@ async def serving(python: str, script: Path, port: int, *arguments: str) -> Asyn
     finally:
         process.kill()
         await process.wait()
+
+
+FOREIGN_CLIENT = """
+import asyncio, sys
+from openenv.core.generic_client import GenericEnvClient
+
+async def main():
+    async with GenericEnvClient(base_url=sys.argv[1]) as client:
+        first = await client.reset(seed=0)
+        assert first.observation["text"].startswith("What is "), first
+        call = {"type": "call_tool", "tool_name": "calculate", "arguments": {"expression": "6 * 7"}}
+        step = await client.step(call)
+        assert step.observation["result"]["content"][0]["text"] == "42", step
+        last = await client.step({"type": "message", "text": "no idea"})
+        assert (last.reward, last.done) == (0.0, True), last
+        print("played")
+
+asyncio.run(main())
+"""
+
+
+async def test_openenvs_own_client_plays_an_environment_of_ours(host: Open) -> None:
+    port = free_port()
+    environment = await host("environments.calculator:Calculator")
+    ready = asyncio.Event()
+    task = asyncio.create_task(serve(environment, "127.0.0.1", port, 4, ready))
+    await asyncio.wait_for(ready.wait(), 20)
+    python = await INTERPRETERS.for_environment(f"{ADDER}:Adder")
+    program = (python, "-c", FOREIGN_CLIENT, f"http://127.0.0.1:{port}")
+    client = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE)
+    printed, _ = await client.communicate()
+    task.cancel()
+    await asyncio.wait({task})
+    assert printed.strip() == b"played"
