@@ -1,8 +1,8 @@
 """The contract between environments and the rest: write a plain class, get sessions that an episode can talk to.
 
-Read in this order: ``contract`` (the interface), ``plain`` (a user's class behind it), ``tools`` (schema, arguments,
-results), ``dialect`` (the words of the answers), ``prompt`` (the first messages), ``calls`` (deadlines, threads),
-``loading`` (import strings). Other forms than a class: ``functions``, ``trl``.
+Read in this order: ``contract`` (the interface), ``plain`` (a user's class behind it), ``session`` (an episode on it),
+``tools`` (schema, arguments, results), ``dialect`` (the words of the answers), ``prompt`` (the first messages),
+``calls`` (deadlines, threads), ``loading`` (import strings). Other forms than a class: ``functions``, ``trl``.
 """
 
 from gspo_core.env.contract import (

@@ -16,7 +16,8 @@ from typing import Any
 from gspo_core.env.calls import Caller
 from gspo_core.env.contract import EnvironmentFailed, InvalidEnvironment, PhaseLimits, Start, Timeouts, description
 from gspo_core.env.dialect import Dialect
-from gspo_core.env.plain import PlainEnvironment, PlainSession, as_reward
+from gspo_core.env.plain import PlainEnvironment
+from gspo_core.env.session import PlainSession, as_reward
 from gspo_core.env.tools import ArgumentError, Tool
 from gspo_core.messages import CallStatus, Message, ToolCall, ToolSchema
 from gspo_core.types import Split
