@@ -227,11 +227,14 @@ class Client:
         workers: list[dict[str, Any]] = self._ask("GET", "/v1/workers")["data"]
         return workers
 
-    def events(self, job_id: str, after: str | None = "0") -> Iterator[Event]:
+    def events(
+        self, job_id: str, after: str | None = "0", *, on_wait: Callable[[int], None] = lambda failures: None
+    ) -> Iterator[Event]:
         """Events after `after`, until the job is over: those that are kept, then live. None: from now on.
 
         A connection that breaks is opened again after the last event that came through: none is missing, none comes
         twice. Raises Unreachable when that fails many times in a row, or when there is no API to begin with.
+        ``on_wait`` is told when a connection was lost, with how often in a row it has failed.
         """
         failures, was_connected = 0, False
         while True:
@@ -248,6 +251,7 @@ class Client:
                 is_nobody = isinstance(error, self._httpx.ConnectError) and not was_connected
                 if is_nobody or failures >= STREAM_RETRIES:
                     raise _unreachable(self._http, error) from error
+            on_wait(failures)
             self._sleep(_delay(failures))
             failures += 1
 

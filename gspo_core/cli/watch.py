@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,18 @@ from gspo_core.cli.connection import connected
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
+
+    from gspo_core.client import Event
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
 # Steps that the moving rate looks back over.
 RATE_WINDOW = 10
+MAX_WIDTH = 108
+# What a step's seconds went to, each with the character and the colour that it is drawn with.
+PHASES = (("train", "█", "green"), ("publish", "▓", "magenta"), ("wait", "░", "yellow"))
+COLOURS = {"succeeded": "green", "running": "green", "failed": "red", "cancelled": "red", "paused": "yellow"}
 
 
 @dataclass
@@ -25,12 +33,16 @@ class JobView:
 
     job_id: str
     num_steps: int
+    name: str = ""
     status: str = "queued"
     reason: str = ""
+    connection: str = ""
+    """What is wrong with it; empty while it stands."""
     rewards: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     last_step: Mapping[str, Any] = field(default_factory=dict)
     step_times_s: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -42,16 +54,25 @@ class JobView:
             self.status = data.get("status", self.status)
             self.reason = (data.get("status_reason") or {}).get("message", "")
         elif kind == "step":
-            self.last_step = data
-            self.rewards.append(float(data.get("reward/mean", 0.0)))
-            self.step_times_s.append(float(data.get("time/step_s", 0.0)))
+            self._take_step(data)
         elif kind == "evaluation":
             # Without a reward/mean when no episode got a reward.
             self.evaluations.append((int(data["step"]), float(data.get("reward/mean", "nan"))))
         elif kind == "alert":
-            self.notes.append(str(data.get("message", data)))
+            self.notes.append(_note(data))
         elif kind == "env.health" and not data.get("healthy", True):
             self._note_once(f"{data.get('worker', 'a worker')} cannot play episodes: {data.get('error', 'unknown')}")
+
+    def _take_step(self, data: Mapping[str, Any]) -> None:
+        # After a crash steps are taken again: what came after the point where the job went on is void.
+        if int(data["step"]) <= int(self.last_step.get("step", 0)):
+            num_undone = int(self.last_step["step"]) - int(data["step"]) + 1
+            for series in (self.rewards, self.step_times_s, self.speeds):
+                del series[max(0, len(series) - num_undone) :]
+        self.last_step = data
+        self.rewards.append(float(data.get("reward/mean", 0.0)))
+        self.step_times_s.append(float(data.get("time/step_s", 0.0)))
+        self.speeds.append(float(data.get("throughput/tokens_per_s", 0.0)))
 
     def _note_once(self, note: str) -> None:
         """Last, and only once: a worker says it again every few seconds."""
@@ -82,35 +103,43 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None, hig
 def watch(url: str, job_id: str, *, as_json: bool) -> int:
     with connected(url) as client:
         job = client.job(job_id)
-        view = JobView(job_id, int(client.config(job_id)["steps"]))
-        events = client.events(job_id, after="0")
+        view = JobView(job_id, job["steps"], name=job["name"] or "")
         if as_json:
-            for event in events:
+            for event in client.events(job_id, after="0"):
                 print(json.dumps({"id": event.id, "type": event.type, "data": event.data}), flush=True)
                 view.take(event.type, event.data)
         else:
             view.status = job["status"]
-            follow(view, ((event.type, event.data) for event in events))
+            follow(view, lambda on_wait: client.events(job_id, after="0", on_wait=on_wait))
     return 0 if view.status == "succeeded" else 1
 
 
-def follow(view: JobView, events: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Draw until the events end. Without a terminal: one line per step instead of a display."""
+def follow(view: JobView, open_events: Callable[[Callable[[int], None]], Iterable[Event]]) -> None:
+    """Draw until the events end. Without a terminal: one line per step instead of a display.
+
+    ``open_events`` is given whom to tell when the connection is lost and tried again.
+    """
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
     if not console.is_terminal:
-        for kind, data in events:
-            view.take(kind, data)
-            line = describe(view, kind)
+        for event in open_events(lambda _: None):
+            view.take(event.type, event.data)
+            line = describe(view, event.type)
             if line:
                 print(line, flush=True)
         return
-    with Live(draw(view), console=console, refresh_per_second=4) as live:
-        for kind, data in events:
-            view.take(kind, data)
-            live.update(draw(view))
+    with Live(draw(view, console.width), console=console, refresh_per_second=4) as live:
+
+        def lost(failures: int) -> None:
+            view.connection = f"connection lost, trying again ({failures + 1})"
+            live.update(draw(view, console.width))
+
+        for event in open_events(lost):
+            view.connection = ""
+            view.take(event.type, event.data)
+            live.update(draw(view, console.width))
 
 
 def describe(view: JobView, kind: str) -> str:
@@ -131,36 +160,99 @@ def describe(view: JobView, kind: str) -> str:
     )
 
 
-def draw(view: JobView) -> RenderableType:
+def draw(view: JobView, width: int = MAX_WIDTH) -> RenderableType:
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
+    inner = max(30, min(width, MAX_WIDTH) - 4)
+    done = int(view.last_step.get("step", 0))
+    head = Table.grid(expand=True)
+    head.add_column()
+    head.add_column(justify="right")
+    head.add_row(Text(f"step {done} of {view.num_steps}", style="bold"), _time_left(view.eta_s))
+    colour = COLOURS.get(view.status, "cyan")
+    body: list[RenderableType] = [head, ProgressBar(total=view.num_steps, completed=done, width=inner), Text("")]
+    body.append(_facts(view, max(8, inner - 52)))
+    if view.reason and view.status != "succeeded":
+        body.append(Text(f"\n{view.reason}", style="red" if view.status == "failed" else "dim"))
+    body += [Text(f"! {note}", style="yellow") for note in view.notes[-3:]]
+    if view.connection:
+        body.append(Text(view.connection, style="reverse yellow"))
+    name = f"{view.name}  " if view.name else ""
+    title = Text.assemble((f"{name}{view.job_id}: ", "bold"), (view.status, f"bold {colour}"))
+    return Panel(Group(*body), title=title, title_align="left", border_style=colour, width=inner + 4)
+
+
+def _facts(view: JobView, curve: int) -> RenderableType:
+    """One line for each question; a curve, or what stands in its place, and the newest value in words."""
+    from rich.table import Table
+    from rich.text import Text
+
     step = view.last_step
-    done = int(step.get("step", 0))
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("step", f"{done} of {view.num_steps}", _time_left(view.eta_s))
-    facts.add_row("reward", Text(sparkline(view.rewards, 48, 0.0), style="green"), f"{step.get('reward/mean', 0):.3f}")
-    if view.evaluations:
-        played = "  ".join(f"{reward:.2f} @ {at}" for at, reward in view.evaluations[-6:])
-        facts.add_row("held out", played, "")
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(no_wrap=True, min_width=curve)
+    facts.add_column()
+    if not step:
+        facts.add_row("reward", "", Text("no step yet", style="dim"))
+        return facts
+    spread = f" ± {step['reward/std']:.3f}" if "reward/std" in step else ""
     facts.add_row(
-        "staleness",
-        f"mean {step.get('staleness/mean', 0):.2f}, oldest token {step.get('staleness/max', 0):.0f} steps",
-        "",
+        "reward", Text(sparkline(view.rewards, curve, 0.0), "green"), f"{step.get('reward/mean', 0):.3f}{spread}"
     )
-    facts.add_row("clipped", f"{100 * float(step.get('gspo/clip_frac', 0)):.0f} % of tokens", "")
-    facts.add_row("speed", f"{step.get('throughput/tokens_per_s', 0):,.0f} trained tokens/s", "")
-    for note in view.notes[-3:]:
-        facts.add_row(Text("alert", style="yellow"), note, "")
-    title = f"{view.job_id}: {view.status}" + (f" ({view.reason})" if view.reason else "")
-    return Panel(Group(ProgressBar(total=view.num_steps, completed=done, width=64), facts), title=title, width=96)
+    if view.evaluations:
+        at, reward = view.evaluations[-1]
+        held = [value for _, value in view.evaluations if not math.isnan(value)]
+        facts.add_row("held out", Text(sparkline(held, curve, 0.0), "cyan"), f"{reward:.2f} @ {at}")
+    speed = f"{view.speeds[-1]:,.0f} trained tokens/s"
+    facts.add_row("speed", Text(sparkline(view.speeds, curve, 0.0), "blue"), speed)
+    facts.add_row("time", _shares(step, curve), _shares_in_words(step))
+    ages = f"mean {step.get('staleness/mean', 0):.2f}, oldest token {step.get('staleness/max', 0):.0f} steps"
+    facts.add_row("staleness", "", ages)
+    facts.add_row("clipped", "", _clipped(step))
+    return facts
+
+
+def _clipped(step: Mapping[str, Any]) -> str:
+    text = f"{100 * float(step.get('gspo/clip_frac', 0)):.0f} % of tokens"
+    signs = [step.get(f"gspo/clip_frac_{sign}") for sign in ("positive", "negative")]
+    if None in signs:
+        return text
+    return text + " (good {:.0f} %, bad {:.0f} %)".format(*(100 * float(one or 0) for one in signs))
+
+
+def _phases(step: Mapping[str, Any]) -> dict[str, float]:
+    seconds = {name: float(step.get(f"time/{name}_s", 0.0)) for name, _, _ in PHASES}
+    total = sum(seconds.values())
+    return {name: value / total for name, value in seconds.items()} if total else {}
+
+
+def _shares(step: Mapping[str, Any], width: int) -> Text:
+    from rich.text import Text
+
+    shares, bar = _phases(step), Text()
+    for name, block, colour in PHASES:
+        bar.append(block * round(shares.get(name, 0.0) * width), colour)
+    return bar
+
+
+def _shares_in_words(step: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {100 * share:.0f} %" for name, share in _phases(step).items())
+
+
+def _note(alert: Mapping[str, Any]) -> str:
+    at = f"step {alert['step']}: " if "step" in alert else ""
+    return at + str(alert.get("message", alert))
 
 
 def _time_left(eta_s: float | None) -> str:
     if eta_s is None:
         return ""
     minutes, seconds = divmod(round(eta_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min left"
     return f"{minutes} min {seconds:02d} s left" if minutes else f"{seconds} s left"

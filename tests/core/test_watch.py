@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gspo_core.cli.watch import BLOCKS, JobView, describe, draw, sparkline
+from gspo_core.cli.watch import BLOCKS, JobView, describe, draw, follow, sparkline
+from gspo_core.client import Event
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=300), st.integers(1, 80))
@@ -73,3 +75,44 @@ def test_unknown_events_change_nothing() -> None:
     view, again = a_running_view(), a_running_view()
     view.take("from.the.future", {"x": 1})
     assert view == again
+
+
+def test_steps_that_are_taken_again_replace_what_they_undo() -> None:
+    view = a_running_view()
+    view.take("step", {"step": 3, "reward/mean": 0.9, "time/step_s": 2.0})
+    assert view.rewards == [0.1, 0.2, 0.9]
+    assert len(view.speeds) == len(view.step_times_s) == 3
+
+
+def test_the_display_fits_a_narrow_terminal_and_names_what_it_draws() -> None:
+    view = a_running_view()
+    metrics = {"time/train_s": 3.0, "time/wait_s": 1.0, "gspo/clip_frac": 0.1, "reward/mean": 0.5, "reward/std": 0.25}
+    signs = {"gspo/clip_frac_positive": 0.05, "gspo/clip_frac_negative": 0.2}
+    view.take("step", {"step": 5, "time/step_s": 4.0, **metrics, **signs})
+    view.take("alert", {"step": 5, "message": "the clip is inert"})
+    view.connection = "connection lost, trying again (1)"
+    console = Console(file=io.StringIO(), width=72, force_terminal=False)
+    console.print(draw(view, 72))
+    drawn = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, drawn.splitlines())) <= 72
+    for text in ("0.500 ± 0.250", "train 75 %", "bad 20 %", "step 5: the clip is inert", "connection lost"):
+        assert text in drawn
+
+
+def test_who_watches_is_told_that_the_connection_is_lost_and_sees_what_came_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[str] = []
+    view = JobView("job_1", 5)
+
+    def events(on_wait: Callable[[int], None]) -> Iterator[Event]:
+        yield Event("1-0", "step", {"step": 1, "reward/mean": 0.1})
+        on_wait(0)
+        shown.append(view.connection)
+        yield Event("2-0", "step", {"step": 2, "reward/mean": 0.2})
+        shown.append(view.connection)
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    follow(view, events)
+    assert shown == ["connection lost, trying again (1)", ""]
+    assert view.rewards == [0.1, 0.2]

@@ -87,7 +87,11 @@ class ApiProcess:
 
     def forget_jobs(self) -> None:
         """For tests that share a process: what was written down would be given back to the emptied server."""
-        shutil.rmtree(Path(self._data.name) / "jobs", ignore_errors=True)
+        shutil.rmtree(self.jobs_dir, ignore_errors=True)
+
+    @property
+    def jobs_dir(self) -> Path:
+        return Path(self._data.name) / "jobs"
 
     @property
     def url(self) -> str:

@@ -1,12 +1,12 @@
 // One job: what it does now, its curves, its groups, versions, events and configuration. The overview is live.
 
-import { follow, get, list, post } from "../api.js";
+import { ApiError, follow, get, list, post } from "../api.js";
 import { chart } from "../charts.js";
 import { h, show } from "../dom.js";
 import { bytes, clock, duration, fixed, isOver, number, percent, words } from "../format.js";
 import { bar, card, empty, facts, pill, right, row, strip, table, tabs, tight, tile } from "../pieces.js";
 
-const NAMES = ["reward/*", "staleness/*", "gspo/clip_frac*", "gspo/ess_sequence", "gspo/k3_*", "throughput/*", "time/*", "tokens/trained", "groups/*"];
+const SHOWN = /^(reward\/(mean|std)|staleness\/(mean|max)|gspo\/(clip_frac(_positive|_negative)?|ess_sequence|k3_(proximal|policy)_behavior)|throughput\/tokens_per_s|time\/(wait|train|publish|step)_s)$/;
 const MAX_POINTS = 800;
 const RATE_WINDOW = 10;
 
@@ -14,8 +14,8 @@ export async function jobPage(context) {
   const { root, signal, parameters: [id, part = "overview"], title } = context;
   let job = await get(`/v1/jobs/${encodeURIComponent(id)}`, signal);
   title(job.name || job.id);
-  const head = h("div", {});
-  const body = h("div", { class: "job-body" });
+  const head = h("div", { class: "stack" });
+  const body = h("div", { class: "through" });
   const drawHead = () => show(head, header(job, context, refresh));
   async function refresh() {
     job = await get(`/v1/jobs/${encodeURIComponent(id)}`, signal);
@@ -26,7 +26,6 @@ export async function jobPage(context) {
   const base = `#/jobs/${encodeURIComponent(id)}`;
   const names = [["overview", "Overview", base], ["groups", "Groups", `${base}/groups`], ["versions", "Versions", `${base}/versions`], ["events", "Events", `${base}/events`], ["config", "Configuration", `${base}/config`]];
   show(root, head, tabs(names, part), body);
-  body.style.display = "contents";
   await { overview, groups, versions, events, config }[part]({ ...context, id, body, refresh, job: () => job });
 }
 
@@ -86,7 +85,8 @@ async function overview({ id, body, signal, refresh, job, fail }) {
     if (eta && !isOver(job().status)) eta.textContent = timeLeft(rows, job());
   };
   redraw();
-  const showRecent = async () => { try { await recentGroups(recent, id, signal); } catch (error) { if (!signal.aborted && !error.status) throw error; } };
+  // What is shown stays while the service is away; the next step asks again.
+  const showRecent = () => recentGroups(recent, id, signal).catch((error) => { if (!signal.aborted && !(error instanceof ApiError)) throw error; });
   await showRecent();
   take = taker({ signal, rows, note, redraw, refresh, showRecent });
   early.forEach(take);
@@ -113,16 +113,13 @@ function taker({ signal, rows, note, redraw, refresh, showRecent }) {
 }
 
 async function metricRows(id, signal) {
-  for (let names = NAMES; ; ) {
-    try {
-      return (await get(`/v1/jobs/${id}/metrics?max_points=${MAX_POINTS}&names=${names.map(encodeURIComponent).join(",")}`, signal)).data;
-    } catch (error) {
-      // Asked for by kind; a job that has none of a kind says so by name.
-      const unknown = error.code === "unknown_metric" && names.find((name) => error.message.startsWith(`${name} `));
-      if (!unknown) throw error;
-      names = names.filter((name) => name !== unknown);
-    }
-  }
+  // Only what is drawn, and only what the job has: its first and its newest row tell the names.
+  const base = `/v1/jobs/${id}/metrics`;
+  const { step } = await get(`/v1/jobs/${id}`, signal);
+  const rows = (await Promise.all([get(`${base}?limit=1`, signal), get(`${base}?limit=1&from_step=${step}`, signal)])).flatMap((answer) => answer.data);
+  const names = [...new Set(rows.flatMap(Object.keys))].filter((name) => SHOWN.test(name));
+  if (!names.length) return [];
+  return (await get(`${base}?max_points=${MAX_POINTS}&names=${names.map(encodeURIComponent).join(",")}`, signal)).data;
 }
 
 function timeLeft(rows, job) {

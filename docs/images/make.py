@@ -1,0 +1,95 @@
+"""Makes the pictures of the viewer from a running service: ``python docs/images/make.py --url http://127.0.0.1:8000``.
+
+It shows the newest job that has groups. Needs chromium and playwright (``make test-browser`` installs both).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+from playwright.sync_api import Browser, Page, sync_playwright
+
+HERE = Path(__file__).parent
+DESKTOP = (1360, 900)
+PHONE = (390, 844)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--job", help="the job to show (default: the newest that has groups)")
+    parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser's program")
+    arguments = parser.parse_args()
+    with httpx.Client(base_url=arguments.url) as api, sync_playwright() as playwright:
+        job = arguments.job or _newest(api)
+        group = _telling_group(api, job)
+        member = _telling_member(group)
+        browser = playwright.chromium.launch(executable_path=arguments.chromium, args=["--no-sandbox"])
+        for name, place, scheme, size in (
+            ("jobs", "#/jobs", "light", DESKTOP),
+            ("job", f"#/jobs/{job}", "light", (1360, 1250)),
+            ("job-dark", f"#/jobs/{job}", "dark", (1360, 1250)),
+            ("group", f"#/groups/{group['id']}", "light", DESKTOP),
+            ("episode", f"#/episodes/{group['id']}/{member}", "light", (1360, 1000)),
+            ("episode-dark", f"#/episodes/{group['id']}/{member}", "dark", (1360, 1000)),
+            ("environments", "#/environments", "light", (1360, 560)),
+            ("workers", "#/workers", "light", (1360, 640)),
+            ("phone", f"#/jobs/{job}", "dark", PHONE),
+        ):
+            _picture(browser, arguments.url, name, place, scheme, size)
+        browser.close()
+
+
+def _newest(api: httpx.Client) -> str:
+    for job in api.get("/v1/jobs", params={"order": "desc"}).json()["data"]:
+        if api.get(f"/v1/jobs/{job['id']}/groups").json()["data"]:
+            return str(job["id"])
+    raise SystemExit("no job has groups yet: submit one and wait for its first step")
+
+
+def _telling_group(api: httpx.Client, job: str) -> dict[str, Any]:
+    """Of the newest hundred, the one with the most versions, then with rewards that differ most."""
+    groups = api.get(f"/v1/jobs/{job}/groups", params={"limit": 100}).json()["data"]
+
+    def tells(group: dict[str, Any]) -> tuple[float, ...]:
+        most = max(len(one["versions"]) for one in group["episodes"])
+        return most, group["reward_std"] or 0.0, len({one["num_turns"] for one in group["episodes"]})
+
+    best: dict[str, Any] = max(groups, key=tells)
+    return best
+
+
+def _telling_member(group: dict[str, Any]) -> int:
+    most = max(group["episodes"], key=lambda one: (len(one["versions"]), one["num_turns"]))
+    return int(most["member"])
+
+
+def _picture(browser: Browser, url: str, name: str, place: str, scheme: str, size: tuple[int, int]) -> None:
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]},
+        color_scheme="dark" if scheme == "dark" else "light",
+        device_scale_factor=1,
+    )
+    page = context.new_page()
+    page.goto(f"{url}/ui/{place}")
+    page.wait_for_selector("main h1")
+    page.wait_for_timeout(1500)
+    if "episode" in name:
+        _point_at_a_token(page)
+    page.screenshot(path=HERE / f"{name}.png")
+    context.close()
+    print(f"{name}.png  {place}")
+
+
+def _point_at_a_token(page: Page) -> None:
+    tokens = page.locator(".turn .tok")
+    tokens.nth(min(7, tokens.count() - 1)).hover()
+    page.wait_for_timeout(200)
+
+
+if __name__ == "__main__":
+    main()
