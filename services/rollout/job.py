@@ -35,6 +35,8 @@ class Episodes(Protocol):
 
     async def hand_back(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None: ...
 
+    async def fail(self, key: EpisodeKey, token: str, reason: str) -> None: ...
+
     async def read_episode(self, key: EpisodeKey) -> list[bytes]: ...
 
 
@@ -124,11 +126,12 @@ class JobRollout:
             # The server lost what it had acknowledged; a new lease says what it still has.
             setting.counters.add("episodes/rolled_back")
             await setting.patience.keep_trying(self._bus.hand_back, self._job, setting.token, [lease.key])
-        except Exception:
-            # Only a defect of ours comes here. The lease is kept until the worker leaves, so that it cannot spin.
+        except Exception as error:
+            # Only a defect of ours comes here. After three such leases the queue gives the episode up.
             setting.counters.add("episodes/broken")
             get_logger().exception("episode broken", episode=str(lease.key))
-            return
+            reason = f"{type(error).__name__}: {error}"
+            await setting.patience.keep_trying(self._bus.fail, lease.key, setting.token, reason)
         self._held.discard(lease.key)
         self._wake.set()
 

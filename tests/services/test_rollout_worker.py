@@ -34,6 +34,7 @@ from services.children import die_with_parent
 from services.engine_client import EngineClient, open_http
 from services.host_venv import Interpreters
 from services.redis_server import RedisServer, connect
+from services.rollout.episode import Episode
 from services.rollout.loading import load_job
 from services.rollout.worker import Worker, WorkerConfig
 from services.store import Claim, Store
@@ -463,6 +464,29 @@ async def test_a_failing_world_and_a_job_that_cannot_be_loaded_do_not_touch_the_
     for trajectory in await stage.trajectories(failing, 2):
         assert (trajectory.outcome.stop_reason, trajectory.reward) == (StopReason.ENV_ERROR, None)
     assert worker.counters["attempts/reset_failed"] == 12
+
+
+async def test_an_episode_that_meets_a_defect_of_ours_is_given_up_with_the_cause(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Episode.run
+
+    async def defect(self: Episode) -> StopReason:
+        if self._order.key.member == 1:
+            raise LookupError("a defect")
+        return await real(self)
+
+    monkeypatch.setattr(Episode, "run", defect)
+    claim = await stage.submit()
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 1)
+    async with stage.working(stage.worker()) as worker:
+        await stage.all_ready(claim, 1)
+        assert worker.counters["episodes/broken"] == 3
+    (ready,) = await stage.bus.ready_groups(claim.job_id)
+    assert ready.dead == (1,)
+    (letter,) = await stage.bus.dead_letters(claim.job_id)
+    assert (letter.key.member, letter.reason) == (1, "LookupError: a defect")
 
 
 async def test_a_job_that_is_paused_gets_its_episodes_back_and_goes_on_later(stage: Stage) -> None:
