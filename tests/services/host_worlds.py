@@ -211,6 +211,10 @@ class Alone:
         while True:
             held.append(bytearray(b"x") * (1 << 20))
 
+    def spike(self) -> str:
+        """Take memory for a moment."""
+        return str(len(bytearray(b"x") * (160 << 20)))
+
     def grab(self) -> str:
         """Take far too much memory at once."""
         return str(len(bytearray(1 << 40)))

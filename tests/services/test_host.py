@@ -165,6 +165,20 @@ async def test_of_several_suspects_only_the_one_that_crashes_alone_is_blamed(hos
         await session.close()
 
 
+async def test_whoever_only_waits_beside_one_that_blocks_the_loop_is_no_suspect(
+    host: Open, counts: Counter[str]
+) -> None:
+    environment = await host("Light", max_processes=1)
+    guilty, *others = [await begun(environment) for _ in range(4)]
+    waiting = [asyncio.create_task(other.act(call("rest", seconds=0.3))) for other in others]
+    await asyncio.sleep(0.1)
+    assert (await guilty.act(call("block", seconds=60))).stop_reason is StopReason.TOOL_TIMEOUT
+    assert [said(await one) for one in waiting] == ["rested"] * 3
+    assert counts["host/hung"] == 1
+    for session in (guilty, *others):
+        await session.close()
+
+
 async def test_a_tool_that_raises_breaks_nothing(host: Open, counts: Counter[str]) -> None:
     session = await begun(await host("Alone"))
     assert said(await session.act(call("explode"))) == "error: RuntimeError: boom"
@@ -181,6 +195,13 @@ async def test_memory_has_a_bound(host: Open, counts: Counter[str]) -> None:
     assert await session.score() == (-2.0, {})
     await session.close()
     assert (counts["host/over_memory"], counts["host/broken_by_policy"]) == (1, 1)
+
+
+async def test_memory_that_was_held_for_a_moment_counts_too(host: Open, counts: Counter[str]) -> None:
+    session = await begun(await host("Alone"), limits=Timeouts(step_timeout_s=20.0))
+    assert (await session.act(call("spike"))).stop_reason is StopReason.ENV_CRASH
+    await session.close()
+    assert counts["host/over_memory"] == 1
 
 
 async def test_files_answers_and_output_have_bounds(host: Open) -> None:
@@ -262,8 +283,11 @@ async def test_killed_once_is_chance_killed_by_the_same_action_twice_is_not(host
     await session.close()
 
 
-async def test_a_world_that_only_claims_to_be_replayable_is_found_out(host: Open, counts: Counter[str]) -> None:
-    session = await begun(await host("Fickle"))
+@pytest.mark.parametrize("world", ["Fickle", "Shared"])  # the one begins differently, the other answers differently
+async def test_a_world_that_only_claims_to_be_replayable_is_found_out(
+    host: Open, counts: Counter[str], world: str
+) -> None:
+    session = await begun(await host(world))
     os.kill(int(said(await session.act(call("where")))), signal.SIGKILL)
     with pytest.raises(SessionLost, match="answers differently"):
         await session.act(call("add", amount=1))
@@ -396,12 +420,14 @@ PARENT = """
 import asyncio, sys
 from services.host_process import HostOrder
 from services.hosted import HostedEnvironment
+from gspo_core.env import Timeouts
 from tests.services.test_host import begun, call, said
 
 async def main():
     environment = await HostedEnvironment.open(HostOrder(sys.argv[1]))
-    session = await begun(environment)
-    print(environment.pool.server_pid, said(await session.act(call("where"))), flush=True)
+    session = await begun(environment, limits=Timeouts())
+    own, left_behind = [said(await session.act(call(name))) for name in ("where", "daemonise")]
+    print(environment.pool.server_pid, own, left_behind, flush=True)
     await asyncio.sleep(300)
 
 asyncio.run(main())
@@ -409,13 +435,13 @@ asyncio.run(main())
 
 
 async def test_a_host_dies_with_its_parent() -> None:
-    program = [sys.executable, "-c", PARENT, f"{WORLDS}:Light"]
+    program = [sys.executable, "-c", PARENT, f"{WORLDS}:Alone"]
     root = Path(__file__).parents[2]
     variables = os.environ | {"PYTHONPATH": str(root)}
     parent = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE, cwd=root, env=variables)
     assert parent.stdout is not None
     pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     assert all(is_running(pid) for pid in pids)
     parent.kill()
     await parent.wait()
