@@ -6,7 +6,10 @@ The same randomly initialised Qwen3 (about 10 million parameters), the same ragg
 prompt, as rollouts do), one thread, float32, one AdamW update. Every cell of the table is a process of its own; memory
 is what the process needed beyond having the model and the batch loaded. TRL runs from a virtual environment that this
 script makes; it sees the packages of this one, so that torch and transformers are the same. All contestants must report
-the same gradient norm, or the row says that they did not compute the same.
+the same gradient norm, or the report says that they did not compute the same.
+
+A second table splits the time of our update and compares each part with its arithmetic: floating-point operations that
+it cannot do without, over the rate of a large matrix product on the same core in the same process.
 """
 
 from __future__ import annotations
@@ -27,16 +30,39 @@ from typing import Any
 import numpy as np
 
 TRL = "trl==1.16.0"
-RESULTS = Path(__file__).parent / "results" / "learner.json"
+RESULTS = Path(__file__).parent / "results" / "learner.md"
 # (vocabulary, hidden size): about 10 million parameters each, most of them in the tied embedding
 SHAPES = {32_000: 208, 151_936: 56}
 LENGTHS = (128, 256, 512, 1024)
-GROUPS, MEMBERS = 2, 8
+GROUPS, MEMBERS = 1, 8
 ROWS = 4
 """Sequences that TRL and the plain form put through the model at once; ours gets as many tokens."""
 NUM_UPDATES = 2
 CONTESTANTS = ("ours, shared", "ours, packed", "ours, padded", "trl", "plain logits")
 PLAIN_LIMIT_BYTES = 3 * 2**30
+LAYERS, HEADS, KEY_HEADS, HEAD_DIM = 4, 4, 2, 32
+
+
+NOTES = """\
+How to read it. All score the answers only, but for plain logits, which score every position. TRL's head is chunked
+like ours, in tiles of up to 4096 tokens by part of the vocabulary. On a GPU a kernel of its own folds a tile in
+place; on a CPU it falls back to torch operations that keep several copies of a tile, and computes an entropy that
+this loss does not use. With 32k tokens and a length of 256, nine tenths of TRL's time were spent in this head
+(measured apart). So the ratios to TRL say how the two compare on a CPU, and nothing about a GPU, where neither has
+been measured; plain logits are the fairer yardstick of speed here. They are left out where the logits of a
+micro-batch and their log-softmax would take more than 3 GiB. `shared` computes the prompt of a group once; with a
+quarter of the tokens in prompts and most of the work in the head it gains little here, and more with long prompts or
+larger models."""
+PARTS_NOTES = """\
+The last two columns say how much of a part's time its floating-point operations would take: at the rate of a large
+square product, and at the rate that the head's forward product reaches on this core (those of the backward pass have
+other shapes; values near and above 100 % are possible). With 150k tokens the head's products are thin, as wide as the
+hidden size, which is small so that the whole model stays at ten million parameters: writing the logits costs more
+than multiplying, and most of the time goes to products at the rate that they reach in this shape. Cutting them along
+the vocabulary too, into tiles that stay in the cache, might help and has not been tried. The rest of the head is an
+exponential per logit in each direction. The layers are small as well, and most of their time goes to operations
+between their products. In a real model (hidden size of 1024 and more) products should dominate both; that has not
+been measured here."""
 
 
 def make_batch(vocabulary: int, length: int) -> dict[str, Any]:
@@ -62,10 +88,10 @@ def make_model(directory: Path, vocabulary: int, hidden: int) -> int:
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=HEAD_DIM,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=0,
@@ -99,7 +125,7 @@ class Memory:
 
 
 def measure(update: Any, num_tokens: int) -> dict[str, float]:
-    """The first update counts for the gradient norm and for memory; the best of the others for time."""
+    """The first update gives the gradient norm and warms everything up; the best of the others counts for time."""
     memory = Memory()
     norm = update()
     seconds = []
@@ -111,11 +137,11 @@ def measure(update: Any, num_tokens: int) -> dict[str, float]:
         "tokens_per_s": num_tokens / min(seconds),
         "peak_mib": memory.peak() / 2**20,
         "grad_norm": norm,
-        "spread": max(seconds) / min(seconds),
     }
 
 
-def run_ours(model_dir: Path, batch: dict[str, Any], length: int, layout: str) -> dict[str, float]:
+def make_ours(model_dir: Path, batch: dict[str, Any], length: int, layout: str) -> tuple[Any, list[Any]]:
+    """Our learner, set to compute what TRL computes, and the batch as it takes it."""
     from gspo_core.batch import TrainSequence
     from gspo_core.learner import Learner
     from gspo_core.learner_config import LearnerConfig, OptimizerConfig
@@ -130,10 +156,88 @@ def run_ours(model_dir: Path, batch: dict[str, Any], length: int, layout: str) -
     config = LearnerConfig(
         optimizer=OptimizerConfig(lr=1e-6),
         micro_batch_tokens=ROWS * length,
-        layout=layout,  # type: ignore[arg-type]
+        layout=layout,
     )
-    learner = Learner(model_dir, config, objective, seed=0)
+    return Learner(model_dir, config, objective, seed=0), sequences
+
+
+def run_ours(model_dir: Path, batch: dict[str, Any], length: int, layout: str) -> dict[str, float]:
+    learner, sequences = make_ours(model_dir, batch, length, layout)
     return measure(lambda: learner.step(sequences)["learner/grad_norm"], batch["num_tokens"])
+
+
+class Stopwatch:
+    """CPU seconds spent in functions that it was put around."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def timed(*given: Any, **named: Any) -> Any:
+            start = time.process_time()
+            try:
+                return function(*given, **named)
+            finally:
+                self.seconds += time.process_time() - start
+
+        setattr(owner, name, staticmethod(timed) if isinstance(owner, type) else timed)
+
+
+def run_parts(model_dir: Path, batch: dict[str, Any], length: int) -> dict[str, float]:
+    """CPU seconds of the parts of one update of ours (packed: every token computed once), and their operations."""
+    from gspo_core.learner import logprobs, training
+
+    learner, sequences = make_ours(model_dir, batch, length, "packed")
+    learner.step(sequences)
+    watches = {name: Stopwatch() for name in ("head", "loss and statistics", "optimizer")}
+    watches["head"].around(logprobs._ChosenLogprobs, "forward")
+    watches["head"].around(logprobs._ChosenLogprobs, "backward")
+    watches["loss and statistics"].around(training, "policy_loss")
+    watches["optimizer"].around(training, "apply_update")
+    start = time.process_time()
+    learner.step(sequences)
+    total = time.process_time() - start
+    parts = {name: watch.seconds for name, watch in watches.items()}
+    parts["layers, packing and the rest"] = total - sum(parts.values())
+    head, layers = operations(learner._policy.model.config, batch)
+    chunk = learner._policy.chunk_tokens
+    return {
+        **{f"seconds/{name}": seconds for name, seconds in parts.items()},
+        "operations/head": head,
+        "operations/layers, packing and the rest": layers,
+        "rate": product_rate(1024, 1024, 1024),
+        "rate_head": product_rate(chunk, learner._policy.head.weight.shape[1], learner._policy.head.weight.shape[0]),
+    }
+
+
+def operations(config: Any, batch: dict[str, Any]) -> tuple[float, float]:
+    """Of head and layers, forward and backward; the head's forward product is computed twice instead of kept."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    head = layers = 0.0
+    weights = hidden * HEAD_DIM * (2 * HEADS + 2 * KEY_HEADS) + 3 * hidden * inner
+    for prompt, answer, _ in batch["sequences"]:
+        num_tokens = len(prompt) + len(answer) - 1
+        head += 4 * 2 * config.vocab_size * hidden * len(answer)
+        attention = 2 * 2 * HEADS * HEAD_DIM * num_tokens**2 / 2  # causal: half of all pairs
+        layers += 3 * LAYERS * (2 * weights * num_tokens + attention)
+    return head, layers
+
+
+def product_rate(rows: int, inner: int, columns: int) -> float:
+    """Floating-point operations per second of CPU time in a float32 product of these sizes, the best of some."""
+    import torch
+
+    first, second = torch.randn(rows, inner), torch.randn(columns, inner)
+    repeats = max(1, int(2e9 / (2 * rows * inner * columns)))
+    best = float("inf")
+    for _ in range(5):
+        start = time.process_time()
+        for _ in range(repeats):
+            torch.mm(first, second.t())
+        best = min(best, time.process_time() - start)
+    return repeats * 2 * rows * inner * columns / best
 
 
 def padded(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -242,6 +346,8 @@ def run_child(contestant: str, model_dir: Path, batch_file: Path, length: int) -
         result = run_trl(model_dir, batch)
     elif contestant == "plain logits":
         result = run_plain(model_dir, batch)
+    elif contestant == "parts":
+        result = run_parts(model_dir, batch, length)
     else:
         result = run_ours(model_dir, batch, length, contestant.removeprefix("ours, "))
     print("RESULT " + json.dumps(result))
@@ -268,7 +374,7 @@ def run_cell(python: Path, contestant: str, model_dir: Path, batch_file: Path, l
         "HF_HUB_OFFLINE": "1",
     }
     command = [str(python), __file__, "--child", contestant, str(model_dir), str(batch_file), str(length)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         print(f"{contestant} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
@@ -295,25 +401,120 @@ def run_all(quick: bool, work: Path) -> list[dict[str, Any]]:
                 python = trl_python if contestant == "trl" else Path(sys.executable)
                 if fits(contestant, vocabulary, length):
                     cells[contestant] = run_cell(python, contestant, model_dir, batch_file, length)
-            rows.append({"vocabulary": vocabulary, "length": length, "parameters": parameters, "cells": cells})
-            print_row(rows[-1])
+            parts = run_cell(Path(sys.executable), "parts", model_dir, batch_file, length)
+            rows.append(
+                {"vocabulary": vocabulary, "length": length, "parameters": parameters, "cells": cells, "parts": parts}
+            )
+            print(*table(rows[-1:])[2:], *parts_table(rows[-1:])[2:], sep="\n", flush=True)
     return rows
 
 
-def print_row(row: dict[str, Any]) -> None:
-    trl = row["cells"].get("trl")
-    norms = [cell["grad_norm"] for cell in row["cells"].values() if cell]
-    agree = "" if np.allclose(norms, norms[0], rtol=1e-3) else f"  GRADIENTS DIFFER: {norms}"
-    print(f"vocabulary {row['vocabulary']}, length {row['length']}, {row['parameters'] / 1e6:.1f}M parameters{agree}")
-    for name, cell in row["cells"].items():
-        if cell is None:
-            print(f"  {name:14} failed")
-            continue
-        line = f"  {name:14} {cell['tokens_per_s']:8.0f} tokens/s {cell['peak_mib']:8.0f} MiB"
-        if trl:
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Of all cells, beside TRL's in the same row."""
+    lines = [
+        "| vocabulary | parameters | longest | | tokens/s | x TRL | peak MiB | x TRL | gradient norm |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        trl = row["cells"].get("trl")
+        for name, cell in row["cells"].items():
+            start = f"| {row['vocabulary']} | {row['parameters'] / 1e6:.1f} M | {row['length']} | {name} |"
+            if cell is None or trl is None:
+                lines.append(f"{start} failed | | | | |")
+                continue
             speed, memory = cell["tokens_per_s"] / trl["tokens_per_s"], cell["peak_mib"] / trl["peak_mib"]
-            line += f"   {speed:5.2f} x speed, {memory:5.2f} x memory of TRL"
-        print(line, flush=True)
+            numbers = f" {cell['tokens_per_s']:.0f} | {speed:.2f} | {cell['peak_mib']:.0f} | {memory:.2f} |"
+            lines.append(f"{start}{numbers} {cell['grad_norm']:.5f} |")
+    return lines
+
+
+def parts_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Where our time goes, and how much of each part's time its arithmetic would take at the measured rate."""
+    lines = [
+        "| vocabulary | longest | part | share of time | its arithmetic at the core's rate | at its shape's rate |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        parts = row["parts"]
+        if parts is None:
+            continue
+        seconds = {name.split("/")[1]: value for name, value in parts.items() if name.startswith("seconds/")}
+        total, needed = sum(seconds.values()), 0.0
+        start = f"| {row['vocabulary']} | {row['length']} |"
+        for name, spent in seconds.items():
+            work = parts.get(f"operations/{name}", 0.0) / parts["rate"]
+            needed += work
+            shaped = work * parts["rate"] / parts["rate_head"] if name == "head" else 0.0
+            shares = " | ".join(f"{needs / spent:.0%}" if needs else "-" for needs in (work, shaped))
+            lines.append(f"{start} {name} | {spent / total:.0%} | {shares} |")
+        lines.append(f"{start} **all** ({total:.2f} s) | 100% | {needed / total:.0%} | - |")
+    return lines
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """What was aimed at, and what was reached."""
+    reached = {}
+    for row in rows:
+        ours, trl = row["cells"].get("ours, shared"), row["cells"].get("trl")
+        if ours and trl:
+            pair = (ours["tokens_per_s"] / trl["tokens_per_s"], ours["peak_mib"] / trl["peak_mib"])
+            reached.setdefault(row["vocabulary"], []).append(pair)
+    found = "; ".join(
+        f"with {vocabulary} tokens {min(s for s, _ in pairs):.1f} to {max(s for s, _ in pairs):.1f} times its tokens/s "
+        f"and {min(m for _, m in pairs):.2f} to {max(m for _, m in pairs):.2f} of its peak memory"
+        for vocabulary, pairs in reached.items()
+    )
+    return (
+        "Aimed at beside TRL: 1.5 times its tokens/s, and half of its peak memory at the larger vocabulary. Reached on "
+        f"this CPU (`shared`): {found}."
+    )
+
+
+def rates(rows: list[dict[str, Any]]) -> str:
+    found = [row["parts"] for row in rows if row["parts"]]
+    square = ", ".join(f"{parts['rate'] / 1e9:.0f}" for parts in found)
+    head = ", ".join(f"{parts['rate_head'] / 1e9:.0f}" for parts in found)
+    return (
+        f"A product of 1024 x 1024 matrices ran at {square} GFLOP/s in these processes, one of the head's shape "
+        f"(a chunk's rows x width x vocabulary) at {head}."
+    )
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    import torch
+    import transformers
+
+    norms = [[cell["grad_norm"] for cell in row["cells"].values() if cell] for row in rows]
+    same = all(np.allclose(found, found[0], rtol=1e-3) for found in norms)
+    return "\n".join(
+        [
+            "# One GSPO update: ours, TRL's, plain logits",
+            "",
+            f"`python -m benchmarks.learner`. torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"{TRL}; {platform.machine()}, {os.cpu_count()} cores, one thread used, load average "
+            f"{os.getloadavg()[1]:.1f} (other work ran beside it).",
+            f"{GROUPS * MEMBERS} sequences, prompts of a quarter of the longest length shared by {MEMBERS}, answers of "
+            f"10 to 75 % of it; at most {ROWS} rows (ours: as many tokens) at once; float32. Tokens are those of "
+            "prompts and answers, repeated prompts counted each time. Time is CPU time of the process, best of "
+            f"{NUM_UPDATES} updates after one to warm up; memory is what updates add to model and batch.",
+            f"All compute the same gradient: {'yes' if same else 'NO'}.",
+            "",
+            *table(rows),
+            "",
+            verdict(rows),
+            "",
+            NOTES,
+            "",
+            "## Where our time goes",
+            "",
+            f"Layout packed, one update. {rates(rows)}",
+            "",
+            *parts_table(rows),
+            "",
+            PARTS_NOTES,
+            "",
+        ]
+    )
 
 
 def main() -> None:
@@ -327,19 +528,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as work:
         rows = run_all(arguments.quick, Path(work))
-    if arguments.quick:
-        return
-    import torch
-    import transformers
-
-    conditions = {
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trl": TRL},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread used",
-        "load_average": os.getloadavg(),
-        "micro_batch": f"{ROWS} rows or {ROWS} x length tokens",
-        "time": "CPU time of the process, best of two updates; memory beyond model and batch",
-    }
-    RESULTS.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+    if not arguments.quick:
+        RESULTS.write_text(report(rows))
 
 
 if __name__ == "__main__":
