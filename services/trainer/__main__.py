@@ -71,6 +71,7 @@ async def main(stop: asyncio.Event) -> None:
                 batch_log=BatchLog(job_dir),
                 checkpoints=CheckpointStore(job_dir),
                 metrics_path=job_dir / "metrics.jsonl",
+                budget_bytes=settings.redis_bytes_per_job,
             )
             return JobRun(claim, spec, services, lambda: make_learner(spec))
 

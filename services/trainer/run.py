@@ -29,7 +29,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position, groups_admissible, in_history, token_staleness
 from gspo_core.types import Group, Split, StepReport, WeightsManifest
 from services.batch_log import BatchLog, retained
-from services.bus import Bus
+from services.bus import Bus, Full
 from services.store import Claim, Store
 from services.telemetry import get_logger
 from services.trainer.checkpoints import CheckpointStore
@@ -64,7 +64,13 @@ class Services:
     batch_log: BatchLog
     checkpoints: CheckpointStore
     metrics_path: Path
+    budget_bytes: int | None = None
+    """What the job may hold in Redis."""
     clock: Callable[[], float] = time.monotonic
+
+
+# Of an encoded segment: id, log-prob and mask of a token, and its share of the header.
+BYTES_PER_TOKEN = 10
 
 
 class JobRun:
@@ -309,11 +315,20 @@ class JobRun:
         if not spec.rollout.max_staleness:
             await self._services.engines.wait_for(self._newest)
         for _ in range(min(allowed, still_needed)):
-            await self._dispatch(schedule, lineage.num_dispatched)
+            try:
+                await self._dispatch(schedule, lineage.num_dispatched, self._budget_bytes())
+            except Full:
+                break
             lineage.num_dispatched += 1
 
-    async def _dispatch(self, schedule: TaskSchedule, group: int) -> None:
+    def _budget_bytes(self) -> int | None:
+        """A step's worth of groups is always admitted: with less the job would wait for ever."""
+        num_open = sum(1 for _ in self._lineage.owed())
+        return None if num_open < self._spec.groups_per_step else self._services.budget_bytes
+
+    async def _dispatch(self, schedule: TaskSchedule, group: int, budget_bytes: int | None = None) -> None:
         task = schedule.task(group)
+        limits = self._spec.episode_limits(task.environment)
         await self._services.bus.dispatch(
             self._job,
             self._claim.token,
@@ -322,6 +337,8 @@ class JobRun:
             split=Split.TRAIN,
             task_index=task.index,
             environment=task.environment,
+            bytes_per_episode=limits.max_context_tokens * BYTES_PER_TOKEN,
+            budget_bytes=budget_bytes,
         )
         self._dispatched_steps[group] = self._lineage.step
 
