@@ -64,8 +64,8 @@ class Settings(BaseSettings):
     """Seconds without a beat after which a worker's episodes, or a trainer's job, go to another. Alike everywhere."""
 
     redis_bytes_per_job: Annotated[int, Field(gt=0)] | None = None
-    """What one job may hold in Redis, reserved before an episode starts. Groups beyond one step's worth wait until there
-    is room. Unset: no limit."""
+    """What one job may hold in Redis, reserved before an episode starts. Groups beyond one step's worth wait for room.
+    Unset: no limit."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe messages that are logged."""

@@ -98,6 +98,8 @@ class SmallTrainer:
         return group < self.lineage.low_watermark or group in self.lineage.settled
 
     async def _step(self) -> None:
+        # A wiped server holds nothing to wait for; a trainer learns of it by its beat.
+        await self._world.store.beat_trainer(self._world.job, self._claim.token)
         while self.lineage.num_dispatched < min(self._world.num_groups, self.lineage.step * GROUPS_PER_STEP + WINDOW):
             await self._dispatch(self.lineage.num_dispatched)
             self.lineage.num_dispatched += 1
