@@ -279,6 +279,53 @@ class EngineClient:
         if held != label:
             raise EngineDirty(f"{self.url}: holds weights {held!r} after a load of {label!r}")
 
+    async def begin_weight_update(self) -> None:
+        """Tensors follow. Asked for by 0.5.21 and later."""
+        await self._call("POST", "/begin_weight_update", {}, admin=True)
+
+    async def end_weight_update(self) -> None:
+        await self._call("POST", "/end_weight_update", {}, admin=True)
+
+    async def join_weight_group(
+        self, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> None:
+        """Returns when all members have met: let the sender join meanwhile."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        await self._call("POST", "/init_weights_update_group", body, admin=True, timeout=timeout)
+
+    async def receive_weights(
+        self,
+        tensors: Sequence[tuple[str, str, list[int]]],
+        *,
+        group: str,
+        label: str,
+        flush_cache: bool,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Takes (name, dtype, shape) of each tensor and returns when all of them have come: send them meanwhile."""
+        names, dtypes, shapes = zip(*tensors, strict=True)
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group,
+            "weight_version": label,
+            "flush_cache": flush_cache,
+        }
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        await self._call("POST", "/update_weights_from_distributed", body, admin=True, timeout=timeout)
+
+    async def leave_weight_group(self, name: str) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": name}, admin=True)
+
     async def model_info(self) -> dict[str, Any]:
         return await self._json("/model_info")
 

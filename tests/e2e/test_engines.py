@@ -27,7 +27,7 @@ from services.local.stack import Stack, StackConfig
 from tests.e2e.test_learning import changed
 from tests.services.engine_kit import EngineProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 CHANGES: dict[str, Any] = {
     "evaluation": None,
@@ -107,11 +107,9 @@ def test_two_jobs_on_two_engines_never_mix(model_dir: Path, tmp_path: Path) -> N
         local._spawn("trainer", [], {**local._environment(), "OMP_NUM_THREADS": "1"}, name="trainer-1")
         client = stack.enter_context(Client(local.api_url))
         jobs = [client.create_job(changed(spec, {"seed": seed, "name": f"job {seed}"}))["id"] for seed in (1, 2)]
-        ends = {}
         for job in jobs:
-            for event in client.events(job):
-                if event.type == "step" and event.data["step"] == 1:
-                    ends[job] = client.job(jobs[1])["status"]
+            for _ in client.events(job):
+                pass  # until it is over
         records = [client.job(job) for job in jobs]
         assert [record["status"] for record in records] == ["succeeded"] * 2, records
     for job in jobs:

@@ -14,8 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 
 from services.local.sglang import SGLangProcess
+from services.weight_group import WeightGroup
 from tests.services.engine.conformance_subjects import NAMES, Subject, add_tokenizer, serve, start_sglang
 from tests.services.engine_kit import (
     CONTEXT_LENGTH,
@@ -351,6 +353,30 @@ async def test_20_tensors_outside_a_session_are_refused_at_once(subject: Subject
     else:
         assert response.status_code == 400
         assert "must run between begin_weight_update() and end_weight_update()" in response.json()["message"]
+
+
+@pytest.mark.skipif("sglang" not in NAMES, reason="only a real SGLang has process groups")
+async def test_20b_tensors_through_a_group_are_the_weights_of_the_disk(
+    spoken: Models, sglang: SGLangProcess, embedded: EngineProcess
+) -> None:
+    async with serve("sglang", spoken, embedded, sglang.url) as subject:
+        checksums = []
+        group = await WeightGroup.join([subject.client])
+        running = subject.start(prompt_of(20), subject.long)
+        await subject.until_running(num_tokens=35)
+        await subject.client.pause("retract")
+        await group.send(load_file(spoken.paths[1] / "model.safetensors"), "job/1/1")
+        await subject.client.resume()
+        answer = (await running).json()
+        cut = spans_of(answer)[0][2]
+        assert [name for name, _, _ in spans_of(answer)] == ["default", "job/1/1"]
+        assert subject.deviation(0, prompt_of(20), answer, end=cut) < TOLERANCE
+        assert subject.deviation(1, prompt_of(20), answer, start=cut) < TOLERANCE
+        checksums.append((await subject.post("/weights_checker", action="checksum")).json()["per_engine_checksum"])
+        await group.close()
+        await subject.client.load_weights(spoken.paths[1], "job/1/2")
+        checksums.append((await subject.post("/weights_checker", action="checksum")).json()["per_engine_checksum"])
+        assert checksums[0] == checksums[1]
 
 
 @pytest.mark.parametrize("aborts", [True, False])
