@@ -41,16 +41,14 @@ def _value(node: ast.expr) -> int:
 
 
 def _make_tasks() -> list[dict[str, str]]:
-    """Distinct expressions of two or three operands with at most one product, the same in every process."""
+    """Distinct expressions of two or three operands, the same in every process."""
     generator = random.Random("calculator")
     expressions: dict[str, None] = {}
     while len(expressions) < NUM_TRAIN_TASKS + NUM_EVAL_TASKS:
-        first, second, third = (generator.randint(10, 99) for _ in range(3))
-        operators = generator.choice(
-            generator.choice((("+", "-", "*"), ("++", "+-", "-+", "--", "*+", "*-", "+*", "-*")))
-        )
-        expression = f"{first} {operators[0]} {second}"
-        expressions[f"{expression} {operators[1]} {third}" if operators[1:] else expression] = None
+        expression = str(generator.randint(10, 99))
+        for _ in range(generator.choice((1, 2))):
+            expression += f" {generator.choice('+-*')} {generator.randint(10, 99)}"
+        expressions[expression] = None
     return [{"expression": expression} for expression in expressions]
 
 
