@@ -71,6 +71,11 @@ class JobRollout:
     def num_episodes(self) -> int:
         return len(self._held)
 
+    @property
+    def capacity(self) -> int:
+        """Episodes that find a place in their environment at once."""
+        return self._loaded.capacity
+
     async def run(self) -> None:
         """Cancelled, it hands nothing back: then the lease is lost, or nobody waits for it any more."""
         async with asyncio.TaskGroup() as watchers:

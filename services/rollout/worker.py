@@ -247,6 +247,7 @@ class Worker:
             "jobs": sorted(self._jobs),
             "num_episodes": self._num_episodes(),
             "max_episodes": self._config.max_episodes,
+            "environment_capacity": {job: rollout.capacity for job, rollout in self._jobs.items()},
             "counters": self.counters.snapshot(),
         }
 

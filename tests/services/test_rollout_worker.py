@@ -280,6 +280,7 @@ async def test_episodes_complete_and_every_recorded_token_is_what_was_sent(stage
     async with stage.working(stage.worker()) as worker:
         await stage.all_ready(claim, 8)
         await until(lambda: worker.counters["episodes/finished"] == 16)
+        assert worker._record()["environment_capacity"] == {claim.job_id: 16 * 64}
         description = await stage.store.environment_description(claim.job_id, 0)
     assert description is not None
     assert description["num_tasks"] == {"train": 50, "eval": 1}
