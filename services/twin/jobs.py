@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -64,7 +65,7 @@ class TwinJobs:
         return 0
 
     async def create_job(
-        self, spec: BaseModel | str, *, idempotency_key: str | None = None, job_id: str | None = None
+        self, spec: BaseModel | str, *, idempotency_key: str | None = None, job_id: str | None = None, owner: str = ""
     ) -> Job:
         data: Any = json.loads(spec) if isinstance(spec, str) else spec.model_dump(mode="json")
         if not isinstance(data, dict):
@@ -79,14 +80,14 @@ class TwinJobs:
         if known is not None and known.spec != text:
             raise JobConflict(name)
         if known is None:
-            job = self._world.jobs[name] = TwinJob(text, self._time())
+            job = self._world.jobs[name] = TwinJob(text, self._time(), owner=owner)
             self._explain(job, default_reason(JobStatus.QUEUED))
             await self._tell(job, None)
         return await self.get_job(name)
 
     async def get_job(self, job: str) -> Job:
         found = self._find(job)
-        return Job(
+        record = Job(
             id=job,
             spec=found.spec,
             status=found.status,
@@ -100,6 +101,7 @@ class TwinJobs:
             started_at=found.started_at,
             finished_at=found.finished_at,
         )
+        return replace(record, owner=found.owner) if found.owner else record
 
     async def list_jobs(
         self, limit: int = 20, after: str | None = None, *, before: str | None = None, order: str = "asc"

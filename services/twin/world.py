@@ -80,6 +80,7 @@ class TwinQueue:
 class TwinJob:
     spec: str
     created_at: str
+    owner: str = ""
     status: JobStatus = JobStatus.QUEUED
     desired_state: DesiredState = DesiredState.RUNNING
     reason: StatusReason | None = None
