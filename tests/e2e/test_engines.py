@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from gspo_core.client import Client
 from services.batch_log import BatchLog
 from services.children import die_with_parent
 from services.local.demo import NO_KEYS, demo_spec
-from services.local.demo_model import make_demo_model
 from services.local.provenance import check_provenance
 from services.local.stack import Stack, StackConfig
 from tests.e2e.test_learning import changed
@@ -169,8 +171,10 @@ class _Forward(http.server.BaseHTTPRequestHandler):
 def test_an_engine_with_other_weights_under_the_right_label_ends_the_job_with_the_reason(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
-    make_demo_model(other, seed=1)
+    other = shutil.copytree(model_dir, tmp_path / "other")
+    torch.manual_seed(0)
+    tensors = {name: one + 0.05 * torch.randn_like(one) for name, one in load_file(other / "model.safetensors").items()}
+    save_file(tensors, other / "model.safetensors")
     spec = changed(demo_spec(model_dir, 0), CHANGES | {"steps": 12})
     with engines(model_dir, 1) as (engine,):
         liar = Liar(engine.url, other)
