@@ -19,7 +19,7 @@ from pathlib import Path
 from environments.calculator import Calculator
 from gspo_core.env import CallStatus, ParsedTurn, ToolCall, load_environment
 from gspo_core.types import Split
-from services.host_process import HostOrder
+from services.host_server import HostOrder
 from services.hosted import HostedEnvironment, HostedSession
 
 TURN = ParsedTurn("", (ToolCall("calculate", {"expression": "12 * 34 - 5"}, CallStatus.OK, "", 0, 1),))

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment
-from services.host_process import BootFailed, Cause, Death, ForkServer, HostOrder, HostProcess
+from services.host_process import Cause, Death, HostProcess
+from services.host_server import BootFailed, ForkServer, HostOrder
 from services.host_wire import Description
 from services.telemetry import get_logger
 

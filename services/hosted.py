@@ -18,7 +18,8 @@ from gspo_core.env.contract import PhaseLimits
 from gspo_core.types import Split, StopReason
 from services import host_wire
 from services.host_pool import HostPool, Seat
-from services.host_process import Cause, Death, Died, HostOrder, Reply
+from services.host_process import Cause, Death, Died, Reply
+from services.host_server import HostOrder
 
 # How often one session may lose its process through no fault of its own before its episode starts again.
 MAX_LOSSES = 8

@@ -19,7 +19,7 @@ from typing import Any
 
 from gspo_core.env import CallStatus, EnvironmentFailed, InvalidEnvironment, Observation, ParsedTurn, ToolCall
 from gspo_core.types import Split
-from services.host_process import HostOrder
+from services.host_server import HostOrder
 from services.host_venv import Interpreters
 from services.hosted import HostedEnvironment, HostedSession
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.env import InvalidEnvironment
 from gspo_core.spec import EnvironmentSpec, JobSpec
-from services.host_process import HostOrder
+from services.host_server import HostOrder
 from services.host_venv import Interpreters
 from services.hosted import HostedEnvironment
 

@@ -21,7 +21,7 @@ import pytest
 
 from gspo_core.env import CallStatus, EnvironmentFailed, Observation, ParsedTurn, Session, Timeouts, ToolCall
 from gspo_core.types import Split, StopReason
-from services.host_process import HostOrder
+from services.host_server import HostOrder
 from services.host_venv import Interpreters
 from services.hosted import HostedEnvironment
 from services.openenv_server import serve

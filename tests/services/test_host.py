@@ -18,7 +18,7 @@ import pytest
 
 from gspo_core.env import CallStatus, EnvironmentFailed, InvalidEnvironment, Observation, ParsedTurn, Timeouts, ToolCall
 from gspo_core.types import Split, StopReason
-from services.host_process import HostOrder
+from services.host_server import HostOrder
 from services.hosted import HostedEnvironment, HostedSession, SessionLost
 
 WORLDS = Path(__file__).with_name("host_worlds.py")
@@ -418,7 +418,7 @@ async def test_a_host_needs_nothing_but_python(tmp_path: Path) -> None:
 
 PARENT = """
 import asyncio, sys
-from services.host_process import HostOrder
+from services.host_server import HostOrder
 from services.hosted import HostedEnvironment
 from gspo_core.env import Timeouts
 from tests.services.test_host import begun, call, said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.host_process import HostOrder
+from services.host_server import HostOrder
 from services.hosted import HostedEnvironment
 from tests.core.env_kit import call, play
 

@@ -15,7 +15,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from environments.calculator import Calculator, evaluate
 from gspo_core.env import ParsedTurn, Session
 from gspo_core.types import Split, StopReason
-from services.host_process import HostOrder
+from services.host_server import HostOrder
 from services.hosted import HostedEnvironment
 from services.openenv_server import serve
 from tests.services.test_host import call, said

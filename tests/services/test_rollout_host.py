@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
 from gspo_core.types import Outcome, StopReason, Trajectory
-from services.host_process import HostOrder
+from services.host_server import HostOrder
 from services.hosted import HostedEnvironment
 from services.rollout.episode import Episode
 from services.rollout.setting import Order
