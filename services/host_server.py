@@ -1,6 +1,7 @@
 """A host as its user sees it: a fork server that loads an environment, makes processes of it and ends them.
 
-Rule: nothing of a host outlives its parent, and nothing of ours reaches it but what its order says: no settings or keys.
+Rule: nothing of a host outlives its parent, and nothing of ours reaches it but what its order says: no settings, no
+keys.
 """
 
 from __future__ import annotations
