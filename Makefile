@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow test-third-party test-oracles sglang-cpu test-browser debian-redis demo up fmt bench clean
+.PHONY: help setup check test test-slow test-third-party test-oracles sglang-cpu test-contract test-browser debian-redis demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,15 @@ $(ORACLES)/ready: Makefile
 
 test-oracles: $(STAMP) $(ORACLES)/ready  ## the chat codecs against TRL's templates and the renderers package (200 MB)
 	$(BIN)/pytest tests/oracles
+
+SCHEMATHESIS := .make/schemathesis
+
+$(SCHEMATHESIS)/bin/schemathesis: Makefile
+	$(PYTHON) -m venv $(SCHEMATHESIS)
+	$(SCHEMATHESIS)/bin/pip install --quiet --disable-pip-version-check schemathesis==4.32.5
+
+test-contract: $(STAMP) $(SCHEMATHESIS)/bin/schemathesis  ## every operation of the OpenAPI document is tried by schemathesis
+	$(BIN)/pytest tests/services/test_api_contract.py
 
 PLAYWRIGHT := 1.65.2
 

@@ -105,7 +105,7 @@ register("create", {}, function(keys, args)
     return 0
   end
   redis.call("HSET", K.job, "spec", args[1], "digest", args[2], "status", "queued", "desired_state", "running",
-    "attempt", 0, "epoch", 0, "step", 0, "created_at", args[3])
+    "attempt", 0, "epoch", 0, "step", 0, "created_at", args[3], "owner", args[6] or "")
   revise(K)
   set_reason(K, args[4], args[5], args[3])
   emit_status(K, nil)

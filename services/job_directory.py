@@ -37,6 +37,7 @@ class AcceptedJob:
     created_at: str
     idempotency: str | None = None
     """Digest of the client's key."""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

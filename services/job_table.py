@@ -78,7 +78,9 @@ class JobTable:
         # One claim at a time: two that share a token would both believe that they own the job.
         self._claiming = asyncio.Lock()
 
-    async def create(self, spec: BaseModel | str, idempotency_key: str | None, job_id: str | None) -> Job:
+    async def create(
+        self, spec: BaseModel | str, idempotency_key: str | None, job_id: str | None, owner: str = ""
+    ) -> Job:
         text, digest = _canonical(spec)
         job = job_id or new_job_id(self._now())
         check_job_id(job)
@@ -87,12 +89,11 @@ class JobTable:
         if idempotency_key is not None:
             key_digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
             job = (await self._functions.call("reserve", service_keys(), key_digest, job)).decode()
-        accepted = await self._accept(job, AcceptedJob(text, digest, self._time(), key_digest))
+        accepted = await self._accept(job, AcceptedJob(text, digest, self._time(), key_digest, owner))
         reason = default_reason(JobStatus.QUEUED)
         try:
-            await self._functions.call(
-                "create", job_keys(job), text, digest, accepted.created_at, reason.code, reason.message
-            )
+            written = (text, digest, accepted.created_at, reason.code, reason.message, accepted.owner)
+            await self._functions.call("create", job_keys(job), *written)
         except Conflict:
             raise JobConflict(job) from None
         # Last, so that who finds it in the list finds it whole. Until here nothing was acknowledged.
@@ -315,6 +316,7 @@ def _job(job: str, fields: dict[bytes, bytes]) -> Job:
     code, version = record.get("reason_code"), record.get("policy_version")
     return Job(
         id=job,
+        owner=record.get("owner", ""),
         spec=record["spec"],
         status=JobStatus(record["status"]),
         desired_state=DesiredState(record["desired_state"]),

@@ -136,6 +136,8 @@ class Job:
     created_at: str
     started_at: str | None
     finished_at: str | None
+    owner: str = ""
+    """Who submitted it; empty where nobody had to say."""
 
     @property
     def spec_data(self) -> dict[str, Any]:

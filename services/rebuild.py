@@ -117,6 +117,7 @@ def _at_first(accepted: AcceptedJob) -> dict[str, str]:
     reason = default_reason(JobStatus.QUEUED)
     return {
         "created_at": accepted.created_at,
+        "owner": accepted.owner,
         "status": JobStatus.QUEUED.value,
         "desired_state": DesiredState.RUNNING.value,
         "attempt": "0",

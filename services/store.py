@@ -109,13 +109,13 @@ class Store:
     # Jobs
 
     async def create_job(
-        self, spec: BaseModel | str, *, idempotency_key: str | None = None, job_id: str | None = None
+        self, spec: BaseModel | str, *, idempotency_key: str | None = None, job_id: str | None = None, owner: str = ""
     ) -> Job:
         """Accept a job. The same key (or the same ``job_id``) with the same body is the same job; JobConflict else.
 
         Put what tells credentials apart into the key.
         """
-        return await self._jobs.create(spec, idempotency_key, job_id)
+        return await self._jobs.create(spec, idempotency_key, job_id, owner)
 
     async def get_job(self, job: str) -> Job:
         """Raises JobNotFound."""

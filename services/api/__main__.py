@@ -14,8 +14,10 @@ from fastapi import FastAPI
 
 from services.api.access import Access, AccessRefused, require_safe_bind
 from services.api.app import create_app
+from services.api.audit import Audit
 from services.api.context import Backend
 from services.api.errors import REDIS_AWAY
+from services.api.key_ring import KeyRing
 from services.bus import Bus
 from services.process import run_until_signalled
 from services.redis_server import connect, warn_if_weaker
@@ -38,7 +40,8 @@ class _Server(uvicorn.Server):
 async def serve(settings: Settings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set."""
     keys = [key.get_secret_value() for key in settings.api_keys]
-    require_safe_bind(settings.api_host, Access(keys))
+    ring = KeyRing(settings.data_dir / "keys")
+    require_safe_bind(settings.api_host, Access(keys, ring))
     redis_url = settings.redis_url
     if redis_url is None:
         raise SettingsError("GSPO_REDIS_URL is not set: name the Redis that all processes share (`gspo up` starts one)")
@@ -52,7 +55,14 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
                 await warn_if_weaker(redis)
                 await store.rebuild()
         backend = Backend(store, Bus(redis, lease_s=settings.lease_s), settings.data_dir / "jobs")
-        app = create_app(lambda: contextlib.nullcontext(backend), keys=keys, stopping=stop, lease_s=settings.lease_s)
+        app = create_app(
+            lambda: contextlib.nullcontext(backend),
+            keys=keys,
+            ring=ring,
+            audit=Audit(settings.data_dir / "audit.jsonl"),
+            stopping=stop,
+            lease_s=settings.lease_s,
+        )
         await _serve_app(app, settings, stop)
 
 

@@ -1,8 +1,9 @@
-"""Who may use the API.
+"""Who may use the API, and for what.
 
-One rule: whatever is not listed as open needs a key, unless no key is configured, which is allowed on loopback only.
-Without keys the caller must also be a program of this machine and not a web page in its browser: names that only point
-at loopback, and requests of other origins, are refused. Keys are never stored, logged or compared in the clear.
+One rule: whatever is not listed as open needs a key with the scope of its route, unless no key is configured, which is
+allowed on loopback only. Without keys the caller must also be a program of this machine and not a web page in its
+browser: names that only point at loopback, and requests of other origins, are refused. Keys are never stored, logged or
+compared in the clear. Who is no admin sees only what is its own; the rest is not there.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.api.errors import ApiError, error_response
+from services.api.key_ring import KeyRing
+from services.api.limits import RateLimit
 
 # Health says nothing about jobs; the document of the routes is the same for everyone.
 # The pages are an empty shell, the same for everyone; what they show they ask the API for, with the key of who looks.
@@ -30,30 +35,70 @@ class AccessRefused(ValueError):
     """The settings would open the API to more than its rule allows."""
 
 
-class Access:
-    """The configured keys, as digests."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. ``name`` is safe to log."""
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
+    name: str
+    owner: str
+    """Jobs that it submits belong to this one."""
+    scopes: frozenset[str]
+
+    @property
+    def is_admin(self) -> bool:
+        return "admin" in self.scopes
+
+    def may(self, scope: str) -> bool:
+        return self.is_admin or scope in self.scopes
+
+    def sees(self, owner: str) -> bool:
+        """Whether a job of this owner is there for it."""
+        return self.is_admin or owner == self.owner
+
+
+LOCAL = Caller(ANONYMOUS, "", frozenset({"admin"}))
+
+
+class Access:
+    """The configured keys, as digests: they may do everything. Further ones, with scopes, are on the key ring."""
+
+    def __init__(self, keys: Iterable[str] = (), ring: KeyRing | None = None) -> None:
         self._digests = tuple(_digest(key) for key in keys)
+        self._ring = ring
 
     @property
     def is_open(self) -> bool:
         """Without keys; then only loopback may be served."""
-        return not self._digests
+        return not self._digests and not (self._ring and self._ring.valid())
 
-    def credential(self, headers: Headers) -> str:
-        """Who asks, as a short name that is safe to log; raises ApiError 401."""
+    def caller(self, headers: Headers) -> Caller:
+        """Who asks; raises ApiError 401."""
         if self.is_open:
-            return ANONYMOUS
+            return LOCAL
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("missing_key", "send a key: Authorization: Bearer KEY")
         digest = _digest(key.strip())
         # Every key is compared, so that the time tells nothing about which one came close.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not any(matches):
+        record = self._ring.find(key.strip()) if self._ring else None
+        if any(matches):
+            return Caller(digest.hex()[:12], "", frozenset({"admin"}))
+        if record is None:
             raise _unauthorized("invalid_key", "this key is not known")
-        return digest.hex()[:12]
+        return Caller(record.id, record.owner, frozenset(record.scopes))
+
+
+def needed_scope(method: str, path: str) -> str:
+    """What a key must be good for."""
+    if path.startswith("/v1/keys"):
+        return "admin"
+    if _EPISODES.match(path):
+        return "episodes:read"
+    return "jobs:read" if method in ("GET", "HEAD", "OPTIONS") else "jobs:write"
+
+
+_EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes)(/|$)")
 
 
 def require_safe_bind(host: str, access: Access) -> None:
@@ -75,22 +120,34 @@ def is_loopback(host: str) -> bool:
 
 
 class AccessMiddleware:
-    """Refuses before a route or a body is looked at; leaves the credential in the request's scope."""
+    """Refuses before a route or a body is looked at; leaves the caller in the request's scope."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, limit: RateLimit) -> None:
         self._app = app
         self._access = access
+        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope["path"]):
-            headers = Headers(scope=scope)
             try:
-                _refuse_foreign_pages(headers, must_be_local=self._access.is_open)
-                scope["credential"] = self._access.credential(headers)
+                self._admit(scope)
             except ApiError as error:
                 await error_response(error, scope.get("request_id"))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        _refuse_foreign_pages(headers, must_be_local=self._access.is_open)
+        caller = self._access.caller(headers)
+        scope["caller"], scope["credential"] = caller, caller.name
+        needed = needed_scope(scope["method"], scope["path"])
+        if not caller.may(needed):
+            raise ApiError(403, "scope_required", f"this key lacks the scope {needed}")
+        wait_s = 0 if caller is LOCAL else self._limit.wait_s(caller.name)
+        if wait_s:
+            message = f"this key asks too often; go on in {wait_s} s"
+            raise ApiError(429, "too_many_requests", message, headers={"Retry-After": str(wait_s)})
 
 
 def _is_open(path: str) -> bool:

@@ -11,15 +11,19 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from fastapi import APIRouter, FastAPI, Security
+from fastapi import APIRouter, Depends, FastAPI, Security
 from fastapi.security import HTTPBearer
 
 from gspo_core import __version__
 from services.api import errors
 from services.api.access import Access, AccessMiddleware
+from services.api.audit import Audit
 from services.api.codecs import Codecs
 from services.api.context import Context, OpenBackend
 from services.api.history import History
+from services.api.key_ring import KeyRing
+from services.api.limits import RateLimit
+from services.api.owners import own_job
 from services.api.presence import Presence
 from services.api.requests import RequestMiddleware
 from services.api.routes import (
@@ -34,6 +38,7 @@ from services.api.routes import (
     telemetry,
     workers,
 )
+from services.api.routes import keys as keys_of_others
 from services.api.sse import PING_S
 from services.api.traffic import Traffic
 
@@ -45,11 +50,15 @@ def create_app(
     open_backend: OpenBackend,
     *,
     keys: Sequence[str] = (),
+    ring: KeyRing | None = None,
+    audit: Audit | None = None,
     stopping: asyncio.Event | None = None,
     lease_s: float = LEASE_S,
     ping_s: float = PING_S,
 ) -> FastAPI:
-    """An application that keeps its backend open while it runs. Without `keys` it serves this machine only.
+    """An application that keeps its backend open while it runs. Without keys it serves this machine only.
+
+    `keys` may do everything; those on the `ring` have scopes. What changes something is written to the `audit`.
 
     Whoever runs it sets `stopping` when the end is near, since open streams would hold it up.
     """
@@ -68,6 +77,7 @@ def create_app(
                 stopping=stopping or asyncio.Event(),
                 presence=presence,
                 traffic=traffic,
+                ring=ring,
                 ping_s=ping_s,
             )
             watching = asyncio.create_task(presence.run(), name="presence")
@@ -91,18 +101,14 @@ def create_app(
         redirect_slashes=False,
     )
     # The last one added sees a request first.
-    app.add_middleware(AccessMiddleware, access=Access(keys))
-    app.add_middleware(RequestMiddleware, traffic=traffic)
+    app.add_middleware(AccessMiddleware, access=Access(keys, ring), limit=RateLimit(time.monotonic))
+    app.add_middleware(RequestMiddleware, traffic=traffic, audit=audit)
     errors.install(app)
-    app.include_router(health.router, responses=_errors(503))
-    app.include_router(telemetry.router, responses=_errors(503))
+    app.include_router(health.router, responses=errors.documented(503))
+    app.include_router(telemetry.router, responses=errors.documented(503))
     app.include_router(pages.router)
-    v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False))])
-    for module in (jobs, events, metrics, artifacts, episodes, workers, capabilities):
-        v1.include_router(module.router, responses=_errors(400, 401, 403, 404, 422, 503))
+    v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False)), Depends(own_job)])
+    for module in (jobs, events, metrics, artifacts, episodes, workers, capabilities, keys_of_others):
+        v1.include_router(module.router, responses=errors.documented(400, 401, 403, 404, 422, 429, 503))
     app.include_router(v1)
     return app
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, object]]:
-    return {status: {"model": errors.ErrorAnswer} for status in statuses}

@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 
 from services.api.codecs import Codecs
 from services.api.history import History
+from services.api.key_ring import KeyRing
 from services.api.presence import Presence
 from services.api.sse import PING_S
 from services.api.traffic import Traffic
@@ -43,6 +44,8 @@ class Context:
     """Set when the process is about to end; streams end soon after."""
     presence: Presence
     traffic: Traffic
+    ring: KeyRing | None
+    """None: the only keys are those of the settings."""
     clock: Callable[[], float] = time.monotonic
     ping_s: float = PING_S
 

@@ -97,6 +97,11 @@ def error_response(error: ApiError, request_id: str | None) -> Response:
     return Response(content, error.status_code, headers, "application/json")
 
 
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For the document of a route: these statuses answer in the one shape."""
+    return {status: {"model": ErrorAnswer} for status in statuses}
+
+
 def invalid(found: Sequence[Problem]) -> ApiError:
     """422 for values that are not what they should be."""
     first = found[0]

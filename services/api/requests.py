@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gspo_core.spec_file import strict_json
+from services.api.audit import Audit
 from services.api.errors import ApiError, error_response, translate
 from services.api.traffic import Traffic
 from services.jobs import new_job_id
@@ -28,9 +29,10 @@ MAX_BODY_BYTES = 1 << 20
 class RequestMiddleware:
     """Names each request, logs it when it is over, and answers for what nobody below answered for."""
 
-    def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
+    def __init__(self, app: ASGIApp, traffic: Traffic, audit: Audit | None) -> None:
         self._app = app
         self._traffic = traffic
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,6 +62,8 @@ class RequestMiddleware:
         finally:
             seconds = time.monotonic() - started
             self._traffic.count(scope, status, seconds)
+            if self._audit is not None:
+                await self._audit.note(scope, request_id, status)
             _log(scope, request_id, status, seconds)
 
 

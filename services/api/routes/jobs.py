@@ -9,8 +9,9 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.spec import JobSpec, spec_warnings
+from services.api.access import Caller
 from services.api.context import ContextOf
-from services.api.errors import ApiError
+from services.api.errors import ApiError, documented
 from services.api.requests import StrictRoute
 from services.api.views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
 from services.jobs import DesiredState, Job, JobStatus, new_job_id
@@ -54,7 +55,10 @@ class ListQuery(BaseModel):
     "",
     status_code=201,
     response_model=JobView,
-    responses={200: {"model": PlanView, "description": "What the job would be (`dry_run=true`)"}},
+    responses={
+        200: {"model": PlanView, "description": "What the job would be (`dry_run=true`)"},
+        **documented(409, 413, 415),
+    },
 )
 async def submit(
     spec: SubmittedSpec,
@@ -68,10 +72,11 @@ async def submit(
     if query.dry_run:
         plan = await _plan(spec, context.store)
         return Response(plan.model_dump_json(), media_type="application/json")
+    caller: Caller = request.scope["caller"]
     fresh_id = new_job_id(time.time())
     # A key belongs to who sent it: others who choose the same text neither see nor block this job.
-    key = f"{request.scope['credential']}:{idempotency_key}" if idempotency_key else None
-    job = await context.store.create_job(spec, idempotency_key=key, job_id=fresh_id)
+    key = f"{caller.name}:{idempotency_key}" if idempotency_key else None
+    job = await context.store.create_job(spec, idempotency_key=key, job_id=fresh_id, owner=caller.owner)
     if job.id != fresh_id:
         response.headers["Idempotent-Replayed"] = "true"
     response.headers["Location"] = f"/v1/jobs/{job.id}"
@@ -79,15 +84,16 @@ async def submit(
 
 
 @router.get("")
-async def list_jobs(query: Annotated[ListQuery, Query()], context: ContextOf) -> Page[JobView]:
-    """Jobs by age."""
+async def list_jobs(query: Annotated[ListQuery, Query()], request: Request, context: ContextOf) -> Page[JobView]:
+    """Jobs by age; those of others only for admins."""
+    caller: Caller = request.scope["caller"]
     if query.after is not None and query.before is not None:
         raise ApiError(400, "invalid_cursor", "after and before exclude each other", param="before")
     jobs: list[Job] = []
     after = query.after
     while len(jobs) <= query.limit:
         some = await context.store.list_jobs(101, after, before=query.before, order=query.order)
-        jobs += [job for job in some if query.status in (None, job.status)]
+        jobs += [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]
         if len(some) < 101:
             break
         after = some[-1].id
@@ -109,21 +115,21 @@ async def get_config(id: str, context: ContextOf) -> ConfigView:
     )
 
 
-@router.post("/{id}/pause")
+@router.post("/{id}/pause", responses=documented(409))
 async def pause(id: str, context: ContextOf) -> JobView:
     """Ask a job to pause: it ends the step that it is in, and waits. Episodes that run go on to their end."""
     await context.store.set_desired_state(id, DesiredState.PAUSED)
     return job_view(await context.store.get_job(id))
 
 
-@router.post("/{id}/resume")
+@router.post("/{id}/resume", responses=documented(409))
 async def resume(id: str, context: ContextOf) -> JobView:
     """Let a paused job go on."""
     await context.store.set_desired_state(id, DesiredState.RUNNING)
     return job_view(await context.store.get_job(id))
 
 
-@router.post("/{id}/cancel")
+@router.post("/{id}/cancel", responses=documented(409))
 async def cancel(id: str, context: ContextOf) -> JobView:
     """Ask for the end of a job. Its trainer brings it about; a job that nobody has taken yet ends at once."""
     await context.store.set_desired_state(id, DesiredState.CANCELLED)

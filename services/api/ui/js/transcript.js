@@ -37,7 +37,7 @@ function call(one) {
   const isWrong = one.status !== "ok";
   return h("div", { class: "call", "data-call": one.status },
     h("div", {}, h("span", { class: `name${isWrong ? " bad" : ""}` }, one.name || "call"), isWrong && h("span", { class: "pill bad plain" }, words(one.status))),
-    h("pre", { class: "args" }, isWrong ? one.raw : signature(one.arguments)));
+    h("pre", { class: "args" }, isWrong ? one.raw.trim() : signature(one.arguments)));
 }
 
 function signature(given) {

@@ -1,0 +1,92 @@
+"""Keys with scopes, for admins: made, listed, revoked. A key itself is shown once and never again."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.api.context import Context, ContextOf
+from services.api.errors import ApiError
+from services.api.key_ring import SCOPES, KeyRecord, KeyRing
+from services.api.views import Page, View, page
+
+router = APIRouter(prefix="/keys", tags=["keys"])
+
+DAY_S = 86_400.0
+
+
+class KeyQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    scopes: str = "jobs:read,jobs:write,episodes:read"
+    """What it may do, comma-separated: `jobs:read`, `jobs:write`, `episodes:read`, `admin`."""
+    owner: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.@-]*$")] = ""
+    """To whom the jobs that it submits belong; several keys may share an owner. Left out: the key itself."""
+    days: Annotated[float, Field(gt=0, le=3650)] | None = None
+    """How long it is valid; left out: until it is revoked."""
+
+
+class KeyView(View):
+    """A key, without its secret."""
+
+    object: Literal["key"] = "key"
+    id: str
+    owner: str
+    scopes: list[str]
+    created_at: str
+    expires_at: str | None
+
+
+class NewKeyView(KeyView):
+    """A key that was just made."""
+
+    key: str
+    """What to send as `Authorization: Bearer KEY`. It cannot be shown again."""
+
+
+@router.post("", status_code=201)
+async def make_key(query: Annotated[KeyQuery, Query()], context: ContextOf) -> NewKeyView:
+    """Make a key. From the first one on, this API answers nobody without one."""
+    scopes = [scope.strip() for scope in query.scopes.split(",") if scope.strip()]
+    unknown = [scope for scope in scopes if scope not in SCOPES]
+    if unknown or not scopes:
+        message = f"{', '.join(unknown) or 'nothing'} is no scope; known are {', '.join(SCOPES)}"
+        raise ApiError(422, "validation_failed", message, param="scopes")
+    lifetime_s = None if query.days is None else query.days * DAY_S
+    record, key = await asyncio.to_thread(_ring(context).issue, query.owner, scopes, lifetime_s)
+    return NewKeyView(**dict(_view(record)), key=key)
+
+
+@router.get("")
+async def list_keys(context: ContextOf) -> Page[KeyView]:
+    """The keys that are valid now, without those of the settings."""
+    views = [_view(one) for one in sorted(_ring(context).valid().values(), key=lambda one: one.created_at)]
+    return page(views, max(1, len(views)))
+
+
+@router.delete("/{key}", status_code=204)
+async def revoke_key(key: str, context: ContextOf) -> None:
+    """Revoke a key, by its id. It opens nothing from now on."""
+    if not await asyncio.to_thread(_ring(context).revoke, key):
+        raise ApiError(404, "key_not_found", "no valid key has this id", param="key")
+
+
+def _ring(context: Context) -> KeyRing:
+    if context.ring is None:
+        raise ApiError(404, "key_not_found", "this process has no data directory to keep keys in")
+    return context.ring
+
+
+def _view(record: KeyRecord) -> KeyView:
+    ends = None if record.expires_at is None else datetime.fromtimestamp(record.expires_at, UTC)
+    return KeyView(
+        id=record.id,
+        owner=record.owner,
+        scopes=list(record.scopes),
+        created_at=record.created_at,
+        expires_at=ends and ends.isoformat(timespec="seconds").replace("+00:00", "Z"),
+    )
