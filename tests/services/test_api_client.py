@@ -9,6 +9,7 @@ import random
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -248,3 +249,43 @@ def test_a_cut_event_does_not_count():
         "data: {}",
     ]
     assert list(parse_events(lines)) == [Event("1-0", "step", {"a": 1}), None]
+
+
+@pytest.mark.slow
+async def test_a_reader_that_is_killed_again_and_again_sees_all_of_ten_thousand_events_once(
+    api: ApiProcess, store: Store
+):
+    """Connections break anywhere, and the reader itself ends at random and begins anew after the last event it had."""
+    total = 9_990  # with the job's states as many as are kept
+    job = await store.create_job(JobSpec.model_validate(SPEC))
+    claim = await store.claim_job("trainer-0")
+    assert claim is not None
+
+    async def write() -> None:
+        for first in range(0, total, 90):
+            await asyncio.gather(*(store.add_event(job.id, "log", {"n": first + one}) for one in range(90)))
+        for status in (JobStatus.RUNNING, JobStatus.SUCCEEDED):
+            await store.set_status(job.id, status, token=claim.token)
+
+    chance = random.Random(11)
+    seen: list[Event] = []
+    lives = 0
+
+    def read() -> int:
+        nonlocal lives
+        with CuttingProxy(api.url, lambda: chance.randrange(1, 120_000)) as proxy:
+            while not seen or seen[-1].data.get("status") != "succeeded":
+                lives += 1
+                with Client(proxy.url, KEY, sleep=lambda _: time.sleep(0.01)) as reader:
+                    after = seen[-1].id if seen else "0"
+                    seen.extend(itertools.islice(reader.events(job.id, after), chance.randrange(1, 400)))
+            return proxy.num_connections
+
+    writing = asyncio.create_task(write())
+    num_connections = await asyncio.to_thread(read)
+    await writing
+    listed = await store.read_events(job.id, "0", count=20_000)
+    assert [event.id for event in seen] == [event.id for event in listed]
+    assert sorted(event.data["n"] for event in seen if event.type == "log") == list(range(total))
+    assert lives > 20
+    assert num_connections > lives
