@@ -6,9 +6,11 @@ in SQLite (FTS5). The tools only read.
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import re
+import shutil
 import sqlite3
 import tempfile
 import threading
@@ -168,7 +170,9 @@ def _index_file() -> Path:
     """The index, built once in each process: a forked one has a directory of its own."""
     with _index_lock:
         if os.getpid() not in _index_files:
-            path = Path(tempfile.mkdtemp(prefix="gspo-search-")) / "documents.sqlite"
+            directory = Path(tempfile.mkdtemp(prefix="gspo-search-"))
+            atexit.register(shutil.rmtree, directory, ignore_errors=True)
+            path = directory / "documents.sqlite"
             with sqlite3.connect(path) as index:
                 index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text)")
                 index.executemany("INSERT INTO documents VALUES (?, ?)", sorted(_COLLECTION.documents.items()))

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,8 @@ class ForkServer(asyncio.Protocol):
         self._pids: set[int] = set()
         self._next_number = 0
         self._output = _Output()
+        self._scratch = tempfile.mkdtemp(prefix="gspo-env-")
+        """Its processes' temporary files: below it, so that they go even where the server cannot clean up."""
         self.is_dead = False
         self.gone = asyncio.Event()
         self.description: Description
@@ -105,7 +110,12 @@ class ForkServer(asyncio.Protocol):
             async with asyncio.timeout(order.boot_timeout_s):
                 await loop.connect_read_pipe(lambda: server._output, os.fdopen(read_output, "rb"))
                 server._transport, _ = await loop.create_connection(lambda: server, sock=ours)
-                boot = {"ref": order.ref, "config": dict(order.config), "hosting": dict(order.hosting)}
+                boot = {
+                    "ref": order.ref,
+                    "config": dict(order.config),
+                    "hosting": dict(order.hosting),
+                    "scratch": server._scratch,
+                }
                 server._transport.write(host_wire.encode(boot))
                 server.description = await server._ready
         except TimeoutError:
@@ -155,6 +165,7 @@ class ForkServer(asyncio.Protocol):
             await loop.run_in_executor(None, self._process.wait)
         self._output.close()
         self._kill_groups()
+        await loop.run_in_executor(None, partial(shutil.rmtree, self._scratch, ignore_errors=True))
 
     @property
     def pid(self) -> int:

@@ -1,4 +1,4 @@
-"""``python -m services.environments CONTROL PARENT``: started by `services.host_process`, never by hand."""
+"""``python -m services.environments CONTROL PARENT``: started by `services.host_server`, never by hand."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class ForkServer:
 
     def _fork(self, number: int) -> None:
         connection, mark = (self._descriptors.popleft() for _ in range(_NUM_DESCRIPTORS))
-        scratch = tempfile.mkdtemp(prefix="gspo-env-")
+        scratch = tempfile.mkdtemp(dir=self._order["scratch"])
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -208,11 +208,11 @@ class ForkServer:
     def _end(self) -> None:
         for pid in self._children:
             bounds.kill_group(pid)
-        for pid, child in list(self._children.items()):
+        for pid in self._children:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-            shutil.rmtree(child.scratch, ignore_errors=True)
         bounds.kill_strays(())
+        shutil.rmtree(self._order["scratch"], ignore_errors=True)
 
 
 def _how(status: int, child: _Child) -> list[Any]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -67,7 +68,7 @@ def counts() -> Counter[str]:
 
 
 @pytest.fixture
-async def host(counts: Counter[str]) -> AsyncIterator[Open]:
+async def host(counts: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open]:
     opened: list[HostedEnvironment] = []
 
     async def start(name: str, config: dict[str, Any] | None = None, **hosting: Any) -> HostedEnvironment:
@@ -78,10 +79,12 @@ async def host(counts: Counter[str]) -> AsyncIterator[Open]:
         opened.append(await HostedEnvironment.open(order, count))
         return opened[-1]
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield start
     for environment in opened:
         await environment.close()
         await gone(environment.pool.server_pid)
+    assert [name for name in os.listdir(tmp_path) if name.startswith("gspo-env-")] == []
 
 
 async def test_an_episode_is_played_as_it_would_be_here(host: Open) -> None:
