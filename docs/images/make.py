@@ -25,14 +25,15 @@ def main() -> None:
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser's program")
     arguments = parser.parse_args()
     with httpx.Client(base_url=arguments.url) as api, sync_playwright() as playwright:
-        job = arguments.job or _newest(api)
-        group = _telling_group(api, job)
+        jobs = _with_groups(api)
+        job = arguments.job or jobs[0]
+        group = max((_telling_group(api, one) for one in jobs[:5]), key=_tells)
         member = _telling_member(group)
         browser = playwright.chromium.launch(executable_path=arguments.chromium, args=["--no-sandbox"])
         for name, place, scheme, size in (
             ("jobs", "#/jobs", "light", DESKTOP),
-            ("job", f"#/jobs/{job}", "light", (1360, 1250)),
-            ("job-dark", f"#/jobs/{job}", "dark", (1360, 1250)),
+            ("job", f"#/jobs/{job}", "light", (1360, 1180)),
+            ("job-dark", f"#/jobs/{job}", "dark", (1360, 1180)),
             ("group", f"#/groups/{group['id']}", "light", DESKTOP),
             ("episode", f"#/episodes/{group['id']}/{member}", "light", (1360, 1000)),
             ("episode-dark", f"#/episodes/{group['id']}/{member}", "dark", (1360, 1000)),
@@ -44,23 +45,24 @@ def main() -> None:
         browser.close()
 
 
-def _newest(api: httpx.Client) -> str:
-    for job in api.get("/v1/jobs", params={"order": "desc"}).json()["data"]:
-        if api.get(f"/v1/jobs/{job['id']}/groups").json()["data"]:
-            return str(job["id"])
-    raise SystemExit("no job has groups yet: submit one and wait for its first step")
+def _with_groups(api: httpx.Client) -> list[str]:
+    """The jobs that there is something to see of, the newest first."""
+    jobs = [job["id"] for job in api.get("/v1/jobs", params={"order": "desc"}).json()["data"]]
+    found = [job for job in jobs if api.get(f"/v1/jobs/{job}/groups", params={"limit": 1}).json()["data"]]
+    if not found:
+        raise SystemExit("no job has groups yet: submit one and wait for its first step")
+    return found
 
 
 def _telling_group(api: httpx.Client, job: str) -> dict[str, Any]:
-    """Of the newest hundred, the one with the most versions, then with rewards that differ most."""
-    groups = api.get(f"/v1/jobs/{job}/groups", params={"limit": 100}).json()["data"]
-
-    def tells(group: dict[str, Any]) -> tuple[float, ...]:
-        most = max(len(one["versions"]) for one in group["episodes"])
-        return most, group["reward_std"] or 0.0, len({one["num_turns"] for one in group["episodes"]})
-
-    best: dict[str, Any] = max(groups, key=tells)
+    best: dict[str, Any] = max(api.get(f"/v1/jobs/{job}/groups", params={"limit": 100}).json()["data"], key=_tells)
     return best
+
+
+def _tells(group: dict[str, Any]) -> tuple[float, ...]:
+    """An episode of several versions, turns of different numbers, rewards that differ."""
+    most = max(len(one["versions"]) for one in group["episodes"])
+    return most, len({one["num_turns"] for one in group["episodes"]}), group["reward_std"] or 0.0
 
 
 def _telling_member(group: dict[str, Any]) -> int:
