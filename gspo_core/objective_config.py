@@ -249,7 +249,7 @@ class ObjectiveConfig(Documented):
         given = dict(data)
         if "name" in given:
             name = given.pop("name")
-            if name not in NAMES:
+            if not isinstance(name, str) or name not in NAMES:
                 raise ValueError(f"name: {name!r} is unknown; one of {', '.join(NAMES)}")
             for key, value in NAMES[name].items():
                 _put(given, key, value, f"name: {name}")

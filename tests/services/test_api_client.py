@@ -289,3 +289,19 @@ async def test_a_reader_that_is_killed_again_and_again_sees_all_of_ten_thousand_
     assert sorted(event.data["n"] for event in seen if event.type == "log") == list(range(total))
     assert lives > 20
     assert num_connections > lives
+
+
+def test_a_hundred_repeats_of_one_submission_whose_answers_are_dropped_make_one_job(api: ApiProcess, client: Client):
+    before = {one["id"] for one in client.jobs()}
+    chance = random.Random(2)
+    answers: list[httpx.Response] = []
+    with CuttingProxy(api.url, lambda: chance.choice([0, 1, 40, 200, 400, None])) as proxy:
+        for _ in range(100):
+            headers = {"Authorization": f"Bearer {KEY}", "Idempotency-Key": "once"}
+            with contextlib.suppress(httpx.TransportError), httpx.Client(trust_env=False) as http:
+                answers.append(http.post(f"{proxy.url}/v1/jobs", json=SPEC, headers=headers))
+    assert 0 < len(answers) < 100
+    made = {one["id"] for one in client.jobs()} - before
+    assert made == {one.json()["id"] for one in answers}
+    assert len(made) == 1
+    assert sum("idempotent-replayed" not in one.headers for one in answers) <= 1

@@ -221,3 +221,9 @@ async def test_the_openapi_document_describes_requests_answers_and_errors(http: 
             if path.startswith("/v1"):
                 assert route["security"], (method, path)
                 assert "ErrorAnswer" in json.dumps(route["responses"]["422"]), (method, path)
+
+
+@pytest.mark.parametrize("name", [{}, [], 1, None])
+async def test_a_name_that_is_no_text_is_refused_like_any_other(http: httpx.AsyncClient, name: object):
+    answer = await http.post("/v1/jobs?dry_run=true", json=SPEC | {"objective": {"name": name}})
+    assert (answer.status_code, error_of(answer)["code"]) == (422, "validation_failed")
