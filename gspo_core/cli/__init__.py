@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_watch(commands)
     _add_jobs(commands)
     _add_control(commands)
+    _add_episodes(commands)
     _add_env(commands)
     doctor = commands.add_parser("doctor", help="look for what is missing or wrong on this machine")
     _add_server(doctor)
@@ -125,6 +126,17 @@ def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         action.add_argument("--config", metavar="JSON", help="keyword arguments of the class")
 
 
+def _add_episodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    episodes = commands.add_parser("episodes", help="list the trained episodes of a job, or read one")
+    episodes.add_argument("which", metavar="JOB | JOB/GROUP/MEMBER")
+    episodes.add_argument("--step", type=int, help="only of this step")
+    episodes.add_argument("--max-reward", type=float, help="only those with at most this reward")
+    episodes.add_argument("--limit", type=int, default=20, help="how many (default: 20)")
+    episodes.add_argument("--json", action="store_true", help="one JSON object per episode")
+    _add_server(episodes)
+    episodes.set_defaults(run=_episodes)
+
+
 def _no_command(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         if arguments.version:
@@ -171,6 +183,19 @@ def _jobs(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import jobs
 
     return jobs.show(arguments.url, as_json=arguments.json)
+
+
+def _episodes(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli.episodes import show
+
+    return show(
+        arguments.url,
+        arguments.which,
+        limit=arguments.limit,
+        step=arguments.step,
+        max_reward=arguments.max_reward,
+        as_json=arguments.json,
+    )
 
 
 def _control(arguments: argparse.Namespace) -> int:

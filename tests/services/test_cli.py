@@ -10,9 +10,11 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.cli import main
+from services.bus import Bus
 from services.redis_server import RedisServer
 from services.store import Store
 from tests.services.api_kit import SPEC, ApiProcess
+from tests.services.recorded_job import record_job, write_model
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +86,23 @@ def test_an_api_that_is_not_there_and_a_job_that_is_not_there_are_one_line_each(
     assert capsys.readouterr().err.startswith("gspo: no API answers at http://127.0.0.1:9.")
     assert main(["watch", "job_nope", "--url", api.url]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+async def test_episodes_are_listed_and_read(
+    api: ApiProcess, store: Store, bus: Bus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = await record_job(store, bus, api.jobs_dir, write_model(tmp_path / "model"), num_steps=2)
+    assert main(["episodes", job.id, "--step", "2", "--max-reward", "0", "--url", api.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert all(line.startswith(f"{job.id}/") and "reward 0 " in line for line in lines)
+    assert main(["episodes", f"{job.id}/2/2", "--url", api.url]) == 0
+    said = capsys.readouterr().out
+    for text in (
+        "--- turn 1",
+        "user: What is",
+        "cannot be read (invalid_json)",
+        'policy calls calculate {"expression"',
+    ):
+        assert text in said
+    assert main(["episodes", f"{job.id}/2/9", "--url", api.url]) == 1
