@@ -40,6 +40,7 @@ from services.api.routes import (
 )
 from services.api.routes import keys as keys_of_others
 from services.api.sse import PING_S
+from services.api.tails import Tails
 from services.api.traffic import Traffic
 
 LEASE_S = 30.0
@@ -76,6 +77,7 @@ def create_app(
                 codecs=Codecs(backend.jobs_dir),
                 stopping=stopping or asyncio.Event(),
                 presence=presence,
+                tails=Tails(backend.store),
                 traffic=traffic,
                 ring=ring,
                 ping_s=ping_s,

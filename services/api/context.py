@@ -17,6 +17,7 @@ from services.api.history import History
 from services.api.key_ring import KeyRing
 from services.api.presence import Presence
 from services.api.sse import PING_S
+from services.api.tails import Tails
 from services.api.traffic import Traffic
 from services.bus import Bus
 from services.store import Store
@@ -43,6 +44,7 @@ class Context:
     stopping: asyncio.Event
     """Set when the process is about to end; streams end soon after."""
     presence: Presence
+    tails: Tails
     traffic: Traffic
     ring: KeyRing | None
     """None: the only keys are those of the settings."""

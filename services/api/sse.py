@@ -13,14 +13,15 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from services.api.errors import REDIS_AWAY
-from services.store import Event, JobStatus, Store
+from services.api.tails import Tails
+from services.store import Event, Store
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 RETRY_MS = 2000
 PING_S = 15.0
 BATCH = 200
-# How long one read waits for news: the longest that a stopping process stays for a silent job.
-BLOCK_MS = 500
+# The longest that a stopping process stays for a silent job.
+WAIT_S = 0.5
 BEGINNING = "0"
 
 
@@ -28,9 +29,17 @@ class EventStream:
     """Frames for one client."""
 
     def __init__(
-        self, store: Store, job: str, stopping: asyncio.Event, clock: Callable[[], float], *, ping_s: float = PING_S
+        self,
+        store: Store,
+        tails: Tails,
+        job: str,
+        stopping: asyncio.Event,
+        clock: Callable[[], float],
+        *,
+        ping_s: float = PING_S,
     ) -> None:
         self._store = store
+        self._tails = tails
         self._job = job
         self._stopping = stopping
         self._clock = clock
@@ -51,23 +60,25 @@ class EventStream:
 
     async def _follow(self, after: str) -> AsyncIterator[bytes]:
         quiet_since = self._clock()
-        over = await self._is_over()
-        while not self._stopping.is_set():
-            events = await self._store.read_events(self._job, after, count=BATCH, block_ms=0 if over else BLOCK_MS)
-            if events:
-                # In one piece: a client that hung up in the middle costs one failed write, not hundreds.
-                yield b"".join(frame(event.type, event.data, event.id) for event in events)
-                after = events[-1].id
-            if over and not events:
-                yield frame("end", {})
-                return
-            if events:
-                quiet_since = self._clock()
-            elif self._clock() - quiet_since >= self._ping_s:
-                quiet_since = self._clock()
-                yield b": ping\n\n"
-            # The last status is written together with the state, so all that came before it is already there.
-            over = over or (_may_be_last(events) and await self._is_over())
+        with self._tails.of(self._job, after) as tail:
+            over, may_be_news = await self._is_over(), True
+            while not self._stopping.is_set():
+                generation, over = tail.generation, over or tail.is_over
+                events = await self._store.read_events(self._job, after, count=BATCH) if may_be_news else []
+                if events:
+                    # In one piece: a client that hung up in the middle costs one failed write, not hundreds.
+                    yield b"".join(frame(event.type, event.data, event.id) for event in events)
+                    after = events[-1].id
+                    quiet_since = self._clock()
+                    continue
+                # The last status is written together with the state, so all that came before it was there to read.
+                if over and may_be_news:
+                    yield frame("end", {})
+                    return
+                if self._clock() - quiet_since >= self._ping_s:
+                    quiet_since = self._clock()
+                    yield b": ping\n\n"
+                may_be_news = await tail.changed(generation, WAIT_S)
 
     async def _is_over(self) -> bool:
         return (await self._store.get_job(self._job)).status.is_terminal
@@ -88,14 +99,3 @@ def frame(kind: str, data: dict[str, Any], event_id: str | None = None) -> bytes
     """One event on the wire; JSON has no bare line ends, so the data is one line."""
     head = f"id: {event_id}\n" if event_id else ""
     return f"{head}event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
-
-
-def _may_be_last(events: list[Event]) -> bool:
-    """Only a terminal status, or silence, is worth a look at the job."""
-    if not events:
-        return True
-    statuses = [event.data.get("status") for event in events if event.type == "job.status"]
-    return any(status in _TERMINAL for status in statuses)
-
-
-_TERMINAL = frozenset(str(status) for status in JobStatus if status.is_terminal)

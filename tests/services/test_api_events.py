@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from gspo_core.spec import JobSpec
 from services.api.sse import EventStream
+from services.api.tails import Tails
 from services.jobs import JobStatus
 from services.redis_server import RedisServer
 from services.store import Claim, Store
@@ -264,7 +266,7 @@ async def test_silent_streams_are_pinged(store: Store, job: Claim):
     """Driven by hand, with a clock on which ten seconds pass between two looks."""
     stopping = asyncio.Event()
     clock = itertools.count(0.0, 10.0)
-    frames = EventStream(store, job.job_id, stopping, lambda: next(clock), ping_s=15.0).frames("0")
+    frames = EventStream(store, Tails(store), job.job_id, stopping, lambda: next(clock), ping_s=15.0).frames("0")
     async with asyncio.timeout(60):
         first, statuses, ping, again = [await anext(frames) for _ in range(4)]
         assert first == b"retry: 2000\n\n"
@@ -284,3 +286,40 @@ async def test_a_slow_client_holds_up_nobody(live: httpx.AsyncClient, store: Sto
         assert slow.status_code == 200  # and nothing is read from it
         quick = parse_frames((await live.get(url, headers=STREAM)).text.split("\n"))
     assert len(quick) == 306
+
+
+async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(store: Store, job: Claim):
+    reads = 0
+
+    class Counting(Store):
+        async def read_events(self, *args: Any, **options: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return await store.read_events(*args, **options)
+
+        async def get_job(self, job: str) -> Any:
+            return await store.get_job(job)
+
+    counting = Counting(store._functions.redis)
+    tails, stopping = Tails(counting), asyncio.Event()
+    streams = [EventStream(counting, tails, job.job_id, stopping, time.monotonic).frames("0") for _ in range(50)]
+
+    async def until(stream: AsyncIterator[bytes], needle: bytes) -> None:
+        async for frame in stream:
+            if needle in frame:
+                return
+
+    await asyncio.gather(*(until(stream, b"job.status") for stream in streams))
+    waiting = [asyncio.create_task(until(stream, b"the news")) for stream in streams]
+    await asyncio.sleep(0.2)
+    before = reads
+    await asyncio.sleep(1.2)
+    assert reads - before < 10
+    await store.add_event(job.job_id, "log", {"message": "the news"})
+    async with asyncio.timeout(10):
+        await asyncio.gather(*waiting)
+    for stream in streams:
+        await stream.aclose()  # type: ignore[attr-defined]
+    async with asyncio.timeout(10):
+        while any(task.get_name().startswith("tail of") for task in asyncio.all_tasks()):
+            await asyncio.sleep(0.02)

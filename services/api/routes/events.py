@@ -58,7 +58,9 @@ async def read_events(
         types = None if query.types is None else frozenset(query.types.split(","))
         events = await _page(context.store, job.id, position or sse.BEGINNING, query.limit + 1, types)
         return page([event_view(event) for event in events], query.limit)
-    stream = sse.EventStream(context.store, job.id, context.stopping, context.clock, ping_s=context.ping_s)
+    stream = sse.EventStream(
+        context.store, context.tails, job.id, context.stopping, context.clock, ping_s=context.ping_s
+    )
     return StreamingResponse(stream.frames(position), media_type="text/event-stream", headers=sse.HEADERS)
 
 
