@@ -1,0 +1,135 @@
+"""How does the API answer while many watch? Event streams, a steady rate of requests, and a job that writes events.
+
+``python -m benchmarks.api_load --readers 200 --rate 300 --seconds 20`` starts a Redis and an API of its own, prints
+latencies by quantile and counts events that a reader missed or saw twice. All of it shares the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from gspo_core.client import parse_events
+from services.children import die_with_parent
+from services.jobs import JobStatus
+from services.local.stack import claim_port
+from services.redis_client import connect
+from services.redis_server import RedisServer
+from services.store import Claim, Store
+
+SPEC = '{"name": "load", "model": "m", "environments": [{"ref": "environments.calculator:Calculator"}], "steps": 1000}'
+PATHS = ("/v1/jobs", "/v1/jobs/{job}", "/v1/jobs/{job}/metrics?max_points=100", "/v1/workers", "/healthz")
+# A step of a small job, and what else it says.
+EVENTS_PER_S = 2.0
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--readers", type=int, default=200, help="event streams that are held open")
+    parser.add_argument("--rate", type=float, default=300.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, RedisServer.spawn(Path(folder) / "redis") as redis_server:
+        url = f"http://127.0.0.1:{claim_port('127.0.0.1', 0)}"
+        api = _start_api(redis_server.url, url, folder)
+        try:
+            async with connect(redis_server.url) as redis:
+                await _until_ready(url)
+                store = Store(redis)
+                job = await store.create_job(SPEC)
+                claim = await store.claim_job("load")
+                assert claim is not None
+                await store.set_status(job.id, JobStatus.RUNNING, token=claim.token)
+                await _load(url, store, claim, options)
+        finally:
+            api.terminate()
+            api.wait()
+
+
+async def _load(url: str, store: Store, claim: Claim, options: argparse.Namespace) -> None:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60.0, trust_env=False) as http:
+        reading = [asyncio.create_task(_read(http, claim.job_id)) for _ in range(options.readers)]
+        writing = asyncio.create_task(_write(store, claim, options.seconds))
+        latencies, failures = await _ask(http, claim.job_id, options.rate, options.seconds)
+        await writing
+        await store.set_status(claim.job_id, JobStatus.SUCCEEDED, token=claim.token)
+        seen = await asyncio.gather(*reading)
+    wanted = [event.id for event in await store.read_events(claim.job_id, "0", count=20_000)]
+    p50, p95, p99 = np.quantile(latencies, (0.5, 0.95, 0.99)) * 1000
+    print(f"{options.readers} readers, {len(latencies) / options.seconds:.0f} requests/s for {options.seconds:g} s")
+    print(f"latency ms: p50 {p50:.1f}  p95 {p95:.1f}  p99 {p99:.1f}  longest {max(latencies) * 1000:.1f}")
+    print(f"failed requests: {failures} of {len(latencies)}")
+    print(f"events: {len(wanted)} written, readers that missed or doubled one: {sum(ids != wanted for ids in seen)}")
+
+
+async def _read(http: httpx.AsyncClient, job: str) -> list[str]:
+    lines = []
+    headers = {"Accept": "text/event-stream", "Last-Event-ID": "0"}
+    async with http.stream("GET", f"/v1/jobs/{job}/events", headers=headers) as answer:
+        async for line in answer.aiter_lines():
+            lines.append(line)
+    return [event.id for event in parse_events(lines) if event is not None and event.type != "end"]
+
+
+async def _write(store: Store, claim: Claim, seconds: float) -> None:
+    for step in range(1, int(seconds * EVENTS_PER_S) + 1):
+        metrics = {f"metric/{number}": float(step) for number in range(60)}
+        await store.add_metrics(claim.job_id, step, metrics)
+        await store.add_event(claim.job_id, "step", {"step": step, **metrics})
+        await asyncio.sleep(1 / EVENTS_PER_S)
+
+
+async def _ask(http: httpx.AsyncClient, job: str, rate: float, seconds: float) -> tuple[list[float], int]:
+    """An open loop: a slow answer does not slow the asking down. Latency counts from when the request was due."""
+    latencies: list[float] = []
+    failures = 0
+
+    async def one(path: str, due: float) -> None:
+        nonlocal failures
+        try:
+            answer = await http.get(path.format(job=job))
+            failures += answer.status_code != 200
+        except httpx.TransportError:
+            failures += 1
+        latencies.append(time.perf_counter() - due)
+
+    begun = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for number, path in zip(range(int(rate * seconds)), itertools.cycle(PATHS), strict=False):
+            due = begun + number / rate
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            tasks.create_task(one(path, due))
+    return latencies, failures
+
+
+def _start_api(redis_url: str, url: str, folder: str) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
+    environment |= {"GSPO_REDIS_URL": redis_url, "GSPO_API_PORT": url.rsplit(":", 1)[1], "GSPO_DATA_DIR": folder}
+    environment |= {"GSPO_LOG_LEVEL": "warning"}
+    return subprocess.Popen([sys.executable, "-m", "services.api"], env=environment, preexec_fn=die_with_parent())
+
+
+async def _until_ready(url: str) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(60):
+        while True:
+            try:
+                if (await http.get(f"{url}/readyz")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
