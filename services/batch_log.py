@@ -8,7 +8,7 @@ live settings).
 Layout: 8 bytes magic, uint32 schema number, uint64 length of the index (little-endian), the index as JSON, the
 encoded segments one after another in the order of the index, and the sha256 of all that.
 
-``python -m services.batch_log`` shows them (``services.batch_view``).
+``services.batch_view`` shows them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import hashlib
 import json
 import re
 import struct
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,10 +260,3 @@ def _group(indexed: _IndexedGroup, payloads: Iterator[bytes]) -> Group:
             Trajectory(tuple(codec.decode(next(payloads)) for _ in lengths)) for lengths in indexed.trajectories
         ),
     )
-
-
-if __name__ == "__main__":
-    # What is printed has a module of its own, which reads with this one.
-    from services.batch_view import main
-
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Look at exactly what was trained: the batch logs of a job, down to the single token.
 
-``python -m services.batch_log DIR`` lists the files of a job, ``python -m services.batch_log FILE`` shows one;
+``python -m services.batch_view DIR`` lists the files of a job, ``python -m services.batch_view FILE`` shows one;
 ``--tokens`` adds every token with its mask, log-prob, version and age, ``--json`` prints an object per episode.
 
 The rule kept here: nothing is shown that is not in the file or in the job's own record beside it (the objective, for
@@ -195,7 +195,7 @@ def _print_list(directory: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m services.batch_log", description="Look at the batch logs of a job."
+        prog="python -m services.batch_view", description="Look at the batch logs of a job."
     )
     parser.add_argument("path", type=Path, help="a directory to list, or one batch log to show")
     parser.add_argument("--tokens", action="store_true", help="show every token")
@@ -219,3 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in lines:
         print(line)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

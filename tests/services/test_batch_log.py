@@ -335,7 +335,7 @@ class TestCommand:
     def test_shows_one_file(self, log: BatchLog) -> None:
         """Through the door that a person uses."""
         path = log.write(0, 1, groups(), EXTRA)
-        command = [sys.executable, "-m", "services.batch_log", str(path)]
+        command = [sys.executable, "-m", "services.batch_view", str(path)]
         shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         assert "epoch 0  step 1  groups 3" in shown
         assert '"reason": "stale"' in shown
