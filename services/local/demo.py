@@ -79,12 +79,12 @@ def run_demo(
         view = JobView(job["id"], spec.steps)
         steps: list[Mapping[str, Any]] = []
         submitted = time.monotonic()
-        events = ((event.type, event.data) for event in while_alive(stack, client.events(job["id"], after="0")))
+        events = _collect(while_alive(stack, client.events(job["id"], after="0")), steps)
         if quiet:
-            for kind, data in _collect(events, steps):
-                view.take(kind, data)
+            for event in events:
+                view.take(event.type, event.data)
         else:
-            follow(view, _collect(events, steps))
+            follow(view, lambda _: events)
         training_s = time.monotonic() - submitted
         if view.status != "succeeded":
             raise StackError(f"the job {view.status}: {view.reason or 'see the logs'} ({stack.log_dir})")
@@ -121,11 +121,11 @@ def while_alive(stack: Stack, events: Iterable[Event]) -> Iterator[Event]:
         yield event
 
 
-def _collect(events: Any, steps: list[Mapping[str, Any]]) -> Any:
-    for kind, data in events:
-        if kind == "step":
-            steps.append(data)
-        yield kind, data
+def _collect(events: Iterable[Event], steps: list[Mapping[str, Any]]) -> Iterator[Event]:
+    for event in events:
+        if event.type == "step":
+            steps.append(event.data)
+        yield event
 
 
 def summarise(
