@@ -74,7 +74,8 @@ def run_demo(
     config = StackConfig(data_dir, model_dir, port=0, environment=NO_KEYS, engine_urls=engine_urls)
     with Stack(config) as stack, Client(stack.api_url) as client:
         if not quiet:
-            print(f"stack is up after {time.monotonic() - started:.0f} s: {stack.api_url} (logs in {stack.log_dir})")
+            print(f"stack is up after {time.monotonic() - started:.0f} s (logs in {stack.log_dir})")
+            print(f"look at it in a browser while it runs: {stack.api_url}/ui", flush=True)
         job = client.create_job(spec)
         view = JobView(job["id"], spec.steps)
         steps: list[Mapping[str, Any]] = []

@@ -42,7 +42,8 @@ def up(*, data_dir: str | None, model: str | None, port: int, rollout_workers: i
 def greeting(stack: Stack, model_dir: Path) -> str:
     flag = "" if stack.api_url.endswith(":8000") else f" --url {stack.api_url}"
     return (
-        f"API     {stack.api_url}   (its description: {stack.api_url}/openapi.json)\n"
+        f"viewer  {stack.api_url}/ui\n"
+        f"API     {stack.api_url}   (described at {stack.api_url}/docs)\n"
         f"engine  {stack.engine_url}\n"
         f"model   {model_dir}\n"
         f"logs    {stack.log_dir}\n\n"
