@@ -8,12 +8,19 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo_core.objective_config import ObjectiveConfig
+
+# What a caller may hold besides a tensor; only the policy's log-probs, which carry a gradient, must be one.
+Values = Tensor | NDArray[Any] | Sequence[Any]
 
 
 class ObjectiveError(ValueError):
@@ -53,23 +60,26 @@ class Inputs:
 def prepare(
     config: ObjectiveConfig,
     policy_logprobs_BT: Tensor,
-    action_mask_BT: Tensor,
-    advantages: Tensor,
-    proximal_logprobs_BT: Tensor | None,
-    behavior_logprobs_BT: Tensor | None,
-    reference_logprobs_BT: Tensor | None,
-    turn_ids_BT: Tensor | None,
-    staleness_BT: Tensor | None,
-    sequence_weights_B: Tensor | None,
+    action_mask_BT: Values,
+    advantages: Values,
+    proximal_logprobs_BT: Values | None,
+    behavior_logprobs_BT: Values | None,
+    reference_logprobs_BT: Values | None,
+    turn_ids_BT: Values | None,
+    staleness_BT: Values | None,
+    sequence_weights_B: Values | None,
 ) -> Inputs:
-    """Check shapes, types and presence; put zeros at masked positions."""
+    """Check shapes, types and presence; put zeros at masked positions and in rows that are padding."""
     _check_presence(config, behavior_logprobs_BT, reference_logprobs_BT, staleness_BT)
     shape = _check_matrix(policy_logprobs_BT)
-    mask_BT = _same_shape("action_mask_BT", action_mask_BT, shape) != 0
+    weights_B = _weights(sequence_weights_B, policy_logprobs_BT)
+    mask_BT = _same_shape("action_mask_BT", _tensor("action_mask_BT", action_mask_BT, policy_logprobs_BT), shape) != 0
+    mask_BT = mask_BT & (weights_B > 0).unsqueeze(-1)
 
-    def logprobs(name: str, given_BT: Tensor | None) -> Tensor | None:
-        if given_BT is None:
+    def logprobs(name: str, given: Values | None) -> Tensor | None:
+        if given is None:
             return None
+        given_BT = _tensor(name, given, policy_logprobs_BT)
         _check_dtype(name, given_BT)
         given_BT = _same_shape(name, given_BT, shape).to(policy_logprobs_BT.dtype)
         return torch.where(mask_BT, given_BT if name == "policy_logprobs_BT" else given_BT.detach(), 0.0)
@@ -84,7 +94,7 @@ def prepare(
         behavior_BT = proximal_BT
     reference_BT = logprobs("reference_logprobs_BT", reference_logprobs_BT)
     num_actions_B = mask_BT.sum(-1)
-    advantages_BT = _advantages(config, advantages, mask_BT, policy_BT.dtype)
+    advantages_BT = _advantages(config, _tensor("advantages", advantages, policy_BT), mask_BT, policy_BT.dtype)
     _check_finite(mask_BT, policy_BT, proximal_BT, behavior_BT, reference_BT, advantages_BT)
     return Inputs(
         policy_BT=policy_BT,
@@ -95,13 +105,13 @@ def prepare(
         advantages_BT=advantages_BT,
         turn_ids_BT=_integers("turn_ids_BT", turn_ids_BT, mask_BT),
         staleness_BT=_integers("staleness_BT", staleness_BT, mask_BT),
-        sequence_weights_B=_weights(sequence_weights_B, policy_BT),
+        sequence_weights_B=weights_B,
         num_actions_B=num_actions_B,
     )
 
 
 def _check_presence(
-    config: ObjectiveConfig, behavior_BT: Tensor | None, reference_BT: Tensor | None, staleness_BT: Tensor | None
+    config: ObjectiveConfig, behavior_BT: Values | None, reference_BT: Values | None, staleness_BT: Values | None
 ) -> None:
     if config.anchor == "behavior" and behavior_BT is None:
         raise ObjectiveError("anchor: behavior compares with the sampler; give behavior_logprobs_BT")
@@ -111,7 +121,21 @@ def _check_presence(
         raise ObjectiveError("staleness_cap is set; give staleness_BT")
 
 
+def _tensor(name: str, given: Values, policy_BT: Tensor) -> Tensor:
+    """Arrays and lists as tensors beside the policy's. Fractions in a list have its precision, not torch's default."""
+    if isinstance(given, Tensor):
+        return given
+    try:
+        array = np.asarray(given)
+        dtype = policy_BT.dtype if array.dtype.kind == "f" and not isinstance(given, np.ndarray) else None
+        return torch.tensor(array, dtype=dtype, device=policy_BT.device)
+    except (TypeError, ValueError) as error:
+        raise ObjectiveError(f"{name} is no tensor and cannot be made one: {error}") from None
+
+
 def _check_matrix(policy_BT: Tensor) -> torch.Size:
+    if not isinstance(policy_BT, Tensor):
+        raise ObjectiveError(f"policy_logprobs_BT carries the gradient: a tensor, not {type(policy_BT).__name__}")
     if policy_BT.ndim != 2:
         raise ObjectiveError(f"policy_logprobs_BT has two dimensions, sequences and tokens, not {policy_BT.ndim}")
     return policy_BT.shape
@@ -146,10 +170,10 @@ def _advantages(config: ObjectiveConfig, given: Tensor, mask_BT: Tensor, dtype: 
     return given_BT
 
 
-def _integers(name: str, given_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
-    if given_BT is None:
+def _integers(name: str, given: Values | None, mask_BT: Tensor) -> Tensor | None:
+    if given is None:
         return None
-    given_BT = _same_shape(name, given_BT, mask_BT.shape)
+    given_BT = _same_shape(name, _tensor(name, given, mask_BT), mask_BT.shape)
     if given_BT.is_floating_point():
         raise ObjectiveError(f"{name} holds whole numbers, not {str(given_BT.dtype).removeprefix('torch.')}")
     given_BT = torch.where(mask_BT, given_BT.to(torch.int64), 0)
@@ -158,9 +182,10 @@ def _integers(name: str, given_BT: Tensor | None, mask_BT: Tensor) -> Tensor | N
     return given_BT
 
 
-def _weights(given_B: Tensor | None, policy_BT: Tensor) -> Tensor:
-    if given_B is None:
+def _weights(given: Values | None, policy_BT: Tensor) -> Tensor:
+    if given is None:
         return policy_BT.new_ones(policy_BT.shape[0])
+    given_B = _tensor("sequence_weights_B", given, policy_BT)
     if given_B.shape != policy_BT.shape[:1]:
         raise ObjectiveError(f"sequence_weights_B has shape {tuple(given_B.shape)}, not ({policy_BT.shape[0]},)")
     given_B = given_B.detach().to(policy_BT.dtype)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gspo_core.objective.inputs import Inputs, ObjectiveError, prepare
+from gspo_core.objective.inputs import Inputs, ObjectiveError, Values, prepare
 from gspo_core.objective.losses import LOSSES, LossContext
 from gspo_core.objective.pooling import make_pool
 from gspo_core.objective.stats import LossStats, collect
@@ -26,14 +26,14 @@ from gspo_core.objective_config import ObjectiveConfig
 def policy_loss(
     config: ObjectiveConfig,
     policy_logprobs_BT: Tensor,
-    action_mask_BT: Tensor,
-    advantages: Tensor,
-    proximal_logprobs_BT: Tensor | None = None,
-    behavior_logprobs_BT: Tensor | None = None,
-    reference_logprobs_BT: Tensor | None = None,
-    turn_ids_BT: Tensor | None = None,
-    staleness_BT: Tensor | None = None,
-    sequence_weights_B: Tensor | None = None,
+    action_mask_BT: Values,
+    advantages: Values,
+    proximal_logprobs_BT: Values | None = None,
+    behavior_logprobs_BT: Values | None = None,
+    reference_logprobs_BT: Values | None = None,
+    turn_ids_BT: Values | None = None,
+    staleness_BT: Values | None = None,
+    sequence_weights_B: Values | None = None,
     num_sequences: float | Tensor | None = None,
     num_tokens: float | Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
@@ -42,7 +42,7 @@ def policy_loss(
     Log-probs are those of the tokens themselves at the temperature that they were sampled with, float32 or float64.
     `advantages` is (B,) or (B, T). Left out, the proximal policy is the policy itself without gradient (the first
     update of a batch), the sampler is the proximal policy, and a turn is a contiguous run of trained tokens.
-    `sequence_weights_B` makes the branches of one episode count as one; 0 is a row that is padding.
+    `sequence_weights_B` makes the branches of one episode count as one; 0 is a row that is padding, whatever is in it.
     `num_sequences` is the sum of these weights and `num_tokens` the weighted count of trained tokens over the whole
     update (`loss_denominators`); left out, those of the rows given here.
     """
@@ -109,11 +109,11 @@ def _kl_to_reference(context: LossContext) -> Tensor:
 
 
 def loss_denominators(
-    action_masks: Sequence[Tensor | NDArray[Any]], sequence_weights: Sequence[float] | None = None
+    action_masks: Sequence[Values] | Tensor | NDArray[Any], sequence_weights: Sequence[float] | None = None
 ) -> tuple[float, float]:
     """`num_sequences` and `num_tokens` of an update, from the action masks of all of its sequences."""
     if sequence_weights is None:
         sequence_weights = [1.0] * len(action_masks)
     pairs = list(zip(action_masks, sequence_weights, strict=True))
-    num_tokens = sum(int((mask != 0).sum()) * weight for mask, weight in pairs)
+    num_tokens = sum(int(torch.as_tensor(mask).count_nonzero()) * weight for mask, weight in pairs)
     return float(sum(weight for _, weight in pairs)), float(num_tokens)
