@@ -47,10 +47,7 @@ def packed_attention(
     unknown = sorted(name for name, given in others.items() if not _is_off(given) and name not in _HARMLESS)
     if unknown or dropout or attention_mask is not None:
         what = unknown or (["dropout"] if dropout else ["attention_mask"])
-        raise UnsupportedAttention(
-            f"{type(module).__name__} passes {', '.join(what)}, which packed attention cannot honour: "
-            "set layout to padded"
-        )
+        raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(what)}, which packed attention ignores")
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
     if query.is_cuda:
         # under autocast a normed query is float32 beside a value in half precision

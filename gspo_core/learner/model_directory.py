@@ -39,23 +39,35 @@ def load_model(model_dir: Path, layout: Layout) -> Any:
     """A causal language model with float32 weights, in evaluation mode: policy and engine use no dropout."""
     if not (model_dir / "config.json").is_file():
         raise UnsupportedModel(f"{model_dir} holds no config.json: it is no Hugging Face model directory")
-    with _without_progress_bars():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=torch.float32,
-            attn_implementation="sdpa" if layout == "padded" else PACKED,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+    try:
+        with _without_progress_bars():
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                model_dir,
+                dtype=torch.float32,
+                attn_implementation="sdpa" if layout == "padded" else PACKED,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+    except ValueError as error:
+        if layout == "padded" and "scaled_dot_product_attention" in str(error):
+            raise UnsupportedModel(f"the model in {model_dir} has an attention that no layout can compute") from error
+        raise
     name = type(model).__name__
     if layout != "padded" and not model._supports_attention_backend:
-        raise UnsupportedModel(f"{name} brings its own attention: set layout to padded")
+        raise UnsupportedModel(f"{name} brings its own attention: {attention_advice(model)}")
     for key, neutral in _HEAD_SETTINGS.items():
         if getattr(model.config, key, None) not in neutral:
             raise UnsupportedModel(f"{name} sets {key}, which the log-probs do not follow")
     model.config.use_cache = False
     return model.eval()
+
+
+def attention_advice(model: Any) -> str:
+    """What to do about a model that no packed layout can run."""
+    if model._supports_sdpa:
+        return "set layout to padded"
+    return "this learner cannot train it in any layout, because torch's scaled-dot-product attention cannot compute it"
 
 
 def fingerprint(model_dir: Path) -> str:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gspo_core.batch import Layout, MicroBatch, TrainSequence, collate
+from gspo_core.learner.attention import UnsupportedAttention
 from gspo_core.learner.logprobs import chosen_logprobs
 from gspo_core.learner.low_rank import add_low_rank, low_rank_additions, merge
-from gspo_core.learner.model_directory import UnsupportedModel, load_model
+from gspo_core.learner.model_directory import UnsupportedModel, attention_advice, load_model
 from gspo_core.learner.ranks import Ranks
 from gspo_core.learner_config import LearnerConfig
 
@@ -93,7 +94,10 @@ def load_policy(model_dir: Path, config: LearnerConfig, device: torch.device, ra
     model = load_model(model_dir, config.layout).to(device)
     chunk_tokens = config.logprob_chunk_tokens or _chunk_tokens(model, device)
     policy = PolicyModel(model, dtype=torch.float32, chunk_tokens=chunk_tokens)
-    _check_forward(policy, config.layout, device)
+    try:
+        _check_forward(policy, config.layout, device)
+    except UnsupportedAttention as error:
+        raise UnsupportedModel(f"{error}: {attention_advice(model)}") from error
     if config.lora is not None:
         add_low_rank(model, config.lora)
     if config.activation_checkpointing:

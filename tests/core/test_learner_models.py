@@ -263,10 +263,33 @@ def test_heads_that_do_more_than_a_product_are_refused(
 
 
 def test_attention_that_packing_would_change_is_refused(tmp_path: Path) -> None:
-    changes = {"final_logit_softcapping": None, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    changes: dict[str, Any] = {"final_logit_softcapping": None, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     write_model(tmp_path, "Gemma2", **changes)
-    with pytest.raises(NotImplementedError, match="layout to padded"):
+    with pytest.raises(UnsupportedModel, match=r"Gemma2Attention passes softcap.* cannot train it in any layout"):
         make_learner(tmp_path)
+
+
+GPT_OSS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout", "refusal"),
+    [
+        ("GptOss", GPT_OSS, "shared", "s_aux.* cannot train it in any layout"),
+        ("GptOss", GPT_OSS, "padded", "no layout can compute"),
+        ("Mamba", {}, "packed", "cannot train it in any layout"),
+        ("Mamba", {}, "padded", "no layout can compute"),
+        ("Qwen3Next", {}, "shared", "own attention: set layout to padded"),
+    ],
+)
+def test_a_refusal_advises_a_layout_only_where_it_helps(
+    tmp_path: Path, family: str, changes: dict[str, Any], layout: str, refusal: str
+) -> None:
+    write_model(tmp_path, family, **changes)
+    with pytest.raises(UnsupportedModel, match=refusal):
+        make_learner(tmp_path, layout=layout)
+    if "set layout to padded" in refusal:
+        make_learner(tmp_path, layout="padded")
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
