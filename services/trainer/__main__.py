@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,9 +80,22 @@ async def main(stop: asyncio.Event) -> None:
         beats = EngineBeats(store, [EngineClient(url, http) for url in settings.engine_urls], lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
         try:
-            await TrainerWorker(store, name, make_run, lease_s=settings.lease_s).run(stop)
+            worker = TrainerWorker(store, name, make_run, lease_s=settings.lease_s, capabilities=capabilities())
+            await worker.run(stop)
         finally:
             beating.cancel()
+
+
+def capabilities() -> dict[str, Any]:
+    """What a person wants to know of a trainer before giving it a job."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "num_gpus": torch.cuda.device_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
 
 
 def make_learner(spec: JobSpec) -> Learner:

@@ -7,7 +7,10 @@ is away for a while (Redis) never decides that a job has failed, and no job ends
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -38,19 +41,42 @@ class Stopped(Exception):
 
 
 class TrainerWorker:
-    def __init__(self, store: Store, name: str, make_run: MakeRun, *, lease_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        make_run: MakeRun,
+        *,
+        lease_s: float = 30.0,
+        capabilities: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._store = store
         self._name = name
         self._make_run = make_run
+        self._capabilities = capabilities
         self.beat_s = min(BEAT_S, lease_s / BEATS_PER_LEASE)
 
     async def run(self, stop: asyncio.Event) -> None:
-        while not stop.is_set():
-            claim = await self._claim()
-            if claim is None:
-                await _sleep_unless(stop, IDLE_POLL_S)
-                continue
-            await self._serve(claim, stop)
+        announcing = asyncio.create_task(self._announce(), name="announce")
+        try:
+            while not stop.is_set():
+                claim = await self._claim()
+                if claim is None:
+                    await _sleep_unless(stop, IDLE_POLL_S)
+                    continue
+                await self._serve(claim, stop)
+        finally:
+            announcing.cancel()
+            with contextlib.suppress(*UNREACHABLE):
+                await self._store.remove_trainer(self._name)
+
+    async def _announce(self) -> None:
+        """So that people see who trains, also while nothing is to be trained."""
+        record = {"id": self._name, "kind": "trainer", **self._capabilities}
+        while True:
+            with contextlib.suppress(*UNREACHABLE):
+                await self._store.register_trainer(record)
+            await asyncio.sleep(self.beat_s)
 
     async def _claim(self) -> Claim | None:
         try:

@@ -79,3 +79,18 @@ async def test_a_job_that_cannot_be_failed_does_not_end_the_process(store: Store
 def test_beats_come_at_least_every_fifth_of_the_lease(store: Store, lease_s: float, beat_s: float) -> None:
     worker = TrainerWorker(store, "trainer", lambda _claim, _spec: pytest.fail("nothing to run"), lease_s=lease_s)
     assert worker.beat_s == beat_s
+
+
+async def test_a_trainer_is_listed_with_what_it_can_for_as_long_as_it_runs(store: Store) -> None:
+    stop = asyncio.Event()
+    worker = TrainerWorker(
+        store, "trainer", lambda _claim, _spec: pytest.fail("no job"), capabilities={"device": "cpu"}
+    )
+    running = asyncio.create_task(worker.run(stop))
+    async with asyncio.timeout(DEADLINE_S):
+        while not (listed := await store.trainers()):
+            await asyncio.sleep(0.01)
+    assert [(one["id"], one["kind"], one["device"]) for one in listed] == [("trainer", "trainer", "cpu")]
+    stop.set()
+    await running
+    assert await store.trainers() == []
