@@ -11,16 +11,26 @@ import ast
 import functools
 import inspect
 import sys
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, field_validator
 from pydantic.json_schema import JsonSchemaValue
 
 
 class Documented(BaseModel):
-    """Frozen, refuses unknown keys, described by the docstrings under its fields."""
+    """Frozen, refuses unknown keys and switches for numbers, described by the docstrings under its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts false as 0, which for a bound means everything and not nothing."""
+        if isinstance(value, bool) and info.field_name is not None:
+            kinds = _kinds(cls.model_fields[info.field_name].annotation)
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError(f"a number, not {str(value).lower()}" + (" (null: off)" * (type(None) in kinds)))
+        return value
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -32,6 +42,13 @@ class Documented(BaseModel):
             if spelled in properties and name in described:
                 properties[spelled]["description"] = described[name]
         return schema
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of, itself included."""
+    return {annotation}.union(
+        *(_kinds(part) for part in get_args(annotation) if isinstance(part, type) or get_args(part))
+    )
 
 
 def field_docs(model: type[BaseModel]) -> dict[str, str]:
