@@ -62,11 +62,11 @@ def apply_update(optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: flo
     gradients = [parameter.grad for parameter in parameters]
     norm = whole(torch.nn.utils.get_total_norm(gradients))
     update = Update(grad_norm=float(norm))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     if update.applied:
         if max_grad_norm is not None and update.grad_norm > max_grad_norm:
             torch._foreach_mul_(gradients, max_grad_norm / update.grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return update

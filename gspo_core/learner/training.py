@@ -93,7 +93,8 @@ class Learner:
             updates.append(self._update())
         self.counters.num_steps += 1
         stats = LossStats(self._ranks.sum(stats.sums), self._ranks.max(stats.maxima))
-        self.alarms = loss_alarms(stats, self.objective, num_updates=len(updates))
+        num_judged = len(updates) if self._could_clip(sequences, shares, updates) else 1
+        self.alarms = loss_alarms(stats, self.objective, num_updates=num_judged)
         metrics = loss_metrics(stats, self.objective, num_updates=len(updates))
         num_empty = sum(not s.num_actions for s in sequences)
         num_idle = sum(not self._acts(s) for s in sequences) - num_empty
@@ -199,6 +200,16 @@ class Learner:
     def _acts(self, sequence: TrainSequence) -> bool:
         advantages = np.broadcast_to(sequence.advantages, sequence.num_tokens)[sequence.action_mask]
         return bool(advantages.any() or (self.objective.kl_coef and len(advantages)))
+
+    def _could_clip(
+        self, sequences: Sequence[TrainSequence], shares: Sequence[Sequence[int]], updates: Sequence[Update]
+    ) -> bool:
+        """Whether something was trained after the weights had moved; elsewhere every ratio is 1, as it should be."""
+        moved = [update.applied and update.grad_norm > 0 for update in updates]
+        if True not in moved or not self._optimizer.param_groups[0]["lr"]:
+            return False
+        later = shares[moved.index(True) + 1 :]
+        return any(self._acts(sequences[index]) for share in later for index in share)
 
     @torch.no_grad()
     def _score_anchors(self, work: Sequence[Sequence[_Work]]) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from gspo_core.learner import Learner
 from gspo_core.learner.optimizer import apply_update, build_adamw, learning_rate
 from gspo_core.learner_config import LearnerConfig, OptimizerConfig
+from gspo_core.objective import AlarmKind
 from gspo_core.objective_config import ObjectiveConfig
 from tests.core.learner_support import (
     largest_difference,
@@ -145,6 +146,35 @@ def test_a_step_skips_and_counts_updates_without_a_finite_gradient(model_dir: Pa
     assert metrics["learner/num_updates"] == 0
     assert (learner.counters.num_skipped_updates, learner.counters.num_updates) == (2, 0)
     assert largest_difference(before, weights(learner)) == 0
+
+
+def _inert(learner: Learner) -> bool:
+    return AlarmKind.INERT_CLIP in [alarm.kind for alarm in learner.alarms]
+
+
+def test_a_clip_is_called_inert_only_where_the_weights_had_moved(model_dir: Path) -> None:
+    sequences = make_sequences()
+    with_behavior(make_learner(model_dir), sequences)
+    still, moving = (
+        make_learner(model_dir, ObjectiveConfig(), optimizer=OptimizerConfig(lr=lr)) for lr in (0.0, 1e-14)
+    )
+    still.step(sequences)
+    assert not _inert(still), "a control with a learning rate of 0"
+    moving.step(sequences)
+    assert _inert(moving), "weights moved and no ratio saw it"
+    one_acts = [dataclasses.replace(s, advantages=float(i == 0)) for i, s in enumerate(sequences)]
+    moving.step(one_acts)
+    assert not _inert(moving), "nothing was trained after the weights had moved"
+
+
+def test_updates_that_are_skipped_report_the_rate_of_their_step_and_no_inert_clip(model_dir: Path) -> None:
+    optimizer = OptimizerConfig(lr=1.0, warmup_steps=10)
+    learner = make_learner(model_dir, ObjectiveConfig(minibatches=2), optimizer=optimizer)
+    sequences = make_sequences()
+    with_behavior(learner, sequences)
+    poison_gradients(learner)
+    assert learner.step(sequences)["learner/lr"] == pytest.approx(0.1)
+    assert not _inert(learner)
 
 
 def test_a_batch_that_teaches_nothing_is_a_step_of_gradient_zero(model_dir: Path) -> None:
