@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,7 +146,12 @@ class Learner:
         state.write_shard(Path(directory), self._ranks.rank, tensors)
         self._ranks.wait()
         if self._ranks.is_first:
-            content = {"counters": dataclasses.asdict(self.counters), "model": fingerprint(self._model_dir)}
+            content: dict[str, Any] = {
+                "counters": dataclasses.asdict(self.counters),
+                "model": fingerprint(self._model_dir),
+            }
+            if self.config.lora is not None:
+                content["lora_alpha"] = self.config.lora.alpha
             state.write_manifest(Path(directory), self._ranks.num_ranks, content)
         self._ranks.wait()
 
@@ -154,6 +160,11 @@ class Learner:
         content, tensors = state.read_state(Path(directory), self._ranks.rank, self._ranks.num_ranks)
         if content["model"] != fingerprint(self._model_dir):
             raise state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")
+        alpha = None if self.config.lora is None else self.config.lora.alpha
+        if (
+            content.get("lora_alpha", alpha) != alpha
+        ):  # rank and layers show in the shapes, the scale of the sum does not
+            raise state.InvalidState(f"{directory} holds additions of lora.alpha {content['lora_alpha']}, not {alpha}")
         state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
         self.counters = Counters(**content["counters"])
 

@@ -193,6 +193,13 @@ def test_a_state_of_other_shapes_is_refused(model_dir: Path, tmp_path: Path) -> 
         make_learner(model_dir, lora=LoraConfig(rank=3)).load_state(tmp_path / "state")
 
 
+def test_additions_of_another_scale_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    make_learner(model_dir, lora=LoraConfig(rank=2, alpha=8.0)).save_state(tmp_path / "state")
+    make_learner(model_dir, lora=LoraConfig(rank=2, alpha=8.0)).load_state(tmp_path / "state")
+    with pytest.raises(InvalidState, match=r"lora\.alpha 8\.0, not 4\.0"):
+        make_learner(model_dir, lora=LoraConfig(rank=2, alpha=4.0)).load_state(tmp_path / "state")
+
+
 def test_a_state_is_written_once(model_dir: Path, tmp_path: Path) -> None:
     learner = make_learner(model_dir)
     learner.save_state(tmp_path / "state")
