@@ -7,12 +7,11 @@ know what was meant.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from gspo_core.chat.text import strict_json
+from gspo_core.chat.text import strict_json, strict_json_at
 from gspo_core.chat.tokenizer import Tokenizer, require_token
 from gspo_core.messages import CallStatus, ToolCall, ToolSchema
 
@@ -163,8 +162,8 @@ def _read_llama(text: str, position: int) -> tuple[Reading, int]:
     """One attempt and where it stops: at the ``;`` before the next, or at the end of the text."""
     begin = position + len(text[position:]) - len(text[position:].lstrip())
     try:
-        value, end = _LLAMA_JSON.raw_decode(text, begin)
-    except (ValueError, RecursionError):
+        value, end = strict_json_at(text, begin)
+    except ValueError:
         return (None, {}, CallStatus.INVALID_JSON), len(text)
     rest = text[end:].lstrip()
     if rest and not rest.startswith(";"):
@@ -172,13 +171,6 @@ def _read_llama(text: str, position: int) -> tuple[Reading, int]:
     if not rest[1:].strip():
         return _named(value, "parameters", "arguments"), len(text)
     return _named(value, "parameters", "arguments"), text.index(";", end)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_LLAMA_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from gspo_core.messages import Message
+
+MAX_DEPTH = 64
+"""Of JSON that a policy writes. Whoever passes it on, and any process behind that, must be able to write it again."""
 
 
 def text_of(message: Message | None) -> str:
@@ -27,12 +31,45 @@ def to_json(value: Any) -> str:
 
 
 def strict_json(text: str) -> Any:
-    """The value of JSON text. Raises ``ValueError``, for NaN and for what is nested too deep as well."""
+    """The value of JSON text. Raises ``ValueError``, also for what cannot be written as JSON again: NaN, numbers beyond
+    any float, and what is nested too deep."""
+    begin = len(text) - len(text.lstrip(_BLANK))
+    value, end = strict_json_at(text, begin)
+    if text[end:].strip(_BLANK):
+        raise ValueError(f"more text behind the JSON, at character {end}")
+    return value
+
+
+def strict_json_at(text: str, begin: int) -> tuple[Any, int]:
+    """The value that begins at ``begin`` and where it ends. Raises as ``strict_json``."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        value, end = _DECODER.raw_decode(text, begin)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    is_nested = isinstance(value, dict | list)
+    if is_nested and text.count("[", begin, end) + text.count("{", begin, end) > MAX_DEPTH and _is_deeper(value):
+        raise ValueError("nested too deep")
+    return value, end
+
+
+def _is_deeper(value: Any) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+        level = [item for item in inner if isinstance(item, dict | list)]
+    return bool(level)
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is more than a number can be")
+    return number
+
+
+_BLANK = " \t\n\r"
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)

@@ -246,6 +246,7 @@ CALL = '{"name": "add", "parameters": {"x": 2}}'
         ('{"name": "fly", "parameters": {}}', "", [("fly", {}, "unknown_tool")]),
         ('{"parameters": {}}', "", [(None, {}, "missing_name")]),
         ('{"name": "add", "parameters": {"x": NaN}}', "", [(None, {}, "invalid_json")]),
+        ('{"name": "add", "parameters": {"x": -1e999}}', "", [(None, {}, "invalid_json")]),
         ('{"name": "add", "parameters": {', "", [(None, {}, "invalid_json")]),
         (CALL + " and more", "", [(None, {}, "invalid_json")]),
         (f"{CALL}; {{", "", [("add", {"x": 2}, "ok"), (None, {}, "invalid_json")]),
