@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_core.cli import CommandError
@@ -15,19 +17,33 @@ from gspo_core.cli import CommandError
 if TYPE_CHECKING:
     from gspo_core.env import Environment, Observation, ParsedTurn, Session
     from gspo_core.messages import Message, ToolSchema
+    from gspo_core.testing import Report
 
 PLAY_HELP = """Write a call (add amount=3), JSON ({"name": "add", "arguments": {"amount": 3}}), or words for a turn
 without a call. :tools shows the tools, an empty line or :end ends the episode."""
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    from gspo_core.testing import validate as examine
-
-    model = Path(arguments.model) if arguments.model else None
-    with _Path():
-        report = examine(arguments.ref, _config(arguments.config), model=model, timeout_s=arguments.timeout)
+    order = {"ref": arguments.ref, "config": _config(arguments.config)}
+    report = _examine(order | {"model": arguments.model, "timeout_s": arguments.timeout})
     print(json.dumps(report.to_json(), indent=2, ensure_ascii=False) if arguments.json else report)
     return 0 if report.ok else 1
+
+
+def _examine(order: Mapping[str, Any]) -> Report:
+    """In a process apart: an environment may print, read what is typed, or end its process."""
+    from gspo_core.testing import Check, Report, Status
+
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        given = json.dumps({**order, "descriptor": file.fileno()})
+        program = [sys.executable, "-m", "gspo_core.testing", given]
+        status = subprocess.run(program, stdin=subprocess.DEVNULL, pass_fds=(file.fileno(),), check=False).returncode
+        file.seek(0)
+        text = file.read()
+    if text:
+        return Report.from_json(json.loads(text))
+    how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    return Report(order["ref"], [Check("process", Status.FAIL, f"it ends the process that it runs in ({how})")])
 
 
 def play(arguments: argparse.Namespace) -> int:

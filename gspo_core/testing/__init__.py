@@ -1,7 +1,7 @@
 """For authors of environments: ``check_environment(MyEnvironment)`` in a test, ``gspo env validate REF`` on a terminal.
 
 Read in this order: ``report`` (what is said), ``rehearsal`` (episodes without a model), ``checks`` (what is looked at),
-``watch`` (running it all, whatever the author's code does).
+``watch`` (running it all, whatever the author's code does), ``__main__`` (in a process apart, for the command).
 """
 
 from gspo_core.testing.report import Check, Report, Status

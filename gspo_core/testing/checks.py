@@ -75,8 +75,12 @@ async def examine(subject: Subject) -> AsyncIterator[Check]:
     changed = [name for name, value in shared_state(subject.environment).items() if state.get(name) != value]
     try:
         chance = await _chance(subject, played[0])
-        yield await _isolation(subject, played, changed, chance)
-        yield await _together(subject, played[0], chance)
+        isolation = await _isolation(subject, played, changed, chance)
+        yield isolation
+        if isolation.status is FAIL:
+            yield Check("together", SKIP, "cannot be compared: not even one after the other are episodes alike")
+        else:
+            yield await _together(subject, played[0], chance)
         yield await _reward(subject, played)
         yield await _errors(subject, played[0].task)
         yield await _snapshot(subject, played[0])

@@ -43,6 +43,11 @@ class Report:
     def failures(self) -> list[Check]:
         return [check for check in self.checks if check.status is Status.FAIL]
 
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Report:
+        checks = [Check(one["id"], Status(one["status"]), one["message"], one["data"]) for one in given["checks"]]
+        return cls(given["name"], checks)
+
     def to_json(self) -> dict[str, Any]:
         checks = [
             {"id": check.id, "status": str(check.status), "message": check.message, "data": dict(check.data)}

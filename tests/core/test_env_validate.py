@@ -278,6 +278,32 @@ def test_the_command_says_what_is_wrong_and_its_status_tells(
     assert "--config is no JSON" in capsys.readouterr().err
 
 
+RUDE = '''
+import os
+
+class Rude:
+    """Be kind."""
+    tasks = [{}]
+    def reset(self): return "go"
+    def tool(self) -> str:
+        """Do it."""
+        {deed}
+        return "done"
+    def get_reward(self): return 0.0
+'''
+
+
+def test_an_environment_that_ends_the_process_is_refused_and_one_that_prints_spoils_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rude.py").write_text(RUDE.replace("{deed}", "os._exit(0)"))
+    assert main(["env", "validate", f"{tmp_path / 'rude.py'}:Rude"]) == 1
+    assert "it ends the process that it runs in (exit status 0)" in capsys.readouterr().out
+    (tmp_path / "loud.py").write_text(RUDE.replace("{deed}", "print('hello', flush=True)"))
+    assert main(["env", "validate", f"{tmp_path / 'loud.py'}:Rude", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+
+
 def test_a_person_can_be_the_policy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     typed = ':tools\nadd amount=9\nadd amount=3\n{"name": "sub"}\n{"name"\ndone\n'
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
