@@ -111,7 +111,9 @@ class JobRun:
         await status.begin()
         await status.explain("loading_model", f"loading {spec.model}")
         learner = await asyncio.to_thread(self._make_learner)
-        await asyncio.to_thread(self._resume, learner)
+        if await asyncio.to_thread(self._resume, learner):
+            # Else whoever is lost after us would train all of it once more, and the last step would never be saved.
+            await self._checkpoint(learner)
         await self._recall_versions()
         await self._publish(learner)
         num_tasks = await DescribedEnvironments(services.store, self._job, status).num_tasks(len(spec.environments))
@@ -127,7 +129,8 @@ class JobRun:
         num_engines = spec.resources.num_engines
         await services.engines.wait_for(self._newest, num_engines=num_engines, explain=status.explain)
         await status.started()
-        await evaluator.play(self._lineage.step, self._newest.version)
+        if self._lineage.step < spec.steps:
+            await evaluator.play(self._lineage.step, self._newest.version)
         await self._commit_again()
         await self._dispatch_again(schedule)
         await self._admit(schedule)
@@ -146,8 +149,11 @@ class JobRun:
         if left:
             await bus.commit(self._job, self._claim.token, self._lineage.step, left, reason="dropped_job_over")
 
-    def _resume(self, learner: Learner) -> None:
-        """Load the newest intact checkpoint, train what was logged after it, and record where this epoch forks off."""
+    def _resume(self, learner: Learner) -> bool:
+        """Load the newest intact checkpoint, train what was logged after it, and record where this epoch forks off.
+
+        Returns whether the weights are further than that checkpoint.
+        """
         checkpoints, log = self._services.checkpoints, self._services.batch_log
         parent, forks = Position(self._claim.epoch - 1, 0), checkpoints.forks()
         for checkpoint in checkpoints.newest_first():
@@ -161,9 +167,10 @@ class JobRun:
                 continue
             self._lineage, parent = checkpoint.lineage, checkpoint.position
             break
-        parent = replay(learner, self._lineage, parent, log, forks, self._spec.objective.advantage)
-        checkpoints.begin_epoch(self._claim.epoch, parent)
+        reached = replay(learner, self._lineage, parent, log, forks, self._spec.objective.advantage)
+        checkpoints.begin_epoch(self._claim.epoch, reached)
         self._forks = checkpoints.forks()
+        return reached != parent
 
     async def _recall_versions(self) -> None:
         manifests = await self._services.store.versions(self._job)
@@ -184,9 +191,8 @@ class JobRun:
     async def _step(self, learner: Learner, schedule: TaskSchedule) -> None:
         services, clock = self._services, self._services.clock
         started = clock()
-        groups = await self._take_groups(schedule)
+        groups = await self._take_groups(learner, schedule)
         taken = clock()
-        await self._gate.check(learner, groups, self._newest)
         sequences, metrics = train_sequences(groups, self._staleness_of, self._spec.objective.advantage)
         metrics |= group_metrics(groups) | staleness_metrics(sequences, self._spec.rollout.staleness_cap)
         metrics |= await asyncio.to_thread(learner.step, sequences)
@@ -212,24 +218,29 @@ class JobRun:
             await services.store.add_event(self._job, "alert", data, token=self._claim.token)
 
     async def _after_step(self, learner: Learner, evaluator: Evaluator) -> None:
-        step, spec, checkpoints = self._lineage.step, self._spec, self._services.checkpoints
+        step, spec = self._lineage.step, self._spec
         if spec.evaluation and step % spec.evaluation.every == 0 and step < spec.steps:
             await evaluator.start(step, self._newest.version)
         if step % spec.checkpoint_every == 0 or step == spec.steps:
-            position = Position(self._claim.epoch, step)
-            await asyncio.to_thread(checkpoints.write, position, self._lineage, learner.save_state)
-            await asyncio.to_thread(checkpoints.collect, spec.checkpoints.keep)
-            await asyncio.to_thread(self._collect_batches)
-            await self._services.store.add_event(
-                self._job, "checkpoint", {"step": step, "epoch": position.epoch}, token=self._claim.token
-            )
+            await self._checkpoint(learner)
+
+    async def _checkpoint(self, learner: Learner) -> None:
+        checkpoints, position = self._services.checkpoints, Position(self._claim.epoch, self._lineage.step)
+        await asyncio.to_thread(checkpoints.write, position, self._lineage, learner.save_state)
+        await asyncio.to_thread(checkpoints.collect, self._spec.checkpoints.keep)
+        await asyncio.to_thread(self._collect_batches)
+        data = {"step": position.step, "epoch": position.epoch}
+        await self._services.store.add_event(self._job, "checkpoint", data, token=self._claim.token)
 
     def _collect_batches(self) -> None:
         log, oldest = self._services.batch_log, self._services.checkpoints.newest_first()[-1].position
         log.collect(retained(log.steps(), oldest, self._spec.checkpoints.keep_batches))
 
-    async def _take_groups(self, schedule: TaskSchedule) -> list[Group]:
-        """The groups that are to be trained next, logged and committed."""
+    async def _take_groups(self, learner: Learner, schedule: TaskSchedule) -> list[Group]:
+        """The groups that are to be trained next, logged and committed.
+
+        They pass the parity gate before they are logged: what is in a log is trained without asking again.
+        """
         services, spec, lineage = self._services, self._spec, self._lineage
         selection = Selection(spec, services.intake, services.status, services.clock, self._dispatched_steps)
         while True:
@@ -239,14 +250,17 @@ class JobRun:
             for group in choice.drop:
                 await self._drop(group, "dropped_stale")
             if choice.train:
-                break
+                chosen = [ready[group] for group in sorted(choice.train)]
+                await self._gate.check(learner, chosen, self._newest)
+                if not any(self._gate.refusal(group) for group in chosen):
+                    break
+                continue  # an engine was found wrong meanwhile
             if choice.drop:
                 await self._admit(schedule)
             await selection.explain(choice, lineage.step)
             await services.intake.progress(num_segments)
         await selection.is_over()
-        numbers = sorted(choice.train)
-        chosen = [ready[group] for group in numbers]
+        numbers = [group.group for group in chosen]
         step = lineage.step + 1
         extra = {
             "version": self._newest.version,
@@ -358,9 +372,10 @@ class JobRun:
 
     async def _report(self, report: StepReport) -> None:
         record = {"step": report.step, "version": report.version, "epoch": report.epoch, **report.metrics}
+        store, token = self._services.store, self._claim.token
+        # Fenced, hence first: the file is what a wiped server is told, and a line of a dead epoch would be the newest.
+        await store.add_metrics(self._job, report.step, report.metrics, token=token)
         with self._services.metrics_path.open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
-        store, token = self._services.store, self._claim.token
-        await store.add_metrics(self._job, report.step, report.metrics, token=token)
         await store.add_event(self._job, "step", record, token=token)
         get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))

@@ -1,0 +1,159 @@
+"""The step loop at its edges: a job that has nothing left to train, a batch that must not be trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from gspo_core.codec import encode
+from gspo_core.spec import JobSpec
+from gspo_core.staleness import Position
+from gspo_core.types import WeightFile, WeightsManifest
+from services.batch_log import BatchLog
+from services.bus import Append, Bus
+from services.store import Claim, Store
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.evaluation import Evaluator
+from services.trainer.failure import JobFailure
+from services.trainer.intake import Intake
+from services.trainer.parity import engine_mismatch
+from services.trainer.run import JobRun, Services
+from services.trainer.status import JobStatusBoard
+from services.trainer.tasks import TaskSchedule
+from services.weights import WeightStore
+from tests.core import learner_support
+from tests.core.learner_support import largest_difference, weights
+from tests.services.trainer_kit import episode, group, stop
+
+STEPS = 3
+SPEC = JobSpec.model_validate(
+    {
+        "model": "m",
+        "environments": [{"ref": "a:B"}],
+        "rollout": {"group_size": 2, "max_staleness": 1},
+        "groups_per_step": 1,
+        "checkpoint_every": 50,
+        "steps": STEPS,
+        "evaluation": {"tasks": 1, "every": 50},
+    }
+)
+
+
+class NoEngines:
+    """Always ready: these jobs sample nothing."""
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def release(self) -> None: ...
+
+    async def publish(self, manifest: WeightsManifest) -> None: ...
+
+    async def wait_for(self, manifest: WeightsManifest, **_: object) -> None: ...
+
+    def ready(self) -> list[object]:
+        return []
+
+    def versions_in_use(self) -> set[int]:
+        return set()
+
+    def last_switch_s(self) -> float:
+        return 0.0
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return learner_support.write_model(tmp_path_factory.mktemp("model"))
+
+
+def run_of(claim: Claim, store: Store, bus: Bus, job_dir: Path, model_dir: Path) -> JobRun:
+    services = Services(
+        bus=bus,
+        store=store,
+        status=JobStatusBoard(store, claim),
+        engines=cast(Any, NoEngines()),
+        intake=Intake(bus, claim.job_id),
+        weights=WeightStore(job_dir),
+        batch_log=BatchLog(job_dir),
+        checkpoints=CheckpointStore(job_dir),
+        metrics_path=job_dir / "metrics.jsonl",
+    )
+    return JobRun(claim, SPEC, services, lambda: learner_support.make_learner(model_dir))
+
+
+async def test_a_job_whose_last_steps_come_from_logs_alone_ends_whole(
+    claim: Claim, store: Store, bus: Bus, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer was lost after it had logged the last step, and before it saved."""
+    job = claim.job_id
+    job_dir = tmp_path / job
+    log, checkpoints = BatchLog(job_dir), CheckpointStore(job_dir)
+    checkpoints.begin_epoch(1, Position(0, 0))
+    for step in range(1, STEPS + 1):
+        extra = {"num_dispatched": step, "dropped": {}, "staleness": {"0": 0}}
+        log.write(1, step, [group(step - 1, [1.0, 0.0])], extra)
+    await store.describe_environment(job, 0, {"num_tasks": {"train": 4, "eval": 1}})
+    await store.release_job(job, claim.token)
+    heir = await store.claim_job("heir")
+    assert heir is not None
+    played: list[int] = []
+
+    async def play(_: Evaluator, step: int, version: int) -> None:
+        played.append(step)
+
+    monkeypatch.setattr(Evaluator, "play", play)
+    run = run_of(heir, store, bus, job_dir, model_dir)
+    await run.run()
+    newest = checkpoints.newest_first()[0]
+    assert (newest.position, newest.lineage.step) == (Position(2, STEPS), STEPS)
+    assert list(newest.lineage.owed()) == []
+    published = await store.current_version(job)
+    assert published is not None
+    assert published.step == STEPS
+    assert WeightStore(job_dir).versions() == [published.version]
+    assert played == [STEPS], "the end is measured, and once"
+    saved = learner_support.make_learner(model_dir)
+    saved.load_state(newest.learner_dir)
+    exported = learner_support.make_learner(WeightStore(job_dir).path(published.version))
+    assert largest_difference(weights(exported), weights(saved)) == 0
+
+
+async def test_what_the_parity_gate_refuses_is_not_logged(
+    claim: Claim, store: Store, bus: Bus, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that takes over trains what was logged without asking again."""
+    run: Any = run_of(claim, store, bus, tmp_path, model_dir)
+    job, schedule = claim.job_id, TaskSchedule(0, [4], [1.0])
+    run._positions[0] = Position(claim.epoch, 0)
+    run._newest = WeightsManifest(job, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
+    await run._admit(schedule)
+    token = await bus.join("worker")
+    for lease in await bus.lease(job, "worker", token, 2):
+        key = lease.key
+        segments = episode(key.group, key.member, float(key.member), [0, 0]).segments
+        parts = [encode(replace(one, key=key)) for one in segments]
+        appends = [Append(key, 0, index, part, index == len(parts) - 1, 0) for index, part in enumerate(parts)]
+        await bus.append(job, token, appends)
+    assert [one.group for one in await bus.ready_groups(job)] == [0]
+
+    async def refuse(*_: object) -> None:
+        raise engine_mismatch("another engine")
+
+    monkeypatch.setattr(run._gate, "check", refuse)
+    reading = asyncio.create_task(run._services.intake.run())
+    try:
+        with pytest.raises(JobFailure, match="another engine"):
+            await run._step(learner_support.make_learner(model_dir), schedule)
+    finally:
+        await stop(reading)
+    assert BatchLog(tmp_path).steps() == []
+    assert (await bus.counters(job)).get("trained", 0) == 0
+    assert 0 in await bus.open_groups(job)
