@@ -8,8 +8,10 @@ caller's knowledge; this store neither decides that nor knows which version is c
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -114,13 +116,19 @@ class WeightStore:
                 raise DamagedVersion(directory, name, "is not in the manifest; a loader might take it for weights")
 
     def collect(self, keep: set[int]) -> list[int]:
-        """Remove every version that is not in ``keep`` and what dead writers left; returns the removed versions."""
-        removed = [version for version in self.versions() if version not in keep]
+        """Remove every version that is not in ``keep`` and what dead writers left; returns the removed versions.
+
+        Versions newer than all of ``keep`` stay: somebody who has taken the job over published them, and the caller
+        does not know it yet.
+        """
+        newest = max(keep, default=math.inf)
+        removed = [version for version in self.versions() if version not in keep and version < newest]
         for version in removed:
             # Renamed first, so that nobody sees a half-removed version.
             doomed = self._root / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
-            self.path(version).rename(doomed)
-            shutil.rmtree(doomed)
+            with contextlib.suppress(FileNotFoundError):  # another trainer was faster
+                self.path(version).rename(doomed)
+                shutil.rmtree(doomed)
         self._sweep()
         return removed
 

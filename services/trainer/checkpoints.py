@@ -6,6 +6,7 @@ off, so that the age of a version of a dead epoch can always be told.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_core.staleness import Position
+from gspo_core.staleness import Position, in_history
 from services.durable import (
     TEMPORARY_PREFIX,
     flush_directory,
@@ -62,12 +63,22 @@ class CheckpointStore:
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
     def collect(self, keep: int) -> None:
-        """Remove all but the newest ``keep``."""
-        for position in self._positions()[:-keep]:
+        """Remove all but the newest ``keep`` of the run so far.
+
+        What a dead epoch wrote is none of them, however late it came: a zombie may call this too, and must not crowd
+        out what its successor goes on from.
+        """
+        forks = self.forks()
+        newest_epoch = max(forks, default=0)
+        living = [position for position in self._positions() if in_history(position, newest_epoch, forks)]
+        if not living:
+            return
+        for position in set(self._positions()) - set(living[-keep:]):
             # Renamed first, so that one that is killed here leaves no half checkpoint under its name.
             doomed = self._temporary(position.epoch)
-            self._path(position).rename(doomed)
-            shutil.rmtree(doomed)
+            with contextlib.suppress(FileNotFoundError):  # another trainer was faster
+                self._path(position).rename(doomed)
+                shutil.rmtree(doomed)
 
     def begin_epoch(self, epoch: int, parent: Position) -> None:
         """Record where ``epoch`` forks off; raises FileExistsError when another trainer has begun this epoch.

@@ -33,13 +33,26 @@ def save(text: str) -> object:
 
 def test_the_newest_checkpoint_comes_first_and_older_ones_are_collected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    for epoch, step in ((1, 5), (1, 10), (2, 7)):
+    store.begin_epoch(1, Position(0, 0))
+    store.begin_epoch(2, Position(1, 10))
+    for epoch, step in ((1, 5), (1, 10), (2, 12)):
         store.write(Position(epoch, step), Lineage(step=step), save(f"{epoch}/{step}"))  # type: ignore[arg-type]
-    assert [one.position for one in store.newest_first()] == [Position(2, 7), Position(1, 10), Position(1, 5)]
+    assert [one.position for one in store.newest_first()] == [Position(2, 12), Position(1, 10), Position(1, 5)]
     store.collect(keep=2)
     newest, _ = store.newest_first()
-    assert newest.lineage.step == 7
-    assert (newest.learner_dir / "learner.json").read_text() == "2/7"
+    assert newest.lineage.step == 12
+    assert (newest.learner_dir / "learner.json").read_text() == "2/12"
+
+
+def test_a_zombie_that_saves_late_does_not_crowd_out_what_its_successor_goes_on_from(tmp_path: Path) -> None:
+    zombie, successor = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    zombie.begin_epoch(1, Position(0, 0))
+    zombie.write(Position(1, 10), Lineage(step=10), save("state"))  # type: ignore[arg-type]
+    successor.begin_epoch(2, Position(1, 10))
+    for step in (12, 14):
+        zombie.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
+    zombie.collect(keep=1)
+    assert [one.position for one in successor.newest_first()] == [Position(1, 10)]
 
 
 def test_a_checkpoint_that_could_not_be_written_is_not_seen(tmp_path: Path) -> None:
@@ -68,6 +81,7 @@ def test_a_trainer_killed_while_it_collects_or_writes_leaves_nothing_that_looks_
 ) -> None:
     """Here both die in the middle; the trainer of the next epoch clears what they left."""
     store, root = CheckpointStore(tmp_path), tmp_path / "checkpoints"
+    store.begin_epoch(1, Position(0, 0))
     for step in (1, 2):
         store.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
 
@@ -82,8 +96,6 @@ def test_a_trainer_killed_while_it_collects_or_writes_leaves_nothing_that_looks_
         with pytest.raises(KeyboardInterrupt):
             store.write(Position(1, 3), Lineage(step=3), dies)
     assert [one.position for one in store.newest_first()] == [Position(1, 2)]
-    assert len(list(root.iterdir())) == 3
-    store.begin_epoch(1, Position(0, 0))
     assert len(list(root.iterdir())) == 4, "a trainer does not clear what another of its epoch may be writing"
     store.begin_epoch(2, Position(1, 2))
     assert {path.name for path in root.iterdir()} == {"ep000001-step000002", "epoch000001.json", "epoch000002.json"}

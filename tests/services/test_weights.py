@@ -322,6 +322,12 @@ class TestCollect:
         assert sorted(path.name for path in (job_dir / "weights").iterdir()) == ["v1", "v10", "v11"]
         store.verify(store.manifest(10))
 
+    def test_a_zombie_does_not_remove_what_its_successor_published(self, store: WeightStore) -> None:
+        for version in range(5):
+            store.write(version, 1 if version < 3 else 2, version, save)
+        assert store.collect({1, 2}) == [0]  # by who was stopped after it had published version 2
+        assert store.versions() == [1, 2, 3, 4]
+
     def test_of_a_job_without_versions(self, store: WeightStore) -> None:
         assert store.collect({1}) == []
         assert store.versions() == []
