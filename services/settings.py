@@ -63,6 +63,10 @@ class Settings(BaseSettings):
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Seconds without a beat after which a worker's episodes, or a trainer's job, go to another. Alike everywhere."""
 
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    """So many trainers in a row may be lost without a new step, then the job has failed. Raise it where trainers are
+    preempted often; one that is stopped by SIGTERM does not count."""
+
     redis_bytes_per_job: Annotated[int, Field(gt=0)] | None = None
     """What one job may hold in Redis, reserved before an episode starts. Groups beyond one step's worth wait for room.
     Unset: no limit."""

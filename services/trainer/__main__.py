@@ -41,7 +41,12 @@ async def main(stop: asyncio.Event) -> None:
     torch.set_num_interop_threads(1)
     async with connect(settings.redis_url) as redis, open_http() as http:
         bus = Bus(redis, lease_s=settings.lease_s)
-        store = Store(redis, lease_s=settings.lease_s, jobs_dir=settings.data_dir / "jobs")
+        store = Store(
+            redis,
+            lease_s=settings.lease_s,
+            max_attempts=settings.max_attempts,
+            jobs_dir=settings.data_dir / "jobs",
+        )
         await bus.load_functions()
         await warn_if_weaker(redis)
         await store.rebuild()

@@ -31,6 +31,7 @@ def test_values_are_read_and_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "API_KEYS": "first, second",
         "ENGINE_URLS": "http://a:1/, https://b",
         "LEASE_S": "2.5",
+        "MAX_ATTEMPTS": "20",
         "LOG_LEVEL": "DEBUG",
         "LOG_FORMAT": "json",
     }
@@ -41,7 +42,7 @@ def test_values_are_read_and_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert settings.data_dir == tmp_path
     assert [key.get_secret_value() for key in settings.api_keys] == ["first", "second"]
     assert settings.engine_urls == ("http://a:1", "https://b")
-    assert (settings.api_port, settings.lease_s) == (0, 2.5)
+    assert (settings.api_port, settings.lease_s, settings.max_attempts) == (0, 2.5, 20)
     assert (settings.log_level, settings.log_format) == ("debug", "json")
 
 
