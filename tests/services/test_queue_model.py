@@ -27,6 +27,8 @@ from services.refusals import Refused
 from services.store import Claim, Store
 from services.twin import TwinBus, TwinStore, World
 
+pytestmark = pytest.mark.every_server
+
 JOB = "job_model"
 LEASE_S = 30.0
 RUNS, STEPS = 70, 80
