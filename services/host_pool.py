@@ -29,6 +29,8 @@ class Seat:
 
     process: HostProcess
     session: int
+    is_alone: bool
+    """Nobody else ever sits in this process."""
 
 
 class HostPool:
@@ -88,9 +90,10 @@ class HostPool:
         except BaseException:
             self._give_back()
             raise
-        process.is_retired |= alone or self.description.sessions_per_process == 1
+        is_alone = alone or self.description.sessions_per_process == 1
+        process.is_retired |= is_alone
         self._next_session += 1
-        return Seat(process, self._next_session)
+        return Seat(process, self._next_session, is_alone)
 
     def leave(self, seat: Seat) -> None:
         """The session has ended, or has no process any more."""

@@ -129,6 +129,11 @@ class HostedSession:
     def metrics(self) -> Mapping[str, float]:
         return self._metrics
 
+    @property
+    def is_stuck(self) -> bool:
+        """Never: whatever hangs is ended with its process."""
+        return False
+
     async def admit(self) -> None:
         """Waits until there is room. ``start`` does it too; whoever measures time calls it before."""
         if self._seat is None:
@@ -170,7 +175,7 @@ class HostedSession:
                 self._lose(died.death)
             else:
                 self._is_suspect = False
-                if self._environment.replayable and self._snapshot is None:
+                if self._environment.replayable:
                     self._history.append((given, observation.messages))
                 return observation
 
@@ -211,6 +216,7 @@ class HostedSession:
         try:
             budget_s = self._limits.close_timeout_s + _CANCEL_GRACE_S
             reply = await seat.process.call(seat.session, "close", budget_s)
+            seat.process.is_retired |= reply.hung  # its neighbours play on, but nobody else is put there
             self.close_failure = reply.result if isinstance(reply.result, str) else None
         except Died as died:  # with its process it is closed too; only its own hanging is a failure
             if died.death.cause is Cause.HUNG and seat.session in died.death.suspects:
@@ -229,13 +235,15 @@ class HostedSession:
     async def _start(self) -> Start:
         await self.admit()
         reply = await self._call("start", self._limits.reset_timeout_s * 2, **self._begin)
+        self._snapshot = reply.snapshot
         return host_wire.start_from_json(reply.result)
 
     async def _act(self, given: dict[str, Any]) -> Observation:
         budget_s = (self._limits.step_timeout_s + _CANCEL_GRACE_S) * max(1, len(given["calls"]))
         reply = await self._call("act", budget_s, turn=given)
+        self._snapshot = reply.snapshot  # one from an earlier turn would bring back another world
         observation = host_wire.observation_from_json(reply.result)
-        if reply.hung:
+        if observation.stop_reason is StopReason.TOOL_TIMEOUT:
             self._is_broken = True
             self._count("host/broken_by_policy")
         return observation
@@ -244,7 +252,6 @@ class HostedSession:
         seat = self._seat
         assert seat is not None
         reply = await seat.process.call(seat.session, operation, budget_s, **arguments)
-        self._snapshot = reply.snapshot or self._snapshot
         self._metrics = reply.metrics if reply.metrics is not None else self._metrics
         if reply.hung:  # it runs on in there, for ever perhaps
             seat.process.condemn(Death(Cause.HUNG, frozenset({seat.session})))
@@ -257,8 +264,11 @@ class HostedSession:
     # when its process is gone
 
     def _is_guilty(self, death: Death) -> bool:
-        """Certainly this one. ``_seat`` is the one that died with ``death``."""
+        """Certainly this one. It has left the seat that died with ``death``."""
         me = self._died_as in death.suspects
+        if death.cause is Cause.OVER_MEMORY and not self._sat_alone and (self._may_go_on or self._first is None):
+            self._is_alone |= me  # all that sat there filled the memory, and it merely acted when it was full
+            return False
         if death.cause is Cause.KILLED:
             known, self._is_suspect = self._is_suspect and len(death.suspects) == 1, me
             self._is_alone |= me
@@ -285,17 +295,22 @@ class HostedSession:
     def _leave(self) -> None:
         seat, self._seat = self._seat, None
         if seat is not None:
-            self._died_as = seat.session
+            self._died_as, self._sat_alone = seat.session, seat.is_alone
             self._pool.leave(seat)
 
     _died_as = -1
+    _sat_alone = False
+
+    @property
+    def _may_go_on(self) -> bool:
+        return self._snapshot is not None or self._environment.replayable
 
     async def _be_seated(self) -> None:
         if self._seat is not None and self._seat.process.death is None:
             return
         lost = self._seat.process.death if self._seat is not None else None
         self._leave()
-        if self._snapshot is None and not self._environment.replayable:
+        if not self._may_go_on:
             raise SessionLost("host", str(lost or "the session lost its process"))
         await self.admit()
         if self._snapshot is not None:

@@ -108,6 +108,7 @@ class RemoteSession:
         self._is_lost = False
         self.metrics: dict[str, float] = {}
         self.close_failure: str | None = None
+        self.is_stuck = False  # what runs on, runs elsewhere
 
     async def start(self, task: Mapping[str, Any], seed: int) -> Start:
         if self._owner is not None:
@@ -140,7 +141,7 @@ class RemoteSession:
                 break
         self._messages.extend(answered)
         if self._is_lost:
-            await self._end()
+            await self.close()
             return Observation(answered, done=True, stop_reason=StopReason.TOOL_TIMEOUT, reward=reward)
         reason = StopReason.ENV_DONE if self._is_over else None
         return Observation(answered, done=self._is_over, stop_reason=reason, reward=reward)
@@ -150,7 +151,7 @@ class RemoteSession:
             answer = await self._ask(self._limits.step_timeout_s, "act", lambda line: line.say(text))
         except TimeoutError:
             self._is_lost = True
-            await self._end()
+            await self.close()
             return Observation(done=True, stop_reason=StopReason.TOOL_TIMEOUT)
         if answer.done:
             return Observation(done=True, stop_reason=StopReason.COMPLETED, reward=answer.reward)
@@ -191,7 +192,7 @@ class RemoteSession:
         try:
             return await self._ask(timeout_s, phase, job)
         except TimeoutError:
-            await self._end()
+            await self.close()
             raise EnvironmentFailed(phase, f"no answer within {timeout_s:g}s") from None
 
     async def _ask(self, timeout_s: float, phase: str, job: Callable[[Connection], Awaitable[T]]) -> T:

@@ -34,6 +34,12 @@ class Caller:
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._num_given = self._num_done = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """A sync member still runs, although nobody waits for it any more."""
+        return self._num_done < self._num_given
 
     @property
     def has_thread(self) -> bool:
@@ -68,6 +74,7 @@ class Caller:
                 result, error = context.run(function), None
             except BaseException as raised:  # whatever a user's code raises belongs to the waiting call
                 result, error = None, _containable(raised)
+            self._num_done += 1  # only ever written by this thread
             try:
                 loop.call_soon_threadsafe(_settle, future, result, error)
             except RuntimeError:  # the loop is closed: nobody waits any more
@@ -76,6 +83,7 @@ class Caller:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_serve, args=(self._jobs,), name=f"env {self._name}", daemon=True).start()
+        self._num_given += 1
         self._jobs.put(job)
         try:
             done, _ = await asyncio.wait({future}, timeout=timeout_s)
@@ -119,6 +127,8 @@ async def _await_within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
     task = asyncio.create_task(contained())
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if task.cancelled():  # by the author's own code: whoever called it was not, and gets an answer
+            raise RuntimeError("CancelledError")
         if done:
             return task.result()
         task.cancel()

@@ -118,6 +118,11 @@ class Session(Protocol):
     @property
     def close_failure(self) -> str | None: ...
 
+    @property
+    def is_stuck(self) -> bool:
+        """Something of it still runs although its time is over, and cannot be stopped but with its process."""
+        ...
+
 
 class Environment(Protocol):
     """A world: its tasks and how to open a session."""

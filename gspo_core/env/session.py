@@ -46,6 +46,10 @@ class PlainSession:
     def metrics(self) -> Mapping[str, float]:
         return self._context.metrics
 
+    @property
+    def is_stuck(self) -> bool:
+        return self._lost or self._caller.is_busy
+
     async def start(self, task: Mapping[str, Any], seed: int) -> Start:
         if self._instance is not None:
             raise RuntimeError("a session starts once")

@@ -140,9 +140,11 @@ def _clean(text: str) -> str:
 
 def _decode_once_more(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # not-a-number would become the reward, and the episode have none
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 def _json_type(value: Any) -> str:

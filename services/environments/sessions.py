@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import socket
@@ -23,7 +24,6 @@ from services.environments.traits import is_async
 from services.host_mark import SESSION, Mark, mark_sessions
 
 _TOO_LONG = "error: the answer is too long"
-_TIMED_OUT = "timed out after"
 
 
 @dataclass
@@ -77,7 +77,8 @@ class SessionServer(asyncio.Protocol):
             else:
                 reply = await getattr(self, f"_{operation}")(self._held[number].session, request)
         except EnvironmentFailed as failure:
-            reply = {"failed": [failure.phase, failure.reason], "hung": failure.reason.startswith(_TIMED_OUT)}
+            held = self._held.get(number)
+            reply = {"failed": [failure.phase, failure.reason], "hung": held is not None and held.session.is_stuck}
         except Exception as error:
             reply = {"failed": [operation, f"{type(error).__name__}: {error}"]}
         if limits.peak_bytes() > self._most_bytes:
@@ -108,7 +109,7 @@ class SessionServer(asyncio.Protocol):
         observation = await session.act(host_wire.turn_from_json(request["turn"]))
         reply: dict[str, Any] = {"result": host_wire.observation_to_json(observation)}
         if observation.stop_reason is StopReason.TOOL_TIMEOUT:
-            return reply | {"hung": True}
+            return reply | {"hung": session.is_stuck}
         return reply | {"metrics": dict(session.metrics)} | await self._state(session)
 
     async def _score(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,12 +135,16 @@ class SessionServer(asyncio.Protocol):
             held.running.cancel()
             await asyncio.wait({held.running})
         await held.session.close()
-        return {"result": held.session.close_failure}
+        return {"result": held.session.close_failure, "hung": held.session.is_stuck}
 
 
 def _shortened(reply: dict[str, Any], operation: str, reason: str) -> dict[str, Any]:
     if operation != "act":
         return {"id": reply["id"], "failed": [operation, f"the answer is too long: {reason}"]}
+    if reply.pop("snapshot", None) is not None:  # perhaps it was only that: then the policy's answer stays
+        with contextlib.suppress(host_wire.FrameTooLong):
+            host_wire.encode(reply)
+            return reply
     result = reply["result"]
     messages = [{**message, "content": _TOO_LONG} for message in result["messages"]]
     return {"id": reply["id"], "result": {**result, "messages": messages}}

@@ -144,9 +144,26 @@ async def test_an_error_is_an_answer_and_the_episode_goes_on(attempt: ToolCall, 
     assert await session.score() == (1.0, {})
 
 
+async def test_a_cancellation_that_the_authors_code_makes_is_an_answer_too() -> None:
+    class Impatient(Counter):
+        async def give_up(self) -> str:
+            """Start something and stop it."""
+            task = asyncio.create_task(asyncio.sleep(60))
+            task.cancel()
+            await task
+            return "never"
+
+    session = await begin(Impatient, {"target": 3})
+    observation = await session.act(turn(call("give_up"), call("add", {"amount": 3})))
+    assert contents(observation) == ["error: RuntimeError: CancelledError", "3"]
+
+
 async def test_arguments_as_a_string_are_decoded_once_more() -> None:
     session = await begin(Counter, {"target": 3})
     assert contents(await session.act(turn(call("add", '{"amount": 3}')))) == ["3"]
+    refused = "error: arguments must be an object, not string"
+    for number in ("NaN", "1e999"):
+        assert contents(await session.act(turn(call("add", f'{{"amount": {number}}}')))) == [refused]
 
 
 async def test_only_public_methods_that_are_not_reserved_are_tools() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -81,8 +82,61 @@ class Light:
         """Tell the process."""
         return str(os.getpid())
 
+    async def hold(self, megabytes: int) -> str:
+        """Take memory and keep it.
+
+        Args:
+            megabytes: how much
+        """
+        self.held = bytearray(b"x") * (megabytes << 20)
+        return str(megabytes)
+
     async def get_reward(self) -> float:
         return float(self.total)
+
+
+class Slow(Light):
+    """Async, and slow to judge: the coroutine is cancelled in time and nothing runs on."""
+
+    replayable = False
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(60)
+        return 0.0
+
+
+class Far:
+    """Behind a connection: what runs on there does not run here."""
+
+    @staticmethod
+    def as_environment(name: str) -> Any:
+        from environments.adapters.remote import Answer, RemoteEnvironment
+        from gspo_core.types import Split
+
+        class Line:
+            async def tools(self) -> Any:
+                return [Far._tool]
+
+            async def begin(self, task: Any, seed: int) -> Any:
+                return [{"role": "user", "content": "go"}]
+
+            async def call(self, name: str, arguments: Any) -> Any:
+                await asyncio.sleep(arguments["seconds"])
+                return Answer("rested")
+
+            async def score(self, messages: Any) -> Any:
+                return 1.0, {}
+
+        @contextlib.asynccontextmanager
+        async def connect() -> Any:
+            try:
+                yield Line()
+            except asyncio.CancelledError:
+                raise ConnectionResetError("it ends badly") from None
+
+        return RemoteEnvironment(name, connect, {Split.TRAIN: [{}], Split.EVAL: []}, reward_range=(-1.0, 1.0))
+
+    _tool = {"type": "function", "function": {"name": "rest", "description": "Wait.", "parameters": {}}}  # noqa: RUF012
 
 
 class Shared:
@@ -154,8 +208,12 @@ class Keeper:
     def on_message(self, text: str) -> None:
         self.total += 100
 
+    def where(self) -> str:
+        """Tell the process."""
+        return str(os.getpid())
+
     def snapshot(self) -> bytes:
-        return str(self.total).encode()
+        return str(self.total).encode() + b" " * (16 << 20 if self.total == 13 else 0)
 
     def restore(self, state: bytes) -> None:
         self.total = int(state)

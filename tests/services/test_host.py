@@ -207,6 +207,70 @@ async def test_memory_that_was_held_for_a_moment_counts_too(host: Open, counts: 
     assert counts["host/over_memory"] == 1
 
 
+async def test_who_merely_acts_when_all_together_filled_the_memory_is_not_blamed(
+    host: Open, counts: Counter[str]
+) -> None:
+    environment = await host("Light", max_processes=1, memory_mb=128)
+    sessions = [await begun(environment, limits=Timeouts()) for _ in range(3)]
+    for session in sessions:
+        assert said(await session.act(call("hold", megabytes=60))) == "60"
+    assert counts["host/over_memory"] >= 1
+    assert counts["host/broken_by_policy"] == 0
+    assert (await sessions[0].act(call("hold", megabytes=110))).stop_reason is StopReason.ENV_CRASH
+    assert counts["host/broken_by_policy"] == 1
+    for session in sessions:
+        await session.close()
+
+
+async def test_a_deadline_that_a_coroutine_keeps_costs_its_neighbours_nothing(host: Open, counts: Counter[str]) -> None:
+    environment = await host("Slow", max_processes=1)
+    slow, other = [await begun(environment) for _ in range(2)]
+    with pytest.raises(EnvironmentFailed, match="timed out after 2s"):
+        await slow.score()
+    assert said(await other.act(call("add", amount=1))) == "1"
+    for session in (slow, other):
+        await session.close()
+    assert counts["host/hung"] == 0
+
+
+async def test_a_world_elsewhere_that_does_not_answer_ends_one_episode_only(host: Open, counts: Counter[str]) -> None:
+    environment = await host("Far", max_processes=1)
+    guilty, other = [await begun(environment) for _ in range(2)]
+    assert (await guilty.act(call("rest", seconds=60))).stop_reason is StopReason.TOOL_TIMEOUT
+    assert await guilty.score() == (-1.0, {})
+    assert said(await other.act(call("rest", seconds=0))) == "rested"
+    for session in (guilty, other):
+        await session.close()
+    assert (counts["host/hung"], counts["host/broken_by_policy"]) == (0, 1)
+
+
+async def test_a_thread_that_nobody_can_stop_gets_no_new_neighbours(host: Open) -> None:
+    environment = await host("Shared", max_processes=1)
+    first, second = [await begun(environment) for _ in range(2)]
+    pid = said(await second.act(call("where")))
+    acting = asyncio.create_task(first.act(call("block", seconds=60)))
+    await asyncio.sleep(0.1)
+    acting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await acting
+    await first.close()
+    third = await begun(environment)
+    assert said(await third.act(call("where"))) != pid == said(await second.act(call("where")))
+    for session in (second, third):
+        await session.close()
+    await gone(int(pid))
+
+
+async def test_an_old_snapshot_is_not_taken_for_the_last_one(host: Open) -> None:
+    environment = await host("Keeper")
+    session = await begun(environment, 1)
+    assert said(await session.act(call("add", amount=12))).startswith("13 at")  # its snapshot is too large to be kept
+    os.kill(int(said(await session.act(call("where")))), signal.SIGKILL)
+    with pytest.raises(SessionLost):
+        await session.score()
+    await session.close()
+
+
 async def test_files_answers_and_output_have_bounds(host: Open) -> None:
     session = await begun(await host("Alone"), limits=Timeouts(step_timeout_s=20.0))
     assert said(await session.act(call("fill", size=1000))) == "written"
