@@ -65,6 +65,8 @@ def _adapted(ref: str, adapter: Callable[..., Environment], config: dict[str, An
         return adapter(ref, **config)
     except InvalidEnvironment:
         raise
+    except ModuleNotFoundError as error:
+        raise InvalidEnvironment(f"{ref} needs the module {error.name!r}, which is not installed") from error
     except Exception as error:
         raise InvalidEnvironment(f"{ref} cannot be reached: {type(error).__name__}: {error}") from error
 

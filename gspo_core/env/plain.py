@@ -62,7 +62,7 @@ class PlainEnvironment:
         self.replayable = bool(getattr(self.cls, "replayable", False))
         self.reward_range = _reward_range(self.cls)
         self.has_snapshot = callable(getattr(self.cls, "snapshot", None))
-        self._tasks = {split: self._find_tasks(split) for split in Split}
+        self._tasks = {split: self._read_tasks(split) for split in Split}
         if self.num_tasks(Split.TRAIN) < 1:
             raise InvalidEnvironment(f"{name}: tasks is empty")
 
@@ -121,6 +121,17 @@ class PlainEnvironment:
                 message = f"{self.name}: the config {sorted(self._config)} does not fit its __init__: {error}"
                 raise InvalidEnvironment(message) from None
 
+    def _read_tasks(self, split: Split) -> tuple[Any, int]:
+        try:
+            return self._find_tasks(split)
+        except InvalidEnvironment:
+            raise
+        except Exception as error:  # a property may read files
+            name = _TASK_MEMBERS[split][0]
+            raise InvalidEnvironment(
+                f"{self.name}: its {name} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
     def _find_tasks(self, split: Split) -> tuple[Any, int]:
         """A sequence, or a callable and its count. They belong to the class, or to an instance made to hold them."""
         tasks_name, count_name = _TASK_MEMBERS[split]
@@ -154,6 +165,8 @@ class PlainEnvironment:
             return self.make()
         except InvalidEnvironment:
             raise
+        except ModuleNotFoundError as error:
+            raise InvalidEnvironment(f"{self.name} needs the module {error.name!r}, which is not installed") from error
         except Exception as error:
             raise InvalidEnvironment(f"{self.name}: making an instance failed: {error_text(error)}") from error
 

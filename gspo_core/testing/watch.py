@@ -91,6 +91,9 @@ class _Watched:
         except InvalidEnvironment as error:
             self._add("load", Status.FAIL, str(error))
             return
+        except Exception as error:  # e.g. of a form that is no class
+            self._add("load", Status.FAIL, f"{type(error).__name__}: {error}")
+            return
         timeouts = _timeouts(environment, self._timeout_s)
         self._now = "an async member blocks the event loop and"
         self._longest_s = max(timeouts.reset_timeout_s, timeouts.step_timeout_s, timeouts.score_timeout_s)

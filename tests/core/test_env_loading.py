@@ -157,6 +157,26 @@ def test_classes_that_cannot_be_used_say_why(members: dict[str, Any], complaint:
         load(world(**members))
 
 
+def test_what_fails_while_it_is_loaded_is_named() -> None:
+    class Reading:
+        @property
+        def tasks(self) -> list[dict[str, Any]]:
+            raise FileNotFoundError("no train.jsonl")
+
+        def reset(self) -> None: ...
+        def get_reward(self) -> float:
+            return 0.0
+
+    class Needing(Reading):
+        def __init__(self) -> None:
+            import not_installed_at_all  # type: ignore[import-not-found]  # noqa: F401
+
+    with pytest.raises(InvalidEnvironment, match=r"tasks cannot be read: FileNotFoundError: no train\.jsonl"):
+        load(Reading)
+    with pytest.raises(InvalidEnvironment, match="needs the module 'not_installed_at_all', which is not installed"):
+        load(Needing)
+
+
 async def test_tasks_may_be_a_list_a_function_or_belong_to_an_instance() -> None:
     def of_instance(self: Any) -> None:
         self.tasks = [{"i": 1}, {"i": 2}]
