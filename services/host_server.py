@@ -238,7 +238,7 @@ class ForkServer(asyncio.Protocol):
 
     def _kill_groups(self) -> None:
         """What a killed server could not clean up any more."""
-        for pid in self._pids:
+        for pid in (*self._pids, self._process.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         self._pids.clear()

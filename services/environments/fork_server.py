@@ -102,6 +102,7 @@ class ForkServer:
         self._descriptors: deque[int] = deque()
         self._children: dict[int, _Child] = {}
         self._may_fork = _num_threads() == 1
+        self._started_by_import = bounds.children()
 
     def run(self) -> None:
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -197,7 +198,7 @@ class ForkServer:
             if child is None:
                 continue
             bounds.kill_group(pid)
-            bounds.kill_strays(self._children.keys())
+            bounds.kill_strays(self._children.keys() | self._started_by_import)
             shutil.rmtree(child.scratch, ignore_errors=True)
             self._report({"ended": child.number, "how": _how(status, child)})
 

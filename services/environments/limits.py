@@ -84,11 +84,16 @@ def kill_group(pid: int) -> None:
 
 def kill_strays(known: Collection[int]) -> None:
     """Kills children of this process that it does not know: what a dead process left behind."""
+    for pid in children() - set(known):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def children() -> frozenset[int]:
+    """The processes whose parent this one is; none where nobody can say."""
     me = os.getpid()
-    for entry in Path("/proc").iterdir() if sys.platform == "linux" else ():
-        if entry.name.isdecimal() and int(entry.name) not in known and _parent_of(entry) == me:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(entry.name), signal.SIGKILL)
+    entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()] if sys.platform == "linux" else []
+    return frozenset(int(entry.name) for entry in entries if _parent_of(entry) == me)
 
 
 def _parent_of(entry: Path) -> int:

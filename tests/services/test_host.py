@@ -470,6 +470,29 @@ async def test_an_import_that_starts_threads_is_not_forked(tmp_path: Path) -> No
         await environment.close()
 
 
+@pytest.mark.parametrize("host_is_killed", [False, True])
+async def test_what_an_import_started_lives_as_long_as_the_host(tmp_path: Path, host_is_killed: bool) -> None:
+    path = tmp_path / "serving.py"
+    source = "import subprocess\nCHILD = subprocess.Popen(['sleep', '300'])\n"
+    serving = '    def served(self) -> str:\n        """Tell."""\n        return str(CHILD.pid)\n\n    def reset('
+    worlds = WORLDS.read_text().replace("from __future__ import annotations\n", "")
+    path.write_text(source + worlds.replace("    def reset(", serving))
+    environment = await HostedEnvironment.open(HostOrder(f"{path}:Alone"))
+    try:
+        first, second = await begun(environment), await begun(environment)
+        child = int(said(await first.act(call("served"))))
+        await first.act(call("die", how="exit"))
+        assert said(await second.act(call("served"))) == str(child)
+        assert is_running(child)
+        for session in (first, second):
+            await session.close()
+        if host_is_killed:
+            os.kill(environment.pool.server_pid, signal.SIGKILL)
+    finally:
+        await environment.close()
+    await gone(child)
+
+
 async def test_a_host_needs_nothing_but_python(tmp_path: Path) -> None:
     making = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")]
     await asyncio.to_thread(subprocess.run, making, check=True)
