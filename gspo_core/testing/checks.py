@@ -99,6 +99,9 @@ def _tools(tools: Sequence[ToolSchema]) -> Check:
     wrong: list[str] = []
     for tool in tools:
         function = tool["function"]
+        if function["name"] == "oracle":
+            wrong.append("oracle is offered to the policy as a tool: make it a static method")
+            continue
         if not function.get("description"):
             wrong.append(f"{function['name']} has no docstring")
         for name, schema in function["parameters"]["properties"].items():
@@ -150,7 +153,8 @@ def _failed(failure: EnvironmentFailed) -> Check:
 def _reset(played: Sequence[_Played]) -> Check:
     if any('"content": ""' in one.transcript.first and '"role": "user"' in one.transcript.first for one in played):
         return Check("reset", WARN, "the first user message is empty: reset returns nothing and the task has no prompt")
-    return Check("reset", PASS, f"{len(played)} tasks begin")
+    num_tasks = len({repr(one.task) for one in played})
+    return Check("reset", PASS, f"{num_tasks} {'task begins' if num_tasks == 1 else 'tasks begin'}")
 
 
 def _timeouts(subject: Subject, played: Sequence[_Played]) -> Check:

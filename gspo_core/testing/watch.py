@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import sys
 import threading
 import time
@@ -138,8 +139,11 @@ def _timeouts(environment: Environment, timeout_s: float) -> Timeouts:
 
 
 def _oracle_of(environment: Environment) -> Oracle | None:
-    oracle = getattr(getattr(environment, "cls", None), "oracle", None)
-    return oracle if callable(oracle) else None
+    cls = getattr(environment, "cls", None)
+    if not isinstance(inspect.getattr_static(cls, "oracle", None), staticmethod):
+        return None  # a method of the instance is a tool
+    oracle: Oracle = cls.oracle  # type: ignore[union-attr]
+    return oracle
 
 
 def _where(thread: threading.Thread) -> str:

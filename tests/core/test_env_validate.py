@@ -170,6 +170,16 @@ class Dice(Counter):
         return f"You rolled {random.random()}."
 
 
+class OracleAsTool(Counter):
+    def oracle(self, target: int) -> str:
+        """Tell the answer.
+
+        Args:
+            target: what for
+        """
+        return f"add {target}"
+
+
 class ForgetfulSnapshot(Counter):
     replayable = False
 
@@ -196,6 +206,7 @@ class ForgetfulSnapshot(Counter):
         (Broken, "reset", "KeyError: 'the database'"),
         (CloseFails, "close", "OSError: still busy"),
         (Dice, "isolation", "declared replayable, but chance does not come from `seed`: first messages: .*rolled"),
+        (OracleAsTool, "tools", "oracle is offered to the policy as a tool: make it a static method"),
         (ForgetfulSnapshot, "resume", "restored from its snapshot goes on otherwise: answer"),
     ],
 )
