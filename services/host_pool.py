@@ -134,16 +134,22 @@ class HostPool:
         return best
 
     async def _fork(self) -> HostProcess:
-        await self._revive()
-        try:
-            process = await self._server.fork()
-        except BootFailed as error:
-            raise EnvironmentFailed("boot", str(error)) from error
+        process = await self._ask_for_process() or await self._ask_for_process()
+        if process is None:
+            raise EnvironmentFailed("boot", "the host ends as soon as it has started")
         process.num_sessions = 1
         process.on_death = self._bury
         self._processes.append(process)
         self._count("host/forked")
         return process
+
+    async def _ask_for_process(self) -> HostProcess | None:
+        """None where the host ended in this moment."""
+        await self._revive()
+        try:
+            return await self._server.fork()
+        except BootFailed:
+            return None
 
     async def _revive(self) -> None:
         """A host that was killed comes up again; its sessions notice by themselves."""

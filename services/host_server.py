@@ -137,6 +137,7 @@ class ForkServer(asyncio.Protocol):
             await self._send(host_wire.encode({"fork": process.number}), (theirs.fileno(), mark))
         except OSError as error:
             ours.close()
+            self.is_dead = True  # known here before its connection says so
             raise BootFailed(f"the host does not answer: {error}") from error
         finally:
             theirs.close()

@@ -309,6 +309,26 @@ async def test_a_killed_host_comes_up_again_and_nobody_is_charged(host: Open, co
         await session.close()
 
 
+def kill_and_wait(pid: int) -> None:
+    """The loop does not run meanwhile, so nobody has heard of it."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + SOON_S
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def test_a_host_that_ends_just_when_it_is_asked_for_a_process_is_started_again(
+    host: Open, counts: Counter[str]
+) -> None:
+    environment = await host("Light")
+    kill_and_wait(environment.pool.server_pid)
+    session = await begun(environment)
+    assert said(await session.act(call("add", amount=1))) == "1"
+    await session.close()
+    assert counts["host/rebooted"] == 1
+
+
 async def test_a_session_goes_on_from_its_snapshot(host: Open, counts: Counter[str]) -> None:
     environment = await host("Keeper")
     first, second = await begun(environment, 1), await begun(environment, 2)
