@@ -301,7 +301,7 @@ OK = '{"name": "add", "arguments": {"x": 2}}'
         ('<tool_call>{"name": "add", "arguments": NaN}</tool_call><|im_end|>', "", [(None, {}, "invalid_json")], True),
         (f"<tool_call>{'[' * 100_000}</tool_call><|im_end|>", "", [(None, {}, "invalid_json")], True),
         # what cannot be written as JSON again would break whoever passes it on, and so be a way out of the episode
-        ('<tool_call>{"name": "add", "arguments": 1e999}</tool_call><|im_end|>', "", [(None, {}, "invalid_json")], True),
+        ('<tool_call>{"name": "add", "x": 9e999}</tool_call><|im_end|>', "", [(None, {}, "invalid_json")], True),
         (f"<tool_call>{'[' * 65}{']' * 65}</tool_call><|im_end|>", "", [(None, {}, "invalid_json")], True),
         (f"<tool_call>{'[' * 64}{']' * 64}</tool_call><|im_end|>", "", [(None, {}, "missing_name")], True),
         (f"<tool_call>{OK}<|im_end|>", "", [(None, {}, "unclosed_block")], True),
