@@ -7,7 +7,10 @@ end a real one, and it never loses a token) the case says so.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -324,6 +327,26 @@ async def test_16_an_update_without_a_pause_lets_the_running_end(subject: Subjec
     assert spans_of((await running).json()) == [("default", 0, 150)]
 
 
+async def test_17_an_update_that_aborts_everything(subject: Subject, spoken: Models) -> None:
+    """Our client never asks for it: in a real engine the update and the aborts race."""
+    calls = [subject.start(prompt_of(17), subject.long) for _ in range(3)]
+    await subject.until_running(3, num_tokens=3 * 30)
+    order = {"model_path": str(spoken.paths[1]), "weight_version": "job/1/1", "abort_all_requests": True}
+    update = await subject.post("/update_weights_from_disk", **order)
+    for call in calls:
+        answer = (await call).json()
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert len(answer["output_ids"]) < subject.long
+    if not subject.is_real:
+        assert update.status_code == 200
+    elif update.status_code != 200:  # the weights are new behind an old label
+        assert (update.status_code, "Weights were updated" in update.json()["message"]) == (400, True)
+        return
+    answer = (await subject.ask(prompt_of(17), 10)).json()
+    assert spans_of(answer) == [("job/1/1", 0, 10)]
+    assert subject.deviation(1, prompt_of(17), answer) < TOLERANCE
+
+
 async def test_18_weights_that_are_not_there(subject: Subject, spoken: Models) -> None:
     missing = await subject.post("/update_weights_from_disk", model_path=str(spoken.paths[0] / "none"))
     assert missing.status_code == 400
@@ -356,7 +379,7 @@ async def test_20_tensors_outside_a_session_are_refused_at_once(subject: Subject
 
 
 @pytest.mark.skipif("sglang" not in NAMES, reason="only a real SGLang has process groups")
-async def test_20b_tensors_through_a_group_are_the_weights_of_the_disk(
+async def test_20b_tensors_through_a_group_of_sglang_are_the_weights_of_the_disk(
     spoken: Models, sglang: SGLangProcess, embedded: EngineProcess
 ) -> None:
     async with serve("sglang", spoken, embedded, sglang.url) as subject:
@@ -411,6 +434,22 @@ async def test_23_probes_while_paused(subject: Subject, mode: Any) -> None:
     assert await subject.client.is_ready()
 
 
+async def test_23b_health_answers_while_paused_and_a_probe_that_generates_does_not(subject: Subject) -> None:
+    """A real one runs with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, as docs/engines.md asks for."""
+    await subject.client.pause("retract")
+    async with asyncio.timeout(10):
+        assert (await subject.get("/health")).status_code == 200
+    if subject.is_real:
+        started = time.monotonic()
+        assert (await subject.http.get(f"{subject.url}/health_generate", timeout=90)).status_code == 503
+        assert time.monotonic() - started > 15
+    await subject.client.resume()
+    if subject.is_real:  # the failed probe has made it not ready, a good one ends that
+        assert not await subject.client.is_ready()
+        assert (await subject.http.get(f"{subject.url}/health_generate", timeout=90)).status_code == 200
+    assert await subject.client.is_ready()
+
+
 async def test_24_flushing(subject: Subject) -> None:
     await subject.ask(prompt_of(24), 5)
     assert (await subject.ask(prompt_of(24), 5)).json()["meta_info"]["cached_tokens"] == 29
@@ -423,6 +462,23 @@ async def test_24_flushing(subject: Subject) -> None:
     waited = await subject.http.post(f"{subject.url}/flush_cache?timeout=60", timeout=90)
     assert waited.status_code == 200
     assert len((await running).json()["output_ids"]) == subject.long
+
+
+async def test_25_a_stream_repeats_itself_and_names_versions_at_its_end(subject: Subject) -> None:
+    response = await subject.ask(prompt_of(25), 60, stream=True, sampling={"stream_interval": 8})
+    if not subject.is_real:  # nobody here streams
+        assert (response.status_code, "stream" in response.text) == (400, True)
+        assert (await subject.ask(PROMPT, 2)).status_code == 200
+        return
+    *chunks, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert end == "[DONE]"
+    answers = [json.loads(chunk) for chunk in chunks]
+    assert len(answers) > 1
+    for before, after in itertools.pairwise(answers):
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        assert "weight_versions" not in before["meta_info"]
+    assert spans_of(answers[-1]) == [("default", 0, 60)]
+    assert subject.deviation(0, prompt_of(25), answers[-1]) < TOLERANCE
 
 
 async def test_26_a_client_that_leaves_takes_its_request_along(subject: Subject) -> None:
@@ -485,6 +541,34 @@ async def test_11b_input_that_ends_a_real_engine(name: str, ids: Any, spoken: Mo
                 async with asyncio.timeout(200):
                     await subject.post("/generate", input_ids=ids)
             async with asyncio.timeout(60):  # a real one takes a moment to be gone
+                while await subject.is_reachable():
+                    await asyncio.sleep(0.2)
+    finally:
+        for process in (embedded, real):
+            if process is not None:
+                process.close()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "scripted"])  # which has no shapes
+async def test_18b_weights_of_other_shapes_end_a_real_engine(name: str, spoken: Models, tmp_path: Path) -> None:
+    """With an engine of its own. The embedded one answers 400 and serves its old weights on; a job checks first."""
+    embedded = EngineProcess(spoken.paths[0]) if name == "embedded" else None
+    real = start_sglang(spoken, tmp_path / "log") if name == "sglang" else None
+    order = {"model_path": str(make_model(tmp_path / "wide", seed=1, hidden_size=128)), "weight_version": "job/1/1"}
+    try:
+        async with serve(name, spoken, embedded, real.url if real else None) as subject:  # type: ignore[arg-type]
+            if name == "embedded":
+                refused = await subject.post("/update_weights_from_disk", **order)
+                assert (refused.status_code, refused.json()["success"]) == (400, False)
+                assert "shape" in refused.json()["message"]
+                assert (await subject.client.model_info())["weight_version"] == "default"
+                answer = (await subject.ask(PROMPT, 5)).json()
+                assert subject.deviation(0, PROMPT, answer) < TOLERANCE
+                return
+            with pytest.raises(httpx.TransportError):
+                async with asyncio.timeout(200):
+                    await subject.post("/update_weights_from_disk", **order)
+            async with asyncio.timeout(60):
                 while await subject.is_reachable():
                     await asyncio.sleep(0.2)
     finally:
