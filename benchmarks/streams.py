@@ -101,7 +101,9 @@ async def timed(clients: Sequence[Callable[[], Awaitable[int]]], num_segments: i
     async def drive(call: Callable[[], Awaitable[int]]) -> None:
         nonlocal left
         while left > 0:
-            left -= await call()
+            # In two steps: `left -= await ...` reads it before the wait, and the others' counts are lost.
+            appended = await call()
+            left -= appended
 
     await asyncio.gather(*map(drive, clients))
     return (num_segments - left) / (time.perf_counter() - started)

@@ -17,7 +17,6 @@ segments of the same episode with a lower one, and a committed group is settled.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from uuid import uuid4
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
+from zlib_ng.zlib_ng import crc32
 
 from gspo_core.types import EpisodeKey, Split
 from services.functions import Functions
@@ -298,8 +298,12 @@ def _member(key: EpisodeKey) -> str:
 
 
 def _digest(item: Append) -> str:
-    """What makes a resend recognizable; whether a segment ends its episode is a part of it."""
-    return hashlib.blake2b(item.payload, digest_size=12).hexdigest() + ("f" if item.final else "")
+    """What makes a resend recognizable; whether a segment ends its episode is a part of it.
+
+    It finds a defect, no forger: who may append may append anything. A cryptographic digest took a fifth of the time
+    of an append of 16 KiB.
+    """
+    return f"{crc32(item.payload):08x}{len(item.payload):x}" + ("f" if item.final else "")
 
 
 def _entries(reply: object) -> list[tuple[bytes, dict[bytes, bytes]]]:

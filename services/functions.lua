@@ -42,6 +42,13 @@ local function in_chunks(values, act)
   end
 end
 
+-- Field, value, field, value ...; CHUNK is even.
+local function write_fields(key, fields_and_values)
+  in_chunks(fields_and_values, function(some)
+    redis.call("HSET", key, unpack(some))
+  end)
+end
+
 local function register(name, flags, callback)
   redis.register_function{function_name = "gspo_" .. name, callback = callback, flags = flags}
 end

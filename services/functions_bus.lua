@@ -178,26 +178,41 @@ local function finish_episode(K, token, episode, is_dead)
   end
 end
 
+-- The states of the episodes that ``appends`` name, in one read for all.
+local function states_of(K, appends)
+  local episodes, states = {}, {}
+  for _, append in ipairs(appends) do
+    if states[append.episode] == nil then
+      states[append.episode] = false
+      episodes[#episodes + 1] = append.episode
+    end
+  end
+  in_chunks(episodes, function(some)
+    for position, packed in ipairs(redis.call("HMGET", K.episodes, unpack(some))) do
+      states[some[position]] = packed and cmsgpack.unpack(packed) or nil
+    end
+  end)
+  return states
+end
+
 -- worker token, then per segment: episode, attempt, index, final, version ("" if unknown), digest, payload.
 -- All of it or nothing is written.
 register("append", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
-  local token = args[1]
-  local states, fresh, writes, charged, stored = {}, {}, {}, 0, 0
+  local token, appends = args[1], {}
   for position = 2, #args, 7 do
-    local append = {
+    appends[#appends + 1] = {
       episode = args[position], attempt = tonumber(args[position + 1]), index = tonumber(args[position + 2]),
       final = args[position + 3] == "1", version = tonumber(args[position + 4]), digest = args[position + 5],
       payload = args[position + 6]
     }
-    local episode = append.episode
-    if not states[episode] then
-      states[episode] = read_packed(K.episodes, episode)
-      if states[episode] then
-        charged, stored = charged - charge(states[episode]), stored - states[episode].bytes
-      end
-    end
-    local write, refusal = check_append(K, token, states[episode], append, fresh)
+  end
+  local states, fresh, writes, charged, stored = states_of(K, appends), {}, {}, 0, 0
+  for _, state in pairs(states) do
+    charged, stored = charged - charge(state), stored - state.bytes
+  end
+  for _, append in ipairs(appends) do
+    local write, refusal = check_append(K, token, states[append.episode], append, fresh)
     if refusal then
       return refusal
     end
@@ -206,15 +221,20 @@ register("append", {}, function(keys, args)
   if #writes == 0 then
     return 0
   end
+  local changed, entries = {}, {}
   for episode, state in pairs(states) do
     charged, stored = charged + charge(state), stored + state.bytes
-    write_packed(K.episodes, episode, state)
+    changed[#changed + 1], changed[#changed + 2] = episode, cmsgpack.pack(state)
   end
+  write_fields(K.episodes, changed)
   account(K, charged, stored)
   for _, write in ipairs(writes) do
     local name = write.episode .. ":" .. write.index
     local id = redis.call("XADD", K.segments, "*", "s", name .. ":" .. write.attempt, "d", write.payload)
-    redis.call("HSET", K.index, name, id .. "/" .. write.digest)
+    entries[#entries + 1], entries[#entries + 2] = name, id .. "/" .. write.digest
+  end
+  write_fields(K.index, entries)
+  for _, write in ipairs(writes) do
     if write.final then
       finish_episode(K, token, write.episode)
       forget_idle_holder(K, token)
