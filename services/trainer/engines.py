@@ -19,7 +19,8 @@ from typing import Any
 
 from gspo_core.types import WeightsManifest
 from services.engine_beats import engine_record
-from services.engine_client import EngineClient, EngineError
+from services.engine_client import EngineClient, EngineError, EngineProfile
+from services.engine_probe import problem_of
 from services.leases import BeatWatch
 from services.store import Store
 from services.telemetry import get_logger
@@ -33,6 +34,8 @@ RETRY_S = 1.0
 # How often engines are looked for, asked whether they are still what they were, and shared with other jobs.
 WATCH_S = 2.0
 _ANSWER_S = 5.0
+# For the self-test of an engine that is new: a few tokens, on an engine that may be busy.
+PROBE_S = 20.0
 # How often it is said what engines a job waits for.
 EXPLAIN_S = 3.0
 
@@ -224,12 +227,7 @@ class Engines:
                 info, profile = await client.model_info(), await client.profile()
         except (EngineError, TimeoutError):
             return
-        assert self._target is not None
-        problem: str | None
-        if not profile.names_versions:
-            problem = f"it is SGLang {profile}, and only 0.5.19 and later say which weights sampled a token"
-        else:
-            problem = await self._staging.unfit(self._target, info)
+        problem = await self._problem_of(client, info, profile)
         if problem:
             if self._unfit.get(url) != problem:
                 get_logger().warning("engine does not fit", engine=url, reason=problem)
@@ -241,6 +239,23 @@ class Engines:
             self._bound[url] = engine = BoundEngine(client)
             get_logger().info("engine bound", engine=url, job=self._job)
             await self._tell(engine)
+
+    async def _problem_of(self, client: EngineClient, info: Mapping[str, Any], profile: EngineProfile) -> str | None:
+        """Why this engine cannot serve the job."""
+        assert self._target is not None
+        if not profile.names_versions:
+            return f"it is SGLang {profile}, and only 0.5.19 and later say which weights sampled a token"
+        if problem := await self._staging.unfit(self._target, info):
+            return problem
+        if not await client.is_ready():
+            return None  # paused by who held it before, and asked by that one
+        try:
+            async with asyncio.timeout(PROBE_S):
+                return await problem_of(client)
+        except TimeoutError:
+            return f"it did not answer a few short requests within {PROBE_S:g} s"
+        except EngineError as error:
+            return f"it fails the self-test: {error}"
 
     async def _give_back(self, url: str) -> None:
         self._bound.pop(url, None)

@@ -18,6 +18,7 @@ import pytest
 
 from gspo_core.types import WeightsManifest
 from services.engine.scripted import Fault, ScriptedEngine, ScriptedTransport
+from services.engine.scripted.engine import Ask
 from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, Generation
 from services.store import Claim, Store
@@ -133,8 +134,8 @@ async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(
     engine = place.add_engine("e")
     job = place.engines_of(claim, "http://e", sync=sync)
     await job.engines.wait_for(await job.publish(0))
-    running = place.ask("http://e")
-    await until(lambda: engine.num_generated > 30)
+    before, running = engine.num_generated, place.ask("http://e")
+    await until(lambda: engine.num_generated > before + 30)
     newer = await job.publish(1)
     await job.engines.wait_for(newer)
     answer = await running
@@ -230,6 +231,26 @@ async def test_an_engine_of_another_shape_is_never_told_to_load(place: Place, cl
     await until(lambda: bool(job.engines.unfit()))
     assert job.engines.unfit() == {"http://e": "its model has hidden_size 8, the job's has 16"}
     assert engine.label == "default"
+
+
+async def test_an_engine_that_ignores_what_it_is_told_is_not_taken_and_the_job_says_why(
+    place: Place, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one behind a router that drops fields."""
+    engine, generate = place.add_engine("e"), ScriptedEngine.generate
+
+    async def without_space(self: ScriptedEngine, ask: Ask) -> Ask:
+        ask.space = None
+        return await generate(self, ask)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", without_space)
+    job = place.engines_of(claim, "http://e")
+    manifest = await job.publish(0)
+    await until(lambda: bool(job.engines.unfit()))
+    assert "ignores extra_key" in job.engines.unfit()["http://e"]
+    assert engine.label == "default"
+    monkeypatch.undo()
+    await job.engines.wait_for(manifest)
 
 
 @pytest.mark.parametrize(("profile", "is_taken"), [("0.5.18", False), ("0.5.19", True), ("0.5.21", True)])

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
+from services.engine_probe import problem_of
 from services.local.sglang import SGLangProcess
 from services.weight_group import WeightGroup
 from tests.services.engine.conformance_subjects import NAMES, Subject, add_tokenizer, serve, start_sglang
@@ -523,6 +524,10 @@ async def test_many_requests_at_once_keep_their_own_logprobs(subject: Subject) -
         subject.deviation(0, prompt, answer.json()) < TOLERANCE
         for (prompt, _), answer in zip(asks, answers, strict=True)
     )
+
+
+async def test_29_the_self_test_finds_nothing_wrong(subject: Subject) -> None:
+    assert await problem_of(subject.client) is None
 
 
 @pytest.mark.parametrize("ids", [[[]], [5, VOCAB_SIZE + 500]])

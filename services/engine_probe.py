@@ -1,0 +1,85 @@
+"""Does this address sample as a job relies on? A few short requests before an engine is bound to a job.
+
+Rule: what can be seen is looked at, not believed: temperature, stop tokens, request ids, separate caches, control
+calls. A router in between that drops a field shows here; in a training run it would only drift. It says nothing about
+weights, which the parity gate compares, and changes nothing but the engine's cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+
+from services.engine_client import EngineClient, EngineProtocolError, EngineRejected
+
+# In every vocabulary, and no prefix of anything that is asked elsewhere.
+_PROMPT = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
+# High, so that samples differ and their log-probs under it are far from those at 1.
+_TEMPERATURE = 3.0
+_NUM_SAMPLES = 8
+# Log-probs closer than this, in nats at temperature 1, tell nothing about a temperature.
+_MIN_GAP = 0.5
+
+
+async def problem_of(client: EngineClient) -> str | None:
+    """Why nothing may be trained on what is sampled there, or None. Raises EngineUnavailable."""
+    try:
+        return await _control(client) or await _caches(client) or await _temperature(client) or await _stops(client)
+    except (EngineProtocolError, EngineRejected) as error:
+        return f"it fails the self-test: {error}"
+
+
+async def _control(client: EngineClient) -> str | None:
+    try:
+        await client.abort(uuid.uuid4().hex)
+    except EngineRejected as error:
+        return f"it does not take control calls: give the engine's own address, not a router's ({error})"
+    return None
+
+
+async def _caches(client: EngineClient) -> str | None:
+    """Requests of two versions must not share keys and values."""
+    for _ in range(2):
+        answer = await client.generate(
+            _PROMPT, max_new_tokens=2, temperature=1.0, stop_token_ids=[], extra_key=uuid.uuid4().hex
+        )
+        if answer.cached_tokens:
+            return "it ignores extra_key: tokens of new weights would stand on keys and values of old ones"
+    return None
+
+
+async def _temperature(client: EngineClient) -> str | None:
+    """Gaps between log-probs shrink with the temperature, whatever the logits are."""
+    asks = [
+        client.generate(_PROMPT, max_new_tokens=1, temperature=_TEMPERATURE, stop_token_ids=[])
+        for _ in range(_NUM_SAMPLES)
+    ]
+    reported = {one.output_ids[0]: one.logprobs[0] for one in await asyncio.gather(*asks) if one.output_ids}
+    high, low = max(reported, key=reported.__getitem__), min(reported, key=reported.__getitem__)
+    at_one = [await _logprob_at_one(client, token_id) for token_id in (high, low)]
+    gap, found = at_one[0] - at_one[1], reported[high] - reported[low]
+    if abs(gap) < _MIN_GAP or abs(_TEMPERATURE * found - gap) <= 0.3 + 0.2 * abs(gap):
+        return None
+    return (
+        f"its log-probs are not those of the temperature that was asked for: two tokens are {gap:.2f} apart at 1 and "
+        f"{found:.2f} at {_TEMPERATURE:g}. Leave SGLANG_RETURN_ORIGINAL_LOGPROB unset"
+    )
+
+
+async def _logprob_at_one(client: EngineClient, token_id: int) -> float:
+    logprobs, _ = await client.score([*_PROMPT, token_id])
+    return logprobs[-1]
+
+
+async def _stops(client: EngineClient) -> str | None:
+    first = await _greedy(client, [])
+    again = await _greedy(client, first[:1])
+    if again[:1] == first[:1] and len(again) > 1:
+        return "it ignores stop_token_ids: turns would not end"
+    return None
+
+
+async def _greedy(client: EngineClient, stop_token_ids: Sequence[int]) -> list[int]:
+    answer = await client.generate(_PROMPT, max_new_tokens=3, temperature=0.0, stop_token_ids=stop_token_ids)
+    return answer.output_ids
