@@ -38,6 +38,7 @@ from services.queue_records import (
     GroupView,
     QueueUsage,
     ReadyGroup,
+    Snapshot,
     Stage,
     read_dead_letter,
     read_group,
@@ -60,6 +61,7 @@ __all__ = [
     "GroupView",
     "QueueUsage",
     "ReadyGroup",
+    "Snapshot",
     "Stage",
 ]
 
@@ -67,6 +69,7 @@ __all__ = [
 GROUPS_PER_COMMIT = 8
 GROUPS_PER_LOOK = 64
 MAX_REASON_CHARS = 500
+MAX_NOTE_CHARS = 500
 
 _REASON = re.compile(r"trained|evaluated|dropped_[a-z0-9_]{1,40}")
 
@@ -163,6 +166,13 @@ class Bus:
             chunk = groups[first : first + GROUPS_PER_COMMIT]
             await self._functions.call("commit", keys, token, step, reason, *chunk)
 
+    async def cancel(self, job: str, token: str, group: int) -> int:
+        """End every episode of a group that has not ended, without an outcome; returns how many those were.
+
+        The group is ready then. What workers still append to these episodes is Fenced.
+        """
+        return int(await self._functions.call("cancel", bus_keys(job), token, group))
+
     async def counters(self, job: str) -> dict[str, int]:
         """Groups dispatched, settled by reason, and in flight; dispatched is the sum of all others at every moment."""
         flat = await self._functions.call("counters", bus_keys(job))
@@ -234,6 +244,7 @@ class Bus:
                 raise ValueError(f"{item.key} is no episode of job {job}")
             version = "" if item.version is None else item.version
             args += [_member(item.key), item.attempt, item.index, int(item.final), version, _digest(item), item.payload]
+            args.append(item.note[:MAX_NOTE_CHARS])
         if args:
             await self._functions.call("append", bus_keys(job), token, *args)
 
@@ -245,6 +256,28 @@ class Bus:
         """Return episodes to the head of the queue. Those that the token does not hold (any more) are passed over."""
         if keys:
             await self._functions.call("hand_back", bus_keys(job), token, *(_member(key) for key in keys))
+
+    async def interrupt(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
+        """Return episodes that have had their share: they wait behind everything that waits now."""
+        if keys:
+            await self._functions.call("interrupt", bus_keys(job), token, *(_member(key) for key in keys))
+
+    async def num_queued(self, job: str) -> int:
+        """Episodes that wait for a worker."""
+        return int(await self._redis.zcard(job_key(job, "queue")))
+
+    async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
+        """Keep an episode's world beside its segments until that ends or starts again. Raises as ``append`` does."""
+        await self._functions.call(
+            "save_snapshot",
+            bus_keys(key.job),
+            *(token, _member(key), snapshot.attempt, snapshot.num_segments, snapshot.data),
+        )
+
+    async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
+        """The newest one that was kept."""
+        held = await self._functions.call("read_snapshot", bus_keys(key.job), _member(key))
+        return None if held is None else Snapshot(int(held[0]), int(held[1]), held[2])
 
     async def fail(self, key: EpisodeKey, token: str, reason: str) -> None:
         """Give an episode back that could not be played: unlike a hand-back this counts.

@@ -22,6 +22,7 @@ LIBRARY_VERSION = 1
 SOURCES = (
     "functions.lua",
     "functions_bus.lua",
+    "functions_episodes.lua",
     "functions_views.lua",
     "functions_jobs.lua",
     "functions_records.lua",

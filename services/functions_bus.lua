@@ -37,7 +37,19 @@ end
 
 -- What an episode counts for in the budget: what was reserved for it until it has ended, then what it really holds.
 local function charge(state)
-  return state.done and state.bytes or math.max(state.reserve, state.bytes)
+  return state.done and state.bytes or math.max(state.reserve, state.bytes + (state.snapshot or 0))
+end
+
+local function stored_bytes(state)
+  return state.bytes + (state.snapshot or 0)
+end
+
+-- Of an episode that has ended, or that starts again.
+local function drop_snapshot(K, episode, state)
+  if state.snapshot then
+    redis.call("HDEL", K.snapshots, episode)
+    state.snapshot = nil
+  end
 end
 
 local function account(K, charged, stored)
@@ -161,6 +173,9 @@ local function check_append(K, token, state, append, fresh)
   if append.version then
     state.version = math.min(state.version or append.version, append.version)
   end
+  if append.note ~= "" then
+    state.note = append.note
+  end
   return append
 end
 
@@ -195,21 +210,22 @@ local function states_of(K, appends)
   return states
 end
 
--- worker token, then per segment: episode, attempt, index, final, version ("" if unknown), digest, payload.
+-- worker token, then per segment: episode, attempt, index, final, version ("" if unknown), digest, payload, note (what
+-- can be looked at while the episode runs; no part of the segment).
 -- All of it or nothing is written.
 register("append", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local token, appends = args[1], {}
-  for position = 2, #args, 7 do
+  for position = 2, #args, 8 do
     appends[#appends + 1] = {
       episode = args[position], attempt = tonumber(args[position + 1]), index = tonumber(args[position + 2]),
       final = args[position + 3] == "1", version = tonumber(args[position + 4]), digest = args[position + 5],
-      payload = args[position + 6]
+      payload = args[position + 6], note = args[position + 7]
     }
   end
   local states, fresh, writes, charged, stored = states_of(K, appends), {}, {}, 0, 0
   for _, state in pairs(states) do
-    charged, stored = charged - charge(state), stored - state.bytes
+    charged, stored = charged - charge(state), stored - stored_bytes(state)
   end
   for _, append in ipairs(appends) do
     local write, refusal = check_append(K, token, states[append.episode], append, fresh)
@@ -223,7 +239,10 @@ register("append", {}, function(keys, args)
   end
   local changed, entries = {}, {}
   for episode, state in pairs(states) do
-    charged, stored = charged + charge(state), stored + state.bytes
+    if state.done then
+      drop_snapshot(K, episode, state)
+    end
+    charged, stored = charged + charge(state), stored + stored_bytes(state)
     changed[#changed + 1], changed[#changed + 2] = episode, cmsgpack.pack(state)
   end
   write_fields(K.episodes, changed)
@@ -258,10 +277,12 @@ register("restart", {}, function(keys, args)
     return refuse("GAP", "attempt " .. attempt .. " of episode " .. episode .. ", the server knows " .. state.attempt)
   end
   delete_segments(K, episode, state.segments)
-  local charged, stored = charge(state), state.bytes
+  local charged, stored = charge(state), stored_bytes(state)
+  drop_snapshot(K, episode, state)
   -- How far the old attempt came is remembered: a new one that does not get further is no progress.
   state.furthest = math.max(state.furthest, state.segments)
   state.attempt, state.segments, state.bytes, state.version = attempt, 0, 0, nil
+  state.note = nil
   write_packed(K.episodes, episode, state)
   account(K, charge(state) - charged, -stored)
   return 1
@@ -283,6 +304,15 @@ register("hand_back", FREES, function(keys, args)
   return count
 end)
 
+local function end_without_outcome(K, episode, state)
+  local charged, stored, token = charge(state), stored_bytes(state), state.token
+  drop_snapshot(K, episode, state)
+  state.done, state.dead, state.token = true, true, ""
+  write_packed(K.episodes, episode, state)
+  account(K, charge(state) - charged, stored_bytes(state) - stored)
+  finish_episode(K, token, episode, true)
+end
+
 -- A lease of this episode ended badly: it goes back to the queue, or to the dead letters when that has happened too often.
 local function fail_episode(K, episode, state, reason)
   if state.segments > state.furthest then
@@ -294,14 +324,10 @@ local function fail_episode(K, episode, state, reason)
     requeue(K, episode, state)
     return
   end
-  local charged, token = charge(state), state.token
-  state.done, state.dead, state.token = true, true, ""
-  write_packed(K.episodes, episode, state)
-  account(K, charge(state) - charged, 0)
+  end_without_outcome(K, episode, state)
   redis.call("XADD", K.dead_letters, "MAXLEN", DEAD_LETTERS_KEPT, "*", "episode", episode, "attempt", state.attempt,
     "segments", state.segments, "failures", state.failures, "reason", reason)
   redis.call("HINCRBY", K.meta, "dead_letters", 1)
-  finish_episode(K, token, episode, true)
 end
 
 -- worker token, episode, reason -> 1, or 0 when it does not hold it (any more)
@@ -336,7 +362,8 @@ local function delete_group(K, name, group)
   for member = 0, group.size - 1 do
     local episode = name .. ":" .. member
     local state = read_packed(K.episodes, episode)
-    charged, stored = charged + charge(state), stored + state.bytes
+    charged, stored = charged + charge(state), stored + stored_bytes(state)
+    drop_snapshot(K, episode, state)
     delete_segments(K, episode, state.segments)
     redis.call("HDEL", K.episodes, episode)
     redis.call("ZREM", K.queue, episode)

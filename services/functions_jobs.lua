@@ -81,7 +81,8 @@ local function finish(K, now)
   if open > 0 then
     redis.call("HINCRBY", K.counters, "dropped_job_over", open)
   end
-  redis.call("UNLINK", K.groups, K.queue, K.episodes, K.index, K.segments, K.ready, K.held, K.holders)
+  redis.call("UNLINK", K.groups, K.queue, K.episodes, K.index, K.segments, K.ready, K.held, K.holders,
+    K.snapshots)
   redis.call("HDEL", K.meta, "charged_bytes", "stored_bytes")
 end
 

@@ -60,7 +60,7 @@ local function stage_of(state)
 end
 
 -- groups -> per group that exists: its name, split, task, environment, size, and per episode its stage, worker ("" for
--- none), attempt, segments, bytes, oldest version ("" for none), failures
+-- none), attempt, segments, bytes, oldest version ("" for none), failures, note
 register("inspect", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local workers, rows = {}, {}
@@ -77,7 +77,8 @@ register("inspect", READS, function(keys, args)
         local stage = stage_of(state)
         row[#row + 1] = {
           stage, stage == "held" and workers[state.token] or "", state.attempt, state.segments,
-          string.format("%.0f", state.bytes), state.version and tostring(state.version) or "", state.failures
+          string.format("%.0f", state.bytes), state.version and tostring(state.version) or "", state.failures,
+          state.note or ""
         }
       end
       rows[#rows + 1] = row

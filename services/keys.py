@@ -26,6 +26,7 @@ BUS_KEYS = (
     "held",  # sorted set, all scores 0: "token/group:member" of every leased episode
     "holders",  # hash: worker token -> packed {worker, last request, its answer}
     "dead_letters",  # stream, bounded: episodes that were given up, with the reason
+    "snapshots",  # hash: "group:member" -> packed {attempt, segments, data} of worlds that can be restored
 )
 JOB_KEYS = (
     "job",  # hash: the job record
@@ -48,6 +49,7 @@ JOB_KEYS = (
     "held",
     "holders",
     "meta",
+    "snapshots",
 )
 SERVICE_KEYS = (
     "jobs",  # sorted set, all scores 0: every job id (ids sort by time)

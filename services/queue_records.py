@@ -53,6 +53,8 @@ class Append:
     final: bool
     version: int | None = None
     """That sampled its tokens: of the episodes that come back, the one with the oldest goes first."""
+    note: str = ""
+    """Where the episode stands, to look at while it runs; no part of the segment. The newest one counts."""
 
 
 class Stage(StrEnum):
@@ -75,6 +77,8 @@ class EpisodeView:
     size_bytes: int
     oldest_version: int | None
     num_failures: int
+    note: str = ""
+    """What its worker said with the newest segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,15 @@ class GroupView:
     @property
     def is_ready(self) -> bool:
         return all(episode.stage in (Stage.DONE, Stage.DEAD) for episode in self.episodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A world as it was after ``num_segments`` segments of ``attempt``."""
+
+    attempt: int
+    num_segments: int
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,7 @@ class QueueUsage:
     charged_bytes: int
     """What the budget counts: the reservation of every episode that has not ended, the payloads of those that have."""
     stored_bytes: int
-    """Payloads that are held."""
+    """Payloads and snapshots that are held."""
     num_dead_letters: int
     """Ever written; the oldest ones are not kept."""
 
@@ -142,7 +155,7 @@ def read_group(job: str, row: Sequence[Any]) -> GroupView:
 
 
 def _read_episode(key: EpisodeKey, row: Sequence[Any]) -> EpisodeView:
-    stage, worker, attempt, num_segments, size_bytes, version, failures = row
+    stage, worker, attempt, num_segments, size_bytes, version, failures, note = row
     return EpisodeView(
         key,
         Stage(stage.decode()),
@@ -152,6 +165,7 @@ def _read_episode(key: EpisodeKey, row: Sequence[Any]) -> EpisodeView:
         size_bytes=int(size_bytes),
         oldest_version=int(version) if version else None,
         num_failures=int(failures),
+        note=note.decode(),
     )
 
 

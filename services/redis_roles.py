@@ -30,6 +30,7 @@ GOVERNING = ("unlink", "function|load", "function|list", "config|get", "info")
 ROLLOUT_FUNCTIONS = (
     *("version", "join", "beat", "end_lease", "enlist", "delist"),
     *("lease", "append", "restart", "hand_back", "fail", "requeue", "holders", "read_episode"),
+    *("interrupt", "save_snapshot", "read_snapshot"),
     *("current_version", "describe_environment", "add_event"),
 )
 

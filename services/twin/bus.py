@@ -25,6 +25,7 @@ from services.queue_records import (
     GroupView,
     QueueUsage,
     ReadyGroup,
+    Snapshot,
     Stage,
 )
 from services.refusals import Conflict, Fenced, Full, Gap
@@ -33,6 +34,7 @@ from services.twin.world import TwinEpisode, TwinGroup, TwinQueue, TwinSegment, 
 MAX_FAILURES = 3
 DEAD_LETTERS_KEPT = 1000
 MAX_REASON_CHARS = 500
+MAX_NOTE_CHARS = 500
 _REASON = re.compile(r"trained|evaluated|dropped_[a-z0-9_]{1,40}")
 _ENDED = (Stage.DONE, Stage.DEAD)
 
@@ -119,6 +121,18 @@ class TwinBus:
             if queue.groups.pop(group, None) is not None:
                 queue.counters[reason] += 1
 
+    async def cancel(self, job: str, token: str, group: int) -> int:
+        if not self._world.owns(job, token):
+            raise Fenced(f"cancelling what is left of group {group}")
+        queue = self._world.queue(job)
+        held = queue.groups.get(group)
+        left = [one for one in held.episodes if one.stage not in _ENDED] if held else []
+        for episode in left:
+            _end_without_outcome(episode)
+        if left:
+            _note_completion(queue, group)
+        return len(left)
+
     async def counters(self, job: str) -> dict[str, int]:
         queue = self._world.queue(job)
         return {"dispatched": 0, "trained": 0, "evaluated": 0, **queue.counters, "in_flight": len(queue.groups)}
@@ -130,7 +144,7 @@ class TwinBus:
         episodes = [episode for _, episode in _episodes(queue)]
         return QueueUsage(
             charged_bytes=sum(episode.charged_bytes for episode in episodes),
-            stored_bytes=sum(episode.stored_bytes for episode in episodes),
+            stored_bytes=sum(episode.stored_bytes + episode.snapshot_bytes for episode in episodes),
             num_dead_letters=queue.num_dead_letters,
         )
 
@@ -187,6 +201,8 @@ class TwinBus:
                 position += 1
                 episode.segments.append(TwinSegment(position, item.payload, item.final))
                 episode.stage = Stage.DONE if item.final else Stage.HELD
+                episode.snapshot = None if item.final else episode.snapshot
+                episode.note = item.note[:MAX_NOTE_CHARS] or episode.note
                 if item.version is not None:
                     episode.version = min(item.version, item.version if episode.version is None else episode.version)
         ended = dict.fromkeys(item.key for item in appends if item.final and _ends(queue, item.key, changed))
@@ -208,12 +224,37 @@ class TwinBus:
             raise Gap(f"attempt {attempt} of episode {key}, there is only {episode.attempt}")
         episode.furthest = max(episode.furthest, len(episode.segments))
         episode.attempt, episode.segments, episode.version = attempt, [], None
+        episode.snapshot, episode.note = None, ""
 
     async def hand_back(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
         for key in keys:
             episode = _find(self._world.queue(job), key)
             if episode is not None and _holds(episode, token):
                 _requeue(episode)
+
+    async def interrupt(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
+        queue = self._world.queue(job)
+        for key in keys:
+            episode = _find(queue, key)
+            if episode is not None and _holds(episode, token):
+                queue.sequence += 1
+                episode.stage, episode.token, episode.came_back = Stage.QUEUED, "", False
+                episode.sequence = queue.sequence
+
+    async def num_queued(self, job: str) -> int:
+        return sum(one.stage is Stage.QUEUED for _, one in _episodes(self._world.queue(job)))
+
+    async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
+        episode = _find(self._world.queue(key.job), key)
+        if episode is None or not _holds(episode, token) or snapshot.attempt < episode.attempt:
+            raise Fenced(f"snapshot of episode {key}")
+        if (snapshot.attempt, snapshot.num_segments) != (episode.attempt, len(episode.segments)):
+            raise Gap(f"snapshot of episode {key} after segment {snapshot.num_segments}")
+        episode.snapshot = snapshot
+
+    async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
+        episode = _find(self._world.queue(key.job), key)
+        return None if episode is None else episode.snapshot
 
     async def fail(self, key: EpisodeKey, token: str, reason: str) -> None:
         episode = _find(self._world.queue(key.job), key)
@@ -229,7 +270,7 @@ class TwinBus:
         if episode.failures < MAX_FAILURES:
             _requeue(episode)
             return
-        episode.stage, episode.token = Stage.DEAD, ""
+        _end_without_outcome(episode)
         queue.num_dead_letters += 1
         letter = DeadLetter(
             f"{queue.num_dead_letters}-0",
@@ -292,6 +333,10 @@ def _copy_of(queue: TwinQueue, key: EpisodeKey) -> TwinEpisode | None:
 
 def _holds(episode: TwinEpisode, token: str) -> bool:
     return bool(token) and episode.stage is Stage.HELD and episode.token == token
+
+
+def _end_without_outcome(episode: TwinEpisode) -> None:
+    episode.stage, episode.token, episode.snapshot = Stage.DEAD, "", None
 
 
 def _requeue(episode: TwinEpisode) -> None:
@@ -365,6 +410,7 @@ def _view(job: str, number: int, queue: TwinQueue) -> GroupView:
             one.stored_bytes,
             one.version,
             one.failures,
+            one.note,
         )
         for member, one in enumerate(group.episodes)
     )

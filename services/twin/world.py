@@ -13,8 +13,8 @@ from typing import Any
 
 from gspo_core.types import Split, WeightsManifest
 from services.event_log import Event
-from services.jobs import DesiredState, JobStatus, StatusReason
-from services.queue_records import DeadLetter, Stage
+from services.jobs import CancelManner, DesiredState, JobStatus, StatusReason
+from services.queue_records import DeadLetter, Snapshot, Stage
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class TwinSegment:
 @dataclass(slots=True)
 class TwinEpisode:
     sequence: int
-    """Of its dispatch."""
+    """Of its dispatch, or of its last interruption."""
     reserve: int
     attempt: int = 0
     token: str = ""
@@ -39,16 +39,22 @@ class TwinEpisode:
     failures: int = 0
     furthest: int = 0
     segments: list[TwinSegment] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+    note: str = ""
 
     @property
     def stored_bytes(self) -> int:
         return sum(len(segment.payload) for segment in self.segments)
 
     @property
+    def snapshot_bytes(self) -> int:
+        return len(self.snapshot.data) if self.snapshot else 0
+
+    @property
     def charged_bytes(self) -> int:
         if self.stage in (Stage.DONE, Stage.DEAD):
             return self.stored_bytes
-        return max(self.reserve, self.stored_bytes)
+        return max(self.reserve, self.stored_bytes + self.snapshot_bytes)
 
 
 @dataclass(slots=True)
@@ -83,6 +89,7 @@ class TwinJob:
     owner: str = ""
     status: JobStatus = JobStatus.QUEUED
     desired_state: DesiredState = DesiredState.RUNNING
+    cancel_manner: CancelManner | None = None
     reason: StatusReason | None = None
     attempt: int = 0
     epoch: int = 0

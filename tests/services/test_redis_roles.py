@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError
 
 from gspo_core.types import Split, WeightFile, WeightsManifest
-from services.bus import Append, Bus
+from services.bus import Append, Bus, Snapshot
 from services.functions import library
 from services.redis_child import RedisChild
 from services.redis_client import connect
@@ -101,6 +101,11 @@ async def work(bus: Bus, store: Store, job: str) -> None:
     first, second = await bus.lease(job, "w", token, 2)
     await bus.append(job, token, [Append(first.key, 0, 0, b"a", False), Append(second.key, 0, 0, b"b", False)])
     await bus.restart(second.key, token, 1)
+    await bus.save_snapshot(first.key, token, Snapshot(0, 1, b"world"))
+    assert await bus.read_snapshot(first.key) is not None
+    await bus.interrupt(job, token, [first.key])
+    assert await bus.num_queued(job) == 1
+    [first] = await bus.lease(job, "w", token, 1)
     await bus.hand_back(job, token, [first.key])
     [first] = await bus.lease(job, "w", token, 1)
     assert await bus.read_episode(first.key) == [b"a"]

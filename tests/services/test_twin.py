@@ -13,7 +13,7 @@ import pytest
 from services.bus import Bus
 from services.store import Claim, Store
 from services.twin import TwinBus, TwinStore, World
-from tests.services import test_bus, test_store_claims, test_store_jobs, test_store_records
+from tests.services import test_bus, test_bus_set_aside, test_store_claims, test_store_jobs, test_store_records
 
 # What a test may ask for that needs no server.
 WITHOUT_SERVER = {"bus", "store", "claim", "monkeypatch", "tmp_path"}
@@ -64,7 +64,7 @@ def _asks_for(test: Callable[..., Any]) -> set[str]:
 
 
 CONTRACT: dict[str, Callable[..., Any]] = {}
-for _module in (test_bus, test_store_claims, test_store_jobs, test_store_records):
+for _module in (test_bus, test_bus_set_aside, test_store_claims, test_store_jobs, test_store_records):
     CONTRACT |= _without_server(_module)
 globals().update(CONTRACT)
 

@@ -1,0 +1,73 @@
+-- Episodes that are set aside: interrupted, cancelled, and the worlds that they are in.
+
+-- worker token, episodes: back into the queue behind everything that waits there now; those that it does not hold are
+-- left alone
+register("interrupt", FREES, function(keys, args)
+  local K = named(BUS_KEYS, keys)
+  local token, count = args[1], 0
+  for position = 2, #args do
+    local episode = args[position]
+    local state = read_packed(K.episodes, episode)
+    if state and token ~= "" and state.token == token and not state.done then
+      redis.call("ZREM", K.held, held_name(token, episode))
+      state.token, state.sequence = "", redis.call("HINCRBY", K.meta, "sequence", 1)
+      write_packed(K.episodes, episode, state)
+      redis.call("ZADD", K.queue, state.sequence, episode)
+      count = count + 1
+    end
+  end
+  forget_idle_holder(K, token)
+  return count
+end)
+
+-- trainer token, group -> how many of its episodes had not ended: they end without an outcome, and the group is ready
+register("cancel", FREES, function(keys, args)
+  local K = named(BUS_KEYS, keys)
+  local token, name, count = args[1], args[2], 0
+  if not owns(K, token) then
+    return refuse("FENCED", "cancelling what is left of group " .. name)
+  end
+  local group = read_packed(K.groups, name)
+  for member = 0, (group and group.size or 0) - 1 do
+    local episode = name .. ":" .. member
+    local state = read_packed(K.episodes, episode)
+    if not state.done then
+      local holder = state.token
+      redis.call("ZREM", K.queue, episode)
+      end_without_outcome(K, episode, state)
+      if holder ~= "" then
+        forget_idle_holder(K, holder)
+      end
+      count = count + 1
+    end
+  end
+  return count
+end)
+
+-- worker token, episode, attempt, number of segments, data: the world as it is after so many segments. An older one is
+-- replaced; a resend changes nothing.
+register("save_snapshot", {}, function(keys, args)
+  local K = named(BUS_KEYS, keys)
+  local token, episode, attempt, segments = args[1], args[2], tonumber(args[3]), tonumber(args[4])
+  local state = read_packed(K.episodes, episode)
+  if not state or token == "" or state.token ~= token or state.done or attempt < state.attempt then
+    return refuse("FENCED", "snapshot of episode " .. episode)
+  end
+  if attempt > state.attempt or segments ~= state.segments then
+    return refuse("GAP", "snapshot of episode " .. episode .. " after segment " .. segments .. " of attempt " .. attempt
+      .. ", the server holds " .. state.segments .. " of attempt " .. state.attempt)
+  end
+  local charged, stored = charge(state), stored_bytes(state)
+  state.snapshot = #args[5]
+  write_packed(K.episodes, episode, state)
+  write_packed(K.snapshots, episode, {attempt = attempt, segments = segments, data = args[5]})
+  account(K, charge(state) - charged, stored_bytes(state) - stored)
+  return 1
+end)
+
+-- episode -> {attempt, number of segments, data}, or nil
+register("read_snapshot", READS, function(keys, args)
+  local K = named(BUS_KEYS, keys)
+  local held = read_packed(K.snapshots, args[1])
+  return held and {held.attempt, held.segments, held.data}
+end)
