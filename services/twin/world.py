@@ -13,7 +13,7 @@ from typing import Any
 
 from gspo_core.types import Split, WeightsManifest
 from services.event_log import Event
-from services.jobs import CancelManner, DesiredState, JobStatus, StatusReason
+from services.jobs import DesiredState, JobStatus, StatusReason
 from services.queue_records import DeadLetter, Snapshot, Stage
 
 
@@ -89,7 +89,6 @@ class TwinJob:
     owner: str = ""
     status: JobStatus = JobStatus.QUEUED
     desired_state: DesiredState = DesiredState.RUNNING
-    cancel_manner: CancelManner | None = None
     reason: StatusReason | None = None
     attempt: int = 0
     epoch: int = 0
