@@ -22,6 +22,7 @@ import msgspec
 
 from gspo_core.types import MAX_LOGPROB
 from services.engine_http import EngineTransport
+from services.token_ids import TokenIds
 
 PauseMode = Literal["abort", "retract", "in_place"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -195,11 +196,10 @@ class EngineClient:
         ``rid`` must be fresh and is 32 hex digits when left out. ``extra_key`` names a space of the prefix cache.
         Cancelling the call aborts the request in the engine.
         """
-        self._check_input(input_ids, max_new_tokens)
         rid = rid or uuid.uuid4().hex
         body = {
             "rid": rid,
-            "input_ids": list(input_ids),
+            "input_ids": self._checked_input(input_ids, max_new_tokens),
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": False,
@@ -218,10 +218,9 @@ class EngineClient:
 
     async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
         """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
-        self._check_input(input_ids, 1)
         body = {
             "rid": uuid.uuid4().hex,
-            "input_ids": list(input_ids),
+            "input_ids": self._checked_input(input_ids, 1),
             "return_logprob": True,
             "logprob_start_len": 0,
             "stream": False,
@@ -358,16 +357,16 @@ class EngineClient:
         except EngineError as error:
             raise EngineDirty(f"{self.url}: new weights behind an old cache or label: {error}") from error
 
-    def _check_input(self, input_ids: Sequence[int], max_new_tokens: int) -> None:
-        """What is refused here would end the process of a real engine."""
+    def _checked_input(self, input_ids: Sequence[int], max_new_tokens: int) -> msgspec.Raw:
+        """The JSON of the ids. What is refused here would end the process of a real engine."""
         if not input_ids:
             raise ValueError("a request needs at least one input id")
-        if not all(isinstance(token_id, int) for token_id in input_ids):
-            raise ValueError("input_ids is a flat list of ints")
-        if min(input_ids) < 0 or (self._vocab_size is not None and max(input_ids) >= self._vocab_size):
-            raise ValueError(f"input ids lie in [0, {self._vocab_size}), not {min(input_ids)}..{max(input_ids)}")
+        ids = input_ids if isinstance(input_ids, TokenIds) else TokenIds(input_ids)
+        if self._vocab_size is not None and ids.largest >= self._vocab_size:
+            raise ValueError(f"input ids lie in [0, {self._vocab_size}), as {ids.largest} does not")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is at least 1, not {max_new_tokens}")
+        return msgspec.Raw(ids.to_json())
 
     def _read_generation(self, content: bytes, rid: str, max_new_tokens: int) -> Generation:
         try:

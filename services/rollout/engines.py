@@ -252,7 +252,7 @@ class JobEngines:
 
     async def sample(
         self,
-        input_ids: list[int],
+        input_ids: Sequence[int],
         *,
         max_new_tokens: int,
         temperature: float,

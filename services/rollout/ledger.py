@@ -7,6 +7,7 @@ The ledger cuts itself into segments, one per (turn, version); it knows neither 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,11 @@ import numpy as np
 
 from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment
 from services.rollout.policy import Sampled, VersionSpan
+from services.token_ids import TokenIds
+
+
+def _packed(ids: Sequence[int] = ()) -> array[int]:
+    return array("i", ids)
 
 
 class LedgerConflict(Exception):
@@ -24,9 +30,9 @@ class LedgerConflict(Exception):
 class Turn:
     """The tokens of one assistant turn."""
 
-    observed: list[int] = field(default_factory=list)
+    observed: array[int] = field(default_factory=_packed)
     """Read before it: the first prompt, or the bridge from the turn before."""
-    sampled: list[int] = field(default_factory=list)
+    sampled: array[int] = field(default_factory=_packed)
 
 
 class Ledger:
@@ -43,10 +49,11 @@ class Ledger:
         """The versions that sampled at least one token."""
         self.last_engine = ""
         self._branch = 0
-        self._token_ids: list[int] = []
+        self._token_ids = TokenIds()
         self._num_sealed = 0
         """Tokens of the branch that a segment holds; observed tokens wait for the segment that answers them."""
-        self._last_prompt: list[int] = []
+        self._last_prompt = (0, 0)
+        """Its length and digest."""
         self._last_version: int | None = None
 
     @property
@@ -60,29 +67,30 @@ class Ledger:
         return len(self._token_ids)
 
     @property
-    def context(self) -> list[int]:
+    def context(self) -> Sequence[int]:
         """What the open turn answers: all ids of the branch before its sampled ones."""
-        return self._token_ids[: len(self._token_ids) - len(self.turns[-1].sampled)]
+        return self._token_ids.head(len(self._token_ids) - len(self.turns[-1].sampled))
 
-    def prompt(self) -> list[int]:
-        """All ids so far. The caller may keep the list but not change it."""
-        prompt = self._token_ids.copy()
-        if prompt[: len(self._last_prompt)] != self._last_prompt:
+    def prompt(self) -> TokenIds:
+        """All ids so far; it grows with the ledger."""
+        prompt = self._token_ids
+        length, digest = self._last_prompt
+        if prompt.digest(length) != digest:
             raise LedgerConflict(f"{self.key}: the prompt of turn {len(self.turns) - 1} rewrites an earlier one")
-        self._last_prompt = prompt
+        self._last_prompt = (len(prompt), prompt.digest(len(prompt)))
         return prompt
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Opens the next turn with what the policy reads before it."""
         if not token_ids:
             raise LedgerConflict(f"{self.key}: a turn starts with at least one token to read")
-        self.turns.append(Turn(observed=list(token_ids)))
+        self.turns.append(Turn(observed=_packed(token_ids)))
         self._token_ids.extend(token_ids)
 
     def fork(self, token_ids: Sequence[int]) -> None:
         """Opens the next turn on a history that was rendered anew: a new branch, whose tokens are all read."""
         self._branch += 1
-        self._token_ids, self._last_prompt, self._num_sealed = [], [], 0
+        self._token_ids, self._last_prompt, self._num_sealed = TokenIds(), (0, 0), 0
         self.observe(token_ids)
 
     def record(self, sampled: Sampled) -> list[Segment]:

@@ -59,7 +59,7 @@ class Policy(Protocol):
 
     async def sample(
         self,
-        input_ids: list[int],
+        input_ids: Sequence[int],
         *,
         max_new_tokens: int,
         temperature: float,

@@ -95,7 +95,7 @@ class ScriptedPolicy:
 
     async def sample(
         self,
-        input_ids: list[int],
+        input_ids: Sequence[int],
         *,
         max_new_tokens: int,
         temperature: float,
@@ -107,7 +107,7 @@ class ScriptedPolicy:
         answer = self._rest or self.answers.pop(0)
         self._rest = None
         if callable(answer):
-            answer = await answer(input_ids)
+            answer = await answer(list(input_ids))
         answer = answer if isinstance(answer, Sampled) else sampled(answer)
         return self._piece(answer, max_new_tokens)
 

@@ -71,7 +71,7 @@ def test_a_prompt_that_rewrites_the_one_before_is_refused() -> None:
     ledger = Ledger(KEY, 0, 1.0)
     ledger.observe([1, 2, 3])
     ledger.prompt()
-    ledger._token_ids[1] = 7
+    ledger._token_ids._ids[1] = 7
     with pytest.raises(LedgerConflict, match="rewrites"):
         ledger.prompt()
 

@@ -6,7 +6,7 @@ Almost nothing that it samples survives decoding and encoding again, so any re-e
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class RandomPolicy:
         self.said: list[list[int]] = []
         self.prompts: list[list[int]] = []
 
-    async def sample(self, input_ids: list[int], *, stop_token_ids: Collection[int], **_: Any) -> Sampled:
+    async def sample(self, input_ids: Sequence[int], *, stop_token_ids: Collection[int], **_: Any) -> Sampled:
         generator = self._generator
         ordinary = [token for token in range(VOCAB_SIZE) if token not in stop_token_ids]
         ids: list[Any] = generator.choices(ordinary, k=generator.randint(1, 40))
@@ -85,7 +85,7 @@ class RandomPolicy:
             ids[:0] = [self._control[2], *generator.choices(ordinary, k=5), self._control[3]]
         ids.append(next(iter(stop_token_ids)))
         self.said.append(ids)
-        self.prompts.append(input_ids)
+        self.prompts.append(list(input_ids))
         return sampled(ids)
 
 

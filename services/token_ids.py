@@ -1,0 +1,74 @@
+"""Token ids that only grow, with the JSON that engines are sent: a request costs what was added since the last one.
+
+Rule: what goes in is checked once, when it goes in; nothing that is in changes. Four bytes for an id, and its
+digits, where a list of numbers takes forty: a worker holds millions of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import msgspec
+from zlib_ng.zlib_ng import crc32
+
+
+class TokenIds(Sequence[int]):
+    """Equal to every sequence of the same ids."""
+
+    __slots__ = ("_digits", "_ids", "largest")
+
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self._ids = array("i")
+        self._digits = bytearray()
+        self.largest = -1
+        self.extend(ids)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Raises ValueError for what cannot be a token id."""
+        if not len(ids):
+            return
+        try:
+            added = array("i", ids)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"token ids are a flat list of ints: {error}") from error
+        if (smallest := min(added)) < 0:
+            raise ValueError(f"token ids are not negative, as {smallest} is")
+        if self._digits:
+            self._digits += b","
+        self._digits += msgspec.json.encode(added.tolist())[1:-1]
+        self._ids += added
+        self.largest = max(self.largest, *added)
+
+    def to_json(self) -> bytes:
+        return b"[" + self._digits + b"]"
+
+    def digest(self, length: int) -> int:
+        """Of the first ``length`` ids."""
+        return int(crc32(memoryview(self._ids)[:length]))
+
+    def head(self, length: int) -> Sequence[int]:
+        """The first ``length`` ids, packed."""
+        return self._ids[:length]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        return self._ids[place].tolist() if isinstance(place, slice) else self._ids[place]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self[:] == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        return f"TokenIds({self[:]})"
