@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment
 from services.host_process import Cause, Death, HostProcess
+from services.host_remote import RemoteHost, RemoteProcess
 from services.host_server import BootFailed, ForkServer, HostOrder
 from services.host_wire import Description
 from services.telemetry import get_logger
@@ -22,12 +23,17 @@ from services.telemetry import get_logger
 NUM_SPREAD = os.cpu_count() or 1
 BOOT_RETRY_S = (0.0, 0.5, 2.0)
 
+Host = ForkServer | RemoteHost
+Process = HostProcess | RemoteProcess
+Boot = Callable[[HostOrder], Awaitable[Host]]
+"""Starts a host, beside us or in a service."""
+
 
 @dataclass(eq=False)
 class Seat:
     """A session's place in a process."""
 
-    process: HostProcess
+    process: Process
     session: int
     is_alone: bool
     """Nobody else ever sits in this process."""
@@ -36,12 +42,13 @@ class Seat:
 class HostPool:
     """``open`` makes one; ``close`` ends every process of it."""
 
-    def __init__(self, order: HostOrder, server: ForkServer, count: Callable[[str], None]) -> None:
+    def __init__(self, order: HostOrder, server: Host, count: Callable[[str], None], boot: Boot) -> None:
         self._order = order
+        self._boot = boot
         self._server = server
         self._count = count
         self.description: Description = server.description
-        self._processes: list[HostProcess] = []
+        self._processes: list[Process] = []
         self._next_session = 0
         self._limit = server.description.sessions_per_process * server.description.max_processes
         self._surplus = 0
@@ -52,10 +59,12 @@ class HostPool:
         self.num_seated = 0
 
     @classmethod
-    async def open(cls, order: HostOrder, count: Callable[[str], None] = lambda name: None) -> HostPool:
+    async def open(
+        cls, order: HostOrder, count: Callable[[str], None] = lambda name: None, boot: Boot = ForkServer.boot
+    ) -> HostPool:
         """Raises ``InvalidEnvironment`` with what is wrong with the environment."""
         try:
-            return cls(order, await ForkServer.boot(order), count)
+            return cls(order, await boot(order), count, boot)
         except BootFailed as error:
             raise InvalidEnvironment(str(error)) from error
 
@@ -121,7 +130,7 @@ class HostPool:
         else:
             self._free.release()
 
-    def _pick(self) -> HostProcess | None:
+    def _pick(self) -> Process | None:
         """The least busy process with room, unless there are so few that one more should share the work."""
         room = self.description.sessions_per_process
         open_ones = [one for one in self._processes if not one.is_retired and one.num_sessions < room]
@@ -133,7 +142,7 @@ class HostPool:
         best.num_sessions += 1
         return best
 
-    async def _fork(self) -> HostProcess:
+    async def _fork(self) -> Process:
         process = await self._ask_for_process() or await self._ask_for_process()
         if process is None:
             raise EnvironmentFailed("boot", "the host ends as soon as it has started")
@@ -143,7 +152,7 @@ class HostPool:
         self._count("host/forked")
         return process
 
-    async def _ask_for_process(self) -> HostProcess | None:
+    async def _ask_for_process(self) -> Process | None:
         """None where the host ended in this moment."""
         await self._revive()
         try:
@@ -163,13 +172,13 @@ class HostPool:
             self._count("host/rebooted")
             await self._server.close()
             try:
-                self._server = await ForkServer.boot(self._order)
+                self._server = await self._boot(self._order)
             except (BootFailed, InvalidEnvironment) as error:
                 reason = str(error)
         if self._server.is_dead:
             raise EnvironmentFailed("boot", reason)
 
-    def _bury(self, process: HostProcess) -> None:
+    def _bury(self, process: Process) -> None:
         if process in self._processes:
             self._processes.remove(process)
         process.is_retired = True

@@ -17,9 +17,9 @@ from gspo_core.env import AtCapacity, EnvironmentFailed, Message, Observation, P
 from gspo_core.env.contract import PhaseLimits
 from gspo_core.types import Split, StopReason
 from services import host_wire
-from services.host_pool import HostPool, Seat
+from services.host_pool import Boot, HostPool, Seat
 from services.host_process import Cause, Death, Died, Reply
-from services.host_server import HostOrder
+from services.host_server import ForkServer, HostOrder
 
 # How often one session may lose its process through no fault of its own before its episode starts again.
 MAX_LOSSES = 8
@@ -49,9 +49,11 @@ class HostedEnvironment:
         self._count = count
 
     @classmethod
-    async def open(cls, order: HostOrder, count: Callable[[str], None] = lambda name: None) -> HostedEnvironment:
+    async def open(
+        cls, order: HostOrder, count: Callable[[str], None] = lambda name: None, boot: Boot = ForkServer.boot
+    ) -> HostedEnvironment:
         """Raises ``InvalidEnvironment``."""
-        return cls(order, await HostPool.open(order, count), count)
+        return cls(order, await HostPool.open(order, count, boot), count)
 
     async def close(self) -> None:
         await self.pool.close()

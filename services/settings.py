@@ -60,6 +60,24 @@ class Settings(BaseSettings):
     """Whether rollout workers install what an environment's file asks for (``# /// script``), below
     ``GSPO_DATA_DIR/venvs``. Installing runs code from a package index."""
 
+    env_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Services that run environments (``python -m services.host_service``), ``HOST:PORT`` each, separated by commas.
+    Unset: rollout workers run environments in processes beside themselves."""
+
+    env_token: SecretStr | None = None
+    """What rollout workers show to ``GSPO_ENV_HOSTS``."""
+
+    env_token_sha256: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
+    """The SHA-256 of ``GSPO_ENV_TOKEN``, for the service that runs environments: it holds no secret itself."""
+
+    secrets_dir: Path | None = None
+    """A directory of files named like settings in small letters (``gspo_redis_url``), each with one value, such as a
+    mounted secret. The environment wins."""
+
+    health_file: Path | None = None
+    """A file that a rollout worker, a trainer or a service of environments touches while it lives; for
+    ``python -m services.health``."""
+
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Seconds without a beat after which a worker's episodes, or a trainer's job, go to another. Alike everywhere."""
 
@@ -97,6 +115,15 @@ class Settings(BaseSettings):
                 raise ValueError("every engine URL starts with http:// or https://")
         return tuple(url.rstrip("/") for url in value)
 
+    @field_validator("env_hosts")
+    @classmethod
+    def _host_and_port(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for address in value:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError("every address is HOST:PORT")
+        return value
+
     @field_validator("log_level", "log_format", mode="before")
     @classmethod
     def _lower(cls, value: Any) -> Any:
@@ -106,8 +133,11 @@ class Settings(BaseSettings):
 def load_settings() -> Settings:
     """The settings of this process; raises SettingsError."""
     _refuse_misspelt(os.environ)
+    secrets = os.environ.get(f"{PREFIX}SECRETS_DIR")
+    if secrets and not Path(secrets).is_dir():
+        raise SettingsError(f"{PREFIX}SECRETS_DIR: {secrets} is no directory")
     try:
-        return Settings()
+        return Settings(_secrets_dir=secrets or None)
     except ValidationError as error:
         problems = [
             f"{PREFIX}{'.'.join(str(part) for part in problem['loc'][:1]).upper()}: {problem['msg']}"

@@ -13,6 +13,10 @@ from functools import partial
 
 from services.bus import Bus
 from services.engine_client import EngineClient, open_http
+from services.health import Health
+from services.host_local import LocalHosts
+from services.host_pool import Boot
+from services.host_remote import RemoteHosts
 from services.host_venv import Interpreters
 from services.process import run_until_signalled
 from services.redis_server import connect
@@ -38,11 +42,22 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
             bus,
             store,
             lambda url: EngineClient(url, http),
-            partial(load_job, interpreters=Interpreters(settings.data_dir / "venvs", settings.env_install)),
+            partial(load_job, boot=boot_for(settings)),
             clock=time.monotonic,
             rng=random.Random(),
         )
-        await worker.run(stop)
+        async with Health(settings.health_file, stop) as health:
+            health.is_ready = True
+            await worker.run(stop)
+
+
+def boot_for(settings: Settings) -> Boot:
+    """Where environments run: in services elsewhere, or beside this process."""
+    if not settings.env_hosts:
+        return LocalHosts(Interpreters(settings.data_dir / "venvs", settings.env_install)).boot
+    if settings.env_token is None:
+        raise SystemExit("GSPO_ENV_TOKEN is not set: the services in GSPO_ENV_HOSTS ask for it")
+    return RemoteHosts(settings.env_hosts, settings.env_token.get_secret_value()).boot
 
 
 def main() -> int:

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.env import InvalidEnvironment
 from gspo_core.spec import EnvironmentSpec, JobSpec
+from services.host_pool import Boot
 from services.host_server import HostOrder
-from services.host_venv import Interpreters
 from services.hosted import HostedEnvironment
 
 
@@ -45,13 +45,13 @@ class LoadedJob:
         await asyncio.gather(*(environment.close() for environment in self.environments))
 
 
-async def load_job(spec_text: str, count: Callable[[str], None], interpreters: Interpreters) -> LoadedJob:
+async def load_job(spec_text: str, count: Callable[[str], None], boot: Boot) -> LoadedJob:
     """Raises ``JobNotServable``. What happens to the hosts later is told to ``count``."""
     spec, codec, context_tokens = await asyncio.to_thread(_load, spec_text)
     environments: list[HostedEnvironment] = []
     try:
         for number, entry in enumerate(spec.environments):
-            environments.append(await _host(entry, count, interpreters))
+            environments.append(await _host(entry, count, boot))
             spec.episode_limits(number, environments[-1].limits)
     except BaseException as error:
         for environment in environments:
@@ -64,11 +64,10 @@ async def load_job(spec_text: str, count: Callable[[str], None], interpreters: I
     return LoadedJob(spec, environments, codec, context_tokens)
 
 
-async def _host(entry: EnvironmentSpec, count: Callable[[str], None], interpreters: Interpreters) -> HostedEnvironment:
+async def _host(entry: EnvironmentSpec, count: Callable[[str], None], boot: Boot) -> HostedEnvironment:
     hosting = entry.host.model_dump(exclude_none=True, exclude={"boot_timeout_s"})
-    python = await interpreters.for_environment(entry.ref)
-    order = HostOrder(entry.ref, entry.config, hosting, python, entry.host.boot_timeout_s)
-    return await HostedEnvironment.open(order, count)
+    order = HostOrder(entry.ref, entry.config, hosting, boot_timeout_s=entry.host.boot_timeout_s)
+    return await HostedEnvironment.open(order, count, boot)
 
 
 def _load(spec_text: str) -> tuple[JobSpec, ChatCodec, int]:

@@ -18,6 +18,7 @@ from services.batch_log import BatchLog
 from services.bus import Bus
 from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, open_http
+from services.health import Health
 from services.process import run_until_signalled
 from services.redis_server import connect, warn_if_weaker
 from services.settings import load_settings
@@ -86,7 +87,9 @@ async def main(stop: asyncio.Event) -> None:
         beating = asyncio.create_task(beats.run(), name="engine beats")
         try:
             worker = TrainerWorker(store, name, make_run, lease_s=settings.lease_s, capabilities=capabilities())
-            await worker.run(stop)
+            async with Health(settings.health_file, stop) as health:
+                health.is_ready = True
+                await worker.run(stop)
         finally:
             beating.cancel()
 

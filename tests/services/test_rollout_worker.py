@@ -32,6 +32,7 @@ from gspo_core.types import EpisodeKey, Split, StopReason, Trajectory, WeightFil
 from services.bus import Bus
 from services.children import die_with_parent
 from services.engine_client import EngineClient, open_http
+from services.host_local import LocalHosts
 from services.host_venv import Interpreters
 from services.redis_server import RedisServer, connect
 from services.rollout.episode import Episode
@@ -187,7 +188,7 @@ class Stage:
             Bus(self._redis, lease_s=LEASE_S),
             self.store,
             lambda url: EngineClient(url, self._http),
-            partial(load_job, interpreters=Interpreters(self.place.world.parent)),
+            partial(load_job, boot=LocalHosts(Interpreters(self.place.world.parent)).boot),
             clock=time.monotonic,
             rng=random.Random(0),
         )

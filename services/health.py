@@ -1,0 +1,93 @@
+"""Whether a process lives, told through a file that its event loop touches; for processes that serve no HTTP.
+
+Rule: living means that the event loop turns, and nothing else: a Redis that is away must not restart a whole fleet.
+``python -m services.health`` is the probe: alive; with ``--ready``, also ready and not about to leave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from services.settings import SettingsError, load_settings
+
+TOUCH_S = 1.0
+# A loop that is busy for so long answers nobody.
+STALE_S = 30.0
+
+
+class Health:
+    """``async with Health(file, stop) as health``; without a file it does nothing."""
+
+    def __init__(self, path: Path | None, stop: asyncio.Event) -> None:
+        self._path = path
+        self._stop = stop
+        self._touching: asyncio.Task[None] | None = None
+        self.is_ready = False
+
+    async def __aenter__(self) -> Self:
+        if self._path is not None:
+            self._touching = asyncio.create_task(self._touch(self._path), name="health")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._touching is not None:
+            self._touching.cancel()
+            await asyncio.wait({self._touching})
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    async def _touch(self, path: Path) -> None:
+        beside = path.with_name(f".{path.name}")
+        while True:
+            beside.write_text(json.dumps({"at": time.time(), "ready": self.is_ready and not self._stop.is_set()}))
+            beside.replace(path)
+            if self._stop.is_set():
+                await asyncio.sleep(TOUCH_S)
+                continue
+            with contextlib.suppress(TimeoutError):  # who is asked to leave says so at once
+                async with asyncio.timeout(TOUCH_S):
+                    await self._stop.wait()
+
+
+def examine(path: Path, *, ready: bool, now: float) -> str | None:
+    """What is wrong, or None."""
+    try:
+        said = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {error}"
+    age_s = now - said["at"]
+    if age_s > STALE_S:
+        return f"the event loop has not turned for {age_s:.0f} s"
+    if ready and not said["ready"]:
+        return "not ready"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.health", description="Is the process beside us alive?")
+    parser.add_argument("--ready", action="store_true", help="also ready, and not about to leave")
+    arguments = parser.parse_args()
+    try:
+        path = load_settings().health_file
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    problem = "GSPO_HEALTH_FILE is not set" if path is None else examine(path, ready=arguments.ready, now=time.time())
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

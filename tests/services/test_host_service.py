@@ -1,0 +1,225 @@
+"""Environments in a service elsewhere: what holds for hosts beside the worker holds there, and the wall stands."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_core.env import EnvironmentFailed, InvalidEnvironment
+from gspo_core.types import StopReason
+from services.host_remote import RemoteHosts
+from services.host_server import HostOrder
+from services.hosted import HostedEnvironment
+from tests.services.test_host import WORLDS, begun, call, gone, said
+
+TOKEN = "a token for the tests"
+DEADLINE_S = 15.0
+
+Open = Callable[..., Awaitable[HostedEnvironment]]
+
+
+class Service:
+    """The real process, on a port of its own; ``start`` again after ``kill`` takes the same port."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.port = 0
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self._directory),
+            "TMPDIR": str(self._directory),
+            "OMP_NUM_THREADS": "1",
+            "GSPO_DATA_DIR": str(self._directory),
+            "GSPO_ENV_TOKEN_SHA256": hashlib.sha256(TOKEN.encode()).hexdigest(),
+            "GSPO_HEALTH_FILE": str(self._directory / "health"),
+            "GSPO_LOG_FORMAT": "json",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        program = [sys.executable, "-m", "services.host_service", "--port", str(self.port)]
+        self.process = subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if "listening" in line:
+                self.port = json.loads(line)["port"]
+                return
+        raise AssertionError("the service ended")
+
+    def end(self, how: signal.Signals) -> int:
+        assert self.process is not None
+        assert self.process.stderr is not None
+        self.process.send_signal(how)
+        status = self.process.wait(DEADLINE_S)
+        self.process.stderr.close()
+        return status
+
+    def hosts(self, token: str = TOKEN) -> RemoteHosts:
+        return RemoteHosts([f"127.0.0.1:{self.port}"], token)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    running = Service(tmp_path_factory.mktemp("service"))
+    running.start()
+    yield running
+    assert running.end(signal.SIGTERM) == 0
+
+
+@pytest.fixture
+def counts() -> Counter[str]:
+    return Counter()
+
+
+@pytest.fixture
+async def host(service: Service, counts: Counter[str]) -> AsyncIterator[Open]:
+    opened: list[HostedEnvironment] = []
+
+    async def start(name: str, on: Service = service, **hosting: Any) -> HostedEnvironment:
+        order = HostOrder(f"{WORLDS}:{name}", {}, hosting, boot_timeout_s=DEADLINE_S)
+        opened.append(await HostedEnvironment.open(order, lambda one: counts.update([one]), on.hosts().boot))
+        return opened[-1]
+
+    yield start
+    pids = [pid for environment in opened for pid in environment.pool.pids]
+    for environment in opened:
+        await environment.close()
+    await gone(*pids)
+
+
+async def test_an_episode_is_played_as_it_would_be_beside_us(host: Open) -> None:
+    environment = await host("Light")
+    session = await begun(environment, 3)
+    assert [said(await session.act(call("add", amount=amount))) for amount in (1, 2)] == ["4", "6"]
+    assert await session.score() == (6.0, {})
+    await session.close()
+    assert session.close_failure is None
+    assert environment.capacity == 256 * 64
+    assert environment.reward_range == (-1.0, 10.0)
+
+
+@pytest.mark.parametrize("world", ["Light", "Shared", "Alone"])
+async def test_who_hangs_pays_and_its_neighbour_goes_on(host: Open, counts: Counter[str], world: str) -> None:
+    environment = await host(world)
+    guilty, neighbour = await begun(environment), await begun(environment, int(world != "Alone"))
+    if world != "Alone":
+        await neighbour.act(call("add", amount=1))
+    observation = await guilty.act(call("block", seconds=60))
+    assert observation.stop_reason is StopReason.TOOL_TIMEOUT
+    if world != "Alone":
+        assert said(await neighbour.act(call("add", amount=1))) == "3"
+    assert counts["host/hung"] >= 1
+    await guilty.close()
+    await neighbour.close()
+
+
+async def test_who_crashes_its_process_pays(host: Open, counts: Counter[str]) -> None:
+    session = await begun(await host("Alone"))
+    observation = await session.act(call("die", how="exit"))
+    assert observation.stop_reason is StopReason.ENV_CRASH
+    assert counts["host/crashed"] == 1
+
+
+async def test_a_service_that_is_killed_costs_no_session(tmp_path: Path, host: Open, counts: Counter[str]) -> None:
+    own = Service(tmp_path)
+    own.start()
+    environment = await host("Light", own)
+    sessions = [await begun(environment, number) for number in range(3)]
+    for session in sessions:
+        await session.act(call("add", amount=1))
+    pids = environment.pool.pids
+    own.end(signal.SIGKILL)
+    await gone(*pids)
+    acting = [asyncio.create_task(session.act(call("add", amount=1))) for session in sessions]
+    await asyncio.sleep(0)
+    own.start()
+    assert [said(await one) for one in acting] == ["2", "3", "4"]
+    assert counts["host/sessions_restored"] == 3
+    for session in sessions:
+        await session.close()
+    await environment.close()
+    own.end(signal.SIGTERM)
+
+
+async def test_what_a_worker_asked_for_ends_with_its_connection(service: Service, host: Open) -> None:
+    environment = await host("Light")
+    session = await begun(environment)
+    (pid,) = environment.pool.pids
+    await environment.close()
+    await gone(pid)
+    with pytest.raises(EnvironmentFailed):
+        await session.act(call("add", amount=1))
+
+
+async def test_without_the_token_nothing_is_loaded(service: Service) -> None:
+    order = HostOrder(f"{WORLDS}:Light", boot_timeout_s=0.5)
+    with pytest.raises(InvalidEnvironment, match="GSPO_ENV_TOKEN"):
+        await HostedEnvironment.open(order, boot=service.hosts("another").boot)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 1 << 31),
+        struct.pack("<I", 5000) + b"x" * 5000,
+        struct.pack("<I", 4) + b"null",
+        struct.pack("<I", 2) + b"{}",
+    ],
+)
+async def test_who_does_not_speak_the_protocol_is_cut_off(service: Service, sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+    writer.write(sent)
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+
+
+async def test_an_environment_that_cannot_be_loaded_is_named(service: Service) -> None:
+    order = HostOrder("environments.calculator:NoSuchClass", boot_timeout_s=DEADLINE_S)
+    with pytest.raises(InvalidEnvironment, match="NoSuchClass"):
+        await HostedEnvironment.open(order, boot=service.hosts().boot)
+
+
+async def test_a_service_that_is_away_is_waited_for_but_not_for_ever(tmp_path: Path) -> None:
+    away = Service(tmp_path)
+    away.port = 9  # nobody listens there
+    begun_at = time.monotonic()
+    with pytest.raises(InvalidEnvironment, match=r"127\.0\.0\.1:9 within 1s"):
+        await HostedEnvironment.open(
+            HostOrder("environments.calculator:Calculator", boot_timeout_s=1.0), boot=away.hosts().boot
+        )
+    assert time.monotonic() - begun_at < DEADLINE_S
+
+
+def test_its_probe_says_whether_it_lives(service: Service, tmp_path: Path) -> None:
+    assert service.process is not None
+    probe = [sys.executable, "-m", "services.health", "--ready"]
+
+    def status(file: Path) -> int:
+        environment = {"PATH": os.environ["PATH"], "GSPO_HEALTH_FILE": str(file)}
+        return subprocess.run(probe, env=environment, capture_output=True, check=False).returncode
+
+    assert status(service._directory / "health") == 0
+    assert status(tmp_path / "none") == 1
+    stale = tmp_path / "stale"
+    stale.write_text(json.dumps({"at": time.time() - 3600, "ready": True}))
+    assert status(stale) == 1
+    stale.write_text(json.dumps({"at": time.time(), "ready": False}))
+    assert status(stale) == 1
