@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field, JsonValue, StringConstraints, model_
 from gspo_core.documented import Documented
 from gspo_core.learner_config import LearnerOptions, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig, config_refusals, config_warnings
+from gspo_core.stop_spec import StopSpec, WatchdogSpec
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -320,6 +321,10 @@ class JobSpec(Documented):
             raise ValueError(refused)
         return self
 
+    stop: StopSpec = Field(default_factory=StopSpec)
+    """What ends the job before its last step."""
+    watchdog: WatchdogSpec = Field(default_factory=WatchdogSpec)
+    """What happens when nothing moves any more."""
     def episode_limits(self, environment: int, author: Mapping[str, Any] | None = None) -> EpisodeLimits:
         """The bounds of an episode of environment number `environment`, whose author asks for `author`."""
         layers = Limits.model_validate(author or {}), self.limits, self.environments[environment].limits

@@ -86,6 +86,34 @@ local function finish(K, now)
   redis.call("HDEL", K.meta, "charged_bytes", "stored_bytes")
 end
 
+-- The last trainers that owned the job, each with what ended it; as many as are worth reading.
+local ATTEMPTS_KEPT = 20
+
+local function attempts_of(K)
+  local text = redis.call("HGET", K.job, "attempts")
+  return text and cjson.decode(text) or {}
+end
+
+local function end_attempt(K, now, code, message)
+  local attempts = attempts_of(K)
+  local last = attempts[#attempts]
+  if last and not last.ended_at then
+    last.ended_at, last.code, last.message = now, code, message
+    last.step = number_of(K.job, "step")
+    redis.call("HSET", K.job, "attempts", cjson.encode(attempts))
+  end
+end
+
+local function begin_attempt(K, now, trainer, attempt, epoch)
+  end_attempt(K, now, "trainer_lost", "its sign of life stood still for a whole lease")
+  local attempts = attempts_of(K)
+  attempts[#attempts + 1] = {attempt = attempt, epoch = epoch, trainer = trainer, began_at = now}
+  if #attempts > ATTEMPTS_KEPT then
+    table.remove(attempts, 1)
+  end
+  redis.call("HSET", K.job, "attempts", cjson.encode(attempts))
+end
+
 local function contains(values, wanted, first)
   for position = first, #values do
     if values[position] == wanted then
@@ -137,34 +165,40 @@ register("set_status", {}, function(keys, args)
   if not contains(args, current, 9) then
     return refuse("FORBIDDEN", current)
   end
+  if code == "" then
+    code, message = args[6], args[7]
+  end
   if terminal then
     finish(K, now)
+    end_attempt(K, now, code ~= "" and code or status, message)
     if token == "" then
       redis.call("HSET", K.trainer, "token", "")
     end
-  end
-  if code == "" then
-    code, message = args[6], args[7]
   end
   enter(K, current, status, now, code, message)
   return 1
 end)
 
--- desired state, now, code and message for a job that is cancelled before any trainer has it, terminal states
+-- desired state, now, code and message for a job that is cancelled before any trainer has it, how it is to be
+-- cancelled ("" for another wish), terminal states
 register("set_desired_state", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
-  local desired, now = args[1], args[2]
-  local current, before = unpack(redis.call("HMGET", K.job, "status", "desired_state"))
+  local desired, now, manner = args[1], args[2], args[5]
+  local current, before, known_manner = unpack(redis.call("HMGET", K.job, "status", "desired_state", "cancel_manner"))
   if not current then
     return refuse("MISSING", "job")
   end
-  if before == desired and (desired == "cancelled" or not contains(args, current, 5)) then
+  local is_over = contains(args, current, 6)
+  if before == desired and (is_over and desired == "cancelled" or not is_over and (known_manner or "") == manner) then
     return 0
   end
-  if before == "cancelled" or contains(args, current, 5) then
+  if is_over or before == "cancelled" and desired ~= "cancelled" then
     return refuse("FORBIDDEN", current)
   end
   redis.call("HSET", K.job, "desired_state", desired)
+  if manner ~= "" then
+    redis.call("HSET", K.job, "cancel_manner", manner)
+  end
   if desired == "cancelled" and current == "queued" then
     finish(K, now)
     enter(K, current, "cancelled", now, args[3], args[4])
@@ -175,9 +209,35 @@ register("set_desired_state", {}, function(keys, args)
   return 1
 end)
 
+-- version of the settings that the caller has seen, all live settings as JSON, what changes as JSON, terminal states
+-- -> the version that holds now; said again it is the same one
+register("change_settings", {}, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local current, held = unpack(redis.call("HMGET", K.job, "status", "settings"))
+  if not current then
+    return refuse("MISSING", "job")
+  end
+  local version = number_of(K.job, "settings_version")
+  if version == tonumber(args[1]) + 1 and held == args[2] then
+    return version
+  end
+  if contains(args, current, 4) then
+    return refuse("FORBIDDEN", current)
+  end
+  if version ~= tonumber(args[1]) then
+    return refuse("CONFLICT", "settings of version " .. version)
+  end
+  redis.call("HSET", K.job, "settings_version", version + 1, "settings", args[2])
+  revise(K)
+  local changes = '{"version":' .. (version + 1) .. ',"changes":' .. args[3] .. '}'
+  emit(K, "", "settings.changed", changes)
+  return version + 1
+end)
+
 -- A job that killed its trainers again and again without a new step ends with that as the cause.
 local function give_up(K, status, now, attempts)
   finish(K, now)
+  end_attempt(K, now, "trainer_lost", "its sign of life stood still for a whole lease")
   redis.call("HSET", K.trainer, "token", "")
   enter(K, status, "failed", now, "max_attempts_exceeded",
     attempts .. " trainers in a row were lost before they made a new step")
@@ -212,6 +272,7 @@ register("claim", {}, function(keys, args)
   redis.call("HSET", K.trainer, "token", token, "trainer", trainer, "beat", 0)
   local epoch = redis.call("HINCRBY", K.job, "epoch", 1)
   local attempt = redis.call("HINCRBY", K.job, "attempt", 1)
+  begin_attempt(K, now, trainer, attempt, epoch)
   if counts then
     redis.call("HINCRBY", K.job, "barren_attempts", 1)
   end
@@ -245,10 +306,31 @@ register("release", {}, function(keys, args)
   redis.call("HSET", K.trainer, "token", "")
   -- Leaving in an orderly way is no failure.
   redis.call("HSET", K.job, "barren_attempts", 0)
+  end_attempt(K, args[2], "handed_over", "its trainer was asked to stop")
   local status = redis.call("HGET", K.job, "status")
   if contains(args, status, 5) then
     enter(K, status, "queued", args[2], args[3], args[4])
+  else
+    revise(K)
   end
+  return 1
+end)
+
+-- token, now, code and message of the cause: an attempt that its own trainer ends, and that counts like a lost one
+register("end_attempt", {}, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local owner = redis.call("HGET", K.trainer, "token")
+  if not owner or owner == "" then
+    return 0
+  end
+  if owner ~= args[1] then
+    return refuse("FENCED", "end of the attempt")
+  end
+  redis.call("HSET", K.trainer, "token", "")
+  end_attempt(K, args[2], args[3], args[4])
+  set_reason(K, args[3], args[4], args[2])
+  revise(K)
+  emit_status(K, redis.call("HGET", K.job, "status"))
   return 1
 end)
 

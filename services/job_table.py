@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from pydantic import BaseModel
 from services.functions import Functions
 from services.job_directory import AcceptedJob, JobDirectory
 from services.jobs import (
+    Attempt,
+    CancelManner,
     Claim,
     DesiredState,
     IllegalTransition,
@@ -43,6 +45,7 @@ from services.refusals import Conflict, Forbidden, Missing
 _STATUS_FIELDS = (
     *("status", "desired_state", "attempt", "epoch", "created_at", "started_at", "finished_at"),
     *("reason_code", "reason_message", "reason_since"),
+    *("settings_version", "settings", "cancel_manner", "attempts"),
 )
 
 # States in which a trainer that is lost has failed; who is paused or ends was not training.
@@ -191,19 +194,32 @@ class JobTable:
             raise IllegalTransition(job, refusal.detail, status) from None
         return await self._written_down(job)
 
-    async def set_desired_state(self, job: str, desired: DesiredState) -> Job:
+    async def set_desired_state(self, job: str, desired: DesiredState, manner: CancelManner) -> Job:
         at_once = default_reason(JobStatus.CANCELLED)
+        how = manner if desired is DesiredState.CANCELLED else ""
         try:
             await self._functions.call(
                 "set_desired_state",
                 self._keys(job),
-                *(desired, self._time(), at_once.code, at_once.message),
+                *(desired, self._time(), at_once.code, at_once.message, how),
                 *_TERMINAL,
             )
         except Missing:
             raise JobNotFound(job) from None
         except Forbidden as refusal:
             raise IllegalTransition(job, refusal.detail, desired) from None
+        return await self._written_down(job)
+
+    async def change_settings(
+        self, job: str, seen_version: int, values: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> Job:
+        texts = [json.dumps(dict(some), sort_keys=True, allow_nan=False) for some in (values, changes)]
+        try:
+            await self._functions.call("change_settings", self._keys(job), seen_version, *texts, *_TERMINAL)
+        except Missing:
+            raise JobNotFound(job) from None
+        except Forbidden as refusal:
+            raise IllegalTransition(job, refusal.detail, "changed") from None
         return await self._written_down(job)
 
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
@@ -276,6 +292,10 @@ class JobTable:
         )
         await self._written_down(job)
 
+    async def end_attempt(self, job: str, token: str, cause: StatusReason) -> None:
+        await self._functions.call("end_attempt", job_keys(job), token, self._time(), cause.code, cause.message)
+        await self._written_down(job)
+
     async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
         held = int(await self._functions.call("raise_epoch", job_keys(job), token, epoch))
         await self._written_down(job)
@@ -328,4 +348,8 @@ def _job(job: str, fields: dict[bytes, bytes]) -> Job:
         created_at=record["created_at"],
         started_at=record.get("started_at"),
         finished_at=record.get("finished_at"),
+        settings_version=int(record.get("settings_version", 0)),
+        settings=json.loads(record.get("settings", "{}")),
+        cancel_manner=CancelManner(record["cancel_manner"]) if "cancel_manner" in record else None,
+        attempts=tuple(Attempt(**one) for one in json.loads(record.get("attempts", "[]"))),
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -41,6 +42,31 @@ class DesiredState(StrEnum):
     RUNNING = "running"
     PAUSED = "paused"
     CANCELLED = "cancelled"
+
+
+class CancelManner(StrEnum):
+    """How a job is to be cancelled."""
+
+    NOW = "now"
+    NOW_WITH_CHECKPOINT = "now+checkpoint"
+    """After the step that it is in."""
+    DRAIN = "drain"
+    """Nothing new is started; what is under way is played and trained, as far as it fills steps."""
+    DRAIN_WITH_CHECKPOINT = "drain+checkpoint"
+
+    @classmethod
+    def of(cls, *, drain: bool, checkpoint: bool) -> CancelManner:
+        if drain:
+            return cls.DRAIN_WITH_CHECKPOINT if checkpoint else cls.DRAIN
+        return cls.NOW_WITH_CHECKPOINT if checkpoint else cls.NOW
+
+    @property
+    def drains(self) -> bool:
+        return self in (self.DRAIN, self.DRAIN_WITH_CHECKPOINT)
+
+    @property
+    def saves(self) -> bool:
+        return self in (self.NOW_WITH_CHECKPOINT, self.DRAIN_WITH_CHECKPOINT)
 
 
 TRANSITIONS: dict[JobStatus, frozenset[JobStatus]] = {
@@ -121,6 +147,22 @@ class StatusReason:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """One trainer's ownership of a job."""
+
+    attempt: int
+    epoch: int
+    trainer: str
+    began_at: str
+    ended_at: str | None = None
+    code: str | None = None
+    """What ended it: ``trainer_lost``, ``handed_over``, ``no_progress``, or the reason of the job's end."""
+    message: str | None = None
+    step: int | None = None
+    """Where the job was then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     id: str
     spec: str
@@ -138,6 +180,14 @@ class Job:
     finished_at: str | None
     owner: str = ""
     """Who submitted it; empty where nobody had to say."""
+    settings_version: int = 0
+    """How often its live settings were changed."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What is said of it in place of its specification, by key: ``{"optimizer.lr": 1e-6}``."""
+    cancel_manner: CancelManner | None = None
+    """Where it was asked to be cancelled."""
+    attempts: tuple[Attempt, ...] = ()
+    """The last trainers that owned it, each with what ended it."""
 
     @property
     def spec_data(self) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from services.functions import Functions
 from services.job_directory import JobDirectory
 from services.job_table import JobTable
 from services.jobs import (
+    Attempt,
+    CancelManner,
     Claim,
     DesiredState,
     IllegalTransition,
@@ -45,6 +47,8 @@ from services.refusals import Conflict, Fenced, Missing
 from services.versions import Version, VersionTable
 
 __all__ = [
+    "Attempt",
+    "CancelManner",
     "Claim",
     "Conflict",
     "DesiredState",
@@ -141,13 +145,24 @@ class Store:
         """
         return await self._jobs.set_status(job, JobStatus(status), token, reason)
 
-    async def set_desired_state(self, job: str, desired: DesiredState | str) -> Job:
+    async def set_desired_state(
+        self, job: str, desired: DesiredState | str, manner: CancelManner = CancelManner.NOW
+    ) -> Job:
         """Say what the user wants; the owner brings it about. A queued job is cancelled at once.
 
-        What holds already is no error; a cancelled wish cannot be taken back and a job that is over has no other wish
-        (IllegalTransition). Raises JobNotFound.
+        What holds already is no error; a cancelled wish cannot be taken back, only its ``manner`` can change, and a job
+        that is over has no other wish (IllegalTransition). Raises JobNotFound.
         """
-        return await self._jobs.set_desired_state(job, DesiredState(desired))
+        return await self._jobs.set_desired_state(job, DesiredState(desired), manner)
+
+    async def change_settings(
+        self, job: str, seen_version: int, values: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> Job:
+        """Say what holds of a job in place of its specification: all of it, and what of it is new, for the event.
+
+        Raises JobNotFound, IllegalTransition (the job is over) and Conflict, if ``seen_version`` is not the newest.
+        """
+        return await self._jobs.change_settings(job, seen_version, values, changes)
 
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
         """Raises Fenced."""
@@ -170,6 +185,10 @@ class Store:
     async def release_job(self, job: str, token: str) -> None:
         """Give the job up in an orderly way: another trainer may claim it at once. Raises Fenced."""
         await self._jobs.release(job, token)
+
+    async def end_attempt(self, job: str, token: str, cause: StatusReason) -> None:
+        """Give the job up because this attempt failed: it counts, and its cause is listed. Raises Fenced."""
+        await self._jobs.end_attempt(job, token, cause)
 
     async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
         """Never lower than ``epoch`` (the highest on disk plus one) from now on; returns the epoch that holds."""

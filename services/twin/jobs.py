@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +18,8 @@ from pydantic import BaseModel
 
 from services.jobs import (
     TRANSITIONS,
+    Attempt,
+    CancelManner,
     Claim,
     DesiredState,
     IllegalTransition,
@@ -32,12 +34,14 @@ from services.jobs import (
 )
 from services.keys import check_job_id
 from services.leases import BeatWatch
-from services.refusals import Fenced
+from services.refusals import Conflict, Fenced
 from services.twin.events import add_event
 from services.twin.world import TwinJob, World
 
 # In these an attempt says nothing about the job: its trainer was not meant to make a step.
 _NOT_COUNTING = (JobStatus.PAUSED, JobStatus.CANCELLING)
+ATTEMPTS_KEPT = 20
+_LOST = StatusReason("trainer_lost", "its sign of life stood still for a whole lease")
 
 
 class TwinJobs:
@@ -100,6 +104,10 @@ class TwinJobs:
             created_at=found.created_at,
             started_at=found.started_at,
             finished_at=found.finished_at,
+            settings_version=found.settings_version,
+            settings=json.loads(found.settings),
+            cancel_manner=found.cancel_manner,
+            attempts=tuple(found.attempts),
         )
         return replace(record, owner=found.owner) if found.owner else record
 
@@ -135,26 +143,48 @@ class TwinJobs:
             return await self.get_job(job)
         if target not in TRANSITIONS[found.status]:
             raise IllegalTransition(job, found.status, target)
+        why = reason if reason is not None and reason.code else default_reason(target)
         if target.is_terminal:
             self._finish(job, found)
+            self._end_attempt(found, StatusReason(why.code or str(target), why.message))
             if not token:
                 found.trainer = ""
-        await self._enter(found, target, reason if reason is not None and reason.code else default_reason(target))
+        await self._enter(found, target, why)
         return await self.get_job(job)
 
-    async def set_desired_state(self, job: str, desired: DesiredState | str) -> Job:
+    async def set_desired_state(
+        self, job: str, desired: DesiredState | str, manner: CancelManner = CancelManner.NOW
+    ) -> Job:
         found, wanted = self._find(job), DesiredState(desired)
-        is_over = found.status.is_terminal
-        if found.desired_state is wanted and (wanted is DesiredState.CANCELLED or not is_over):
+        is_over, cancels = found.status.is_terminal, wanted is DesiredState.CANCELLED
+        is_new_manner = cancels and found.cancel_manner is not manner
+        if found.desired_state is wanted and (cancels if is_over else not is_new_manner):
             return await self.get_job(job)
-        if found.desired_state is DesiredState.CANCELLED or is_over:
+        if is_over or (found.desired_state is DesiredState.CANCELLED and not cancels):
             raise IllegalTransition(job, found.status, wanted)
         found.desired_state = wanted
+        if cancels:
+            found.cancel_manner = manner
         if wanted is DesiredState.CANCELLED and found.status is JobStatus.QUEUED:
             self._finish(job, found)
             await self._enter(found, JobStatus.CANCELLED, default_reason(JobStatus.CANCELLED))
         else:
             await self._tell(found, found.status)
+        return await self.get_job(job)
+
+    async def change_settings(
+        self, job: str, seen_version: int, values: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> Job:
+        found, text = self._find(job), json.dumps(dict(values), sort_keys=True, allow_nan=False)
+        if (found.settings_version, found.settings) == (seen_version + 1, text):
+            return await self.get_job(job)
+        if found.status.is_terminal:
+            raise IllegalTransition(job, found.status, "changed")
+        if found.settings_version != seen_version:
+            raise Conflict(f"settings of version {found.settings_version}")
+        found.settings_version, found.settings = seen_version + 1, text
+        told = {"version": found.settings_version, "changes": dict(changes)}
+        await add_event(self._world, found, "settings.changed", told, self._now())
         return await self.get_job(job)
 
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
@@ -175,6 +205,8 @@ class TwinJobs:
                 continue
             job.trainer, job.beat = uuid4().hex, 0
             job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
+            self._end_attempt(job, _LOST)
+            job.attempts = [*job.attempts, Attempt(job.attempt, job.epoch, trainer, self._time())][-ATTEMPTS_KEPT:]
             job.barren_attempts += job.status not in _NOT_COUNTING
             self._watch.forget(name)
             if JobStatus.STARTING in TRANSITIONS[job.status]:
@@ -191,6 +223,7 @@ class TwinJobs:
         if job.status in _NOT_COUNTING or job.barren_attempts < self._max_attempts:
             return False
         self._finish(name, job)
+        self._end_attempt(job, _LOST)
         job.trainer = ""
         message = f"{self._max_attempts} trainers in a row were lost before they made a new step"
         await self._enter(job, JobStatus.FAILED, StatusReason("max_attempts_exceeded", message))
@@ -205,8 +238,25 @@ class TwinJobs:
             return
         self._owned(job, token, "release of the job")
         found.trainer, found.barren_attempts = "", 0
+        self._end_attempt(found, StatusReason("handed_over", "its trainer was asked to stop"))
         if JobStatus.QUEUED in TRANSITIONS[found.status]:
             await self._enter(found, JobStatus.QUEUED, default_reason(JobStatus.QUEUED))
+
+    async def end_attempt(self, job: str, token: str, cause: StatusReason) -> None:
+        found = self._world.jobs.get(job)
+        if found is None or not found.trainer:
+            return
+        self._owned(job, token, "end of the attempt")
+        found.trainer = ""
+        self._end_attempt(found, cause)
+        self._explain(found, cause)
+        await self._tell(found, found.status)
+
+    def _end_attempt(self, job: TwinJob, cause: StatusReason) -> None:
+        if job.attempts and job.attempts[-1].ended_at is None:
+            job.attempts[-1] = replace(
+                job.attempts[-1], ended_at=self._time(), code=cause.code, message=cause.message, step=job.step
+            )
 
     async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
         found = self._owned(job, token, f"epoch {epoch}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from gspo_core.types import Split, WeightsManifest
 from services.event_log import Event
-from services.jobs import DesiredState, JobStatus, StatusReason
+from services.jobs import Attempt, CancelManner, DesiredState, JobStatus, StatusReason
 from services.queue_records import DeadLetter, Snapshot, Stage
 
 
@@ -89,6 +89,10 @@ class TwinJob:
     owner: str = ""
     status: JobStatus = JobStatus.QUEUED
     desired_state: DesiredState = DesiredState.RUNNING
+    cancel_manner: CancelManner | None = None
+    settings_version: int = 0
+    settings: str = "{}"
+    attempts: list[Attempt] = field(default_factory=list)
     reason: StatusReason | None = None
     attempt: int = 0
     epoch: int = 0

@@ -1,0 +1,116 @@
+"""Which settings of a job may change while it runs, and what the job is with such changes.
+
+One rule: a setting is live only if it acts between two steps and on what the trainer alone decides. What other
+processes have read already, what has a shape, and what groups under way were started for is refused with the reason.
+It stores nothing and applies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from gspo_core.problems import Problem, near, problems
+from gspo_core.spec import JobSpec
+
+LIVE_SETTINGS = frozenset(
+    {
+        *("optimizer.lr", "optimizer.min_lr_ratio", "optimizer.max_grad_norm"),
+        *(f"objective.{name}" for name in ("clip_low", "clip_high", "dual_clip", "correction_min", "correction_max")),
+        *(f"objective.{name}" for name in ("k3_gate", "outlier_gate", "geometric_gate", "off_policy_gate")),
+        *(f"objective.{name}" for name in ("gmpo_clip", "dppo_delta", "dppo_cap")),
+        *(f"rollout.{name}" for name in ("max_staleness", "staleness_cap", "on_stale", "stale_wait_s")),
+        *("steps", "checkpoint_every", "evaluation.every"),
+        *("checkpoints.keep", "checkpoints.keep_versions", "checkpoints.keep_batches"),
+        *("stop.reward", "stop.no_progress", "stop.wall_time_s", "watchdog.alarm_s", "watchdog.end_s"),
+    }
+)
+
+_FIXED = "is fixed for the life of a job; submit another one"
+# The longest beginning of a key decides.
+_REASONS: Mapping[str, str] = {
+    "": _FIXED,
+    "groups_per_step": "is what admission counts in, and what is under way was started for it",
+    "rollout": "was read by the rollout workers when they took the job",
+    "sampling": "was read by the rollout workers when they took the job",
+    "limits": "was read by the rollout workers when they took the job",
+    "environments": "was read by the rollout workers when they took the job",
+    "chat": "was read by the rollout workers when they took the job",
+    "optimizer": "is part of the optimizer's state; submit another job",
+    "learner": "decides how the model is loaded; submit another job",
+    "objective": "decides which loss this is; submit another job",
+    "objective.staleness_cap": "is rollout.staleness_cap; say it there",
+    "objective.clip": "is said as objective.clip_low and objective.clip_high",
+    "evaluation": "decides which held-out episodes are compared with each other",
+}
+
+
+class ChangeRefused(ValueError):
+    """The changes cannot be made; ``problems`` says why."""
+
+    def __init__(self, found: list[Problem]) -> None:
+        super().__init__("; ".join(one.message for one in found))
+        self.problems = found
+
+
+def live_values(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes that are written like a part of a job, by their key: ``{"optimizer.lr": 1e-6}``. Raises ChangeRefused."""
+    values = dict(_flat(changes, ""))
+    refused = [problem for key in values if (problem := _problem(key)) is not None]
+    if not values:
+        refused = [Problem("missing_field", (), "nothing is to be changed")]
+    if refused:
+        raise ChangeRefused(refused)
+    return values
+
+
+def tuned(spec: JobSpec, values: Mapping[str, Any]) -> JobSpec:
+    """The job with live settings in place of its own. Raises ChangeRefused for values that it cannot have."""
+    if not values:
+        return spec
+    data = spec.model_dump(mode="json")
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = data
+        for section in sections:
+            if place[section] is None:
+                raise ChangeRefused([Problem("validation_failed", (key,), f"{key}: the job has no {section}")])
+            place = place[section]
+        place[name] = value
+    try:
+        changed = JobSpec.model_validate(data)
+    except ValidationError as error:
+        raise ChangeRefused(problems(error, JobSpec, data)) from error
+    if spec.rollout.max_staleness and not changed.rollout.max_staleness:
+        raise ChangeRefused([_synchronous()])
+    return changed
+
+
+def _flat(changes: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+    for name, value in changes.items():
+        key = f"{before}.{name}" if before else name
+        if isinstance(value, Mapping) and key not in LIVE_SETTINGS:
+            if not value:
+                yield key, value
+            yield from _flat(value, key)
+        else:
+            yield key, value
+
+
+def _problem(key: str) -> Problem | None:
+    if key in LIVE_SETTINGS:
+        return None
+    section = key
+    while section and section not in _REASONS:
+        section = section.rpartition(".")[0]
+    path = tuple(key.split("."))
+    if path[0] not in JobSpec.model_fields:
+        return Problem("unknown_field", path, f"{key} is no setting of a job{near(key, LIVE_SETTINGS)}")
+    return Problem("not_live", path, f"{key} cannot change while the job runs: it {_REASONS[section]}")
+
+
+def _synchronous() -> Problem:
+    message = "rollout.max_staleness: 0 promises that nothing is ever sampled with old weights, and much was already"
+    return Problem("not_live", ("rollout", "max_staleness"), message)

@@ -1,0 +1,70 @@
+"""What of a job may change while it runs, and that nothing else does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gspo_core.live_settings import LIVE_SETTINGS, ChangeRefused, live_values, tuned
+from gspo_core.spec import JobSpec
+
+SPEC = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}], "evaluation": {"every": 5}})
+
+
+def at(spec: JobSpec, key: str) -> Any:
+    value: Any = spec
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def test_every_live_setting_is_one_of_a_job() -> None:
+    for key in LIVE_SETTINGS:
+        at(SPEC, key)
+
+
+def test_changes_are_written_like_a_part_of_a_job_and_nothing_else_changes() -> None:
+    values = live_values({"optimizer": {"lr": 0.5}, "steps": 7, "objective": {"k3_gate": None}})
+    assert values == {"optimizer.lr": 0.5, "steps": 7, "objective.k3_gate": None}
+    changed = tuned(SPEC, values)
+    assert [at(changed, key) for key in values] == [0.5, 7, None]
+    undone = {"optimizer.lr": SPEC.optimizer.lr, "steps": SPEC.steps, "objective.k3_gate": SPEC.objective.k3_gate}
+    assert tuned(changed, undone) == SPEC
+
+
+def test_a_whole_condition_is_one_setting() -> None:
+    values = live_values({"stop": {"reward": {"at_least": 0.9}}})
+    assert tuned(SPEC, values).stop.reward is not None
+    assert tuned(tuned(SPEC, values), live_values({"stop": {"reward": None}})) == SPEC
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "word"),
+    [
+        ({"groups_per_step": 3}, "not_live", "admission"),
+        ({"sampling": {"temperature": 2.0}}, "not_live", "rollout workers"),
+        ({"optimizer": {"betas": [0.9, 0.9]}}, "not_live", "optimizer's state"),
+        ({"objective": {"minibatches": 2}}, "not_live", "which loss"),
+        ({"objective": {"clip": 0.1}}, "not_live", "clip_low"),
+        ({"objective": {"staleness_cap": 3}}, "not_live", "rollout.staleness_cap"),
+        ({"rollout": {"max_staleness": 0}}, "not_live", "old weights"),
+        ({"seed": 3}, "not_live", "submit another"),
+        ({"optimizer": {}}, "not_live", "optimizer"),
+        ({"optimiser": {"lr": 1}}, "unknown_field", "no setting"),
+        ({"optimizer": {"lr": -1}}, "validation_failed", "greater than or equal to 0"),
+        ({"optimizer": {"lr": "NaN"}}, "validation_failed", "finite"),
+        ({"rollout": {"staleness_cap": 1}}, "validation_failed", "max_staleness"),
+        ({}, "missing_field", "nothing"),
+    ],
+)
+def test_all_else_is_refused_with_the_reason(changes: dict[str, Any], code: str, word: str) -> None:
+    with pytest.raises(ChangeRefused) as refused:
+        tuned(SPEC, live_values(changes))
+    (problem,) = refused.value.problems
+    assert (problem.code, word in problem.message) == (code, True), problem
+
+
+def test_a_section_that_a_job_has_not_cannot_be_tuned() -> None:
+    with pytest.raises(ChangeRefused, match="has no evaluation"):
+        tuned(SPEC.model_copy(update={"evaluation": None}), {"evaluation.every": 3})
