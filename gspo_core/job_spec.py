@@ -190,6 +190,9 @@ class RolloutSpec(Documented):
     """What happens to requests in flight when new weights come: `retract` computes their tokens anew under the new
     weights, `in_place` goes on with the keys and values of the old ones, which pauses engines for less time and which
     no version reproduces."""
+    weight_transport: Literal["disk", "group"] = "disk"
+    """How new weights come to engines: `disk` has them read from a volume that trainer and engines share under one
+    path, `group` sends the tensors over the network (gloo, or NCCL from a trainer with a GPU), one engine at a time."""
     max_engine_k3: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.02
     """Largest divergence (k3, per token) between the log-probs of an engine and of the trainer under the same weights.
     Beyond it nothing is trained: an engine with other weights, a wrong template or temperature, or broken numerics."""
@@ -307,10 +310,6 @@ class JobSpec(Documented):
     """What is kept on disk."""
     evaluation: EvaluationSpec | None = None
     """Measure on held-out tasks. Left out: no evaluation."""
-    stop: StopSpec = Field(default_factory=StopSpec)
-    """What ends the job before its last step."""
-    watchdog: WatchdogSpec = Field(default_factory=WatchdogSpec)
-    """What happens when nothing moves any more."""
     resources: ResourceSpec = Field(default_factory=ResourceSpec)
     """What the job needs in order to be placed."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -325,6 +324,10 @@ class JobSpec(Documented):
             raise ValueError(refused)
         return self
 
+    stop: StopSpec = Field(default_factory=StopSpec)
+    """What ends the job before its last step."""
+    watchdog: WatchdogSpec = Field(default_factory=WatchdogSpec)
+    """What happens when nothing moves any more."""
     def episode_limits(self, environment: int, author: Mapping[str, Any] | None = None) -> EpisodeLimits:
         """The bounds of an episode of environment number `environment`, whose author asks for `author`."""
         layers = Limits.model_validate(author or {}), self.limits, self.environments[environment].limits

@@ -37,8 +37,10 @@ from services.engine.protocol import (
     scored,
 )
 from services.engine.scheduler import DuplicateRequest, RequestFailed
+from services.engine.weight_receiver import JoinBody, LeaveBody, Refused, TensorsBody, WeightReceiver
 
 PROTOCOL_VERSION = "0.5.23"
+_NOT_FLUSHED = "Weights were updated, but the cache was not flushed: requests are running on it."
 _encode = msgspec.json.Encoder().encode
 
 
@@ -70,6 +72,11 @@ _ROUTES: dict[tuple[str, ...], dict[str, str]] = {
         "/continue_generation": "resume",
         "/update_weights_from_disk": "update_weights",
         "/update_weight_version": "update_label",
+        "/begin_weight_update": "begin_update",
+        "/end_weight_update": "end_update",
+        "/init_weights_update_group": "join_group",
+        "/update_weights_from_distributed": "receive_weights",
+        "/destroy_weights_update_group": "leave_group",
     },
     ("GET", "POST"): {"/flush_cache": "flush"},
     ("GET",): {
@@ -95,6 +102,7 @@ class _Handlers:
         self._decode = decode
         self._info = info
         self._first_model_dir = str(engine.model_dir)
+        self._receiver = WeightReceiver(engine)
 
     async def generate(self, http: HttpRequest) -> Response:
         content = await http.body()
@@ -150,7 +158,7 @@ class _Handlers:
             # SGLang's own words for a failure before any weight was touched; clients tell by them.
             return _updated(False, f"Failed to get weights iterator: {error}")
         except CacheNotFlushed:
-            return _updated(False, "Weights were updated, but the cache was not flushed: requests are running on it.")
+            return _updated(False, _NOT_FLUSHED)
         suffix = "" if body.weight_version is None else f" Weight version updated to {body.weight_version}."
         return _updated(True, f"Succeeded to update model weights.{suffix}")
 
@@ -161,6 +169,27 @@ class _Handlers:
         self._engine.relabel(body.new_version)
         message = f"Weight version updated to {body.new_version}"
         return _json({"success": True, "message": message, "new_version": body.new_version})
+
+    async def begin_update(self, _http: HttpRequest) -> Response:
+        return _succeeded(self._receiver.begin, "Success")
+
+    async def end_update(self, _http: HttpRequest) -> Response:
+        return _succeeded(self._receiver.end, "Success")
+
+    async def join_group(self, http: HttpRequest) -> Response:
+        body = read_body(await http.body(), JoinBody)
+        return await _unless_refused(http, self._receiver.join(body), "Succeeded to initialize custom process group.")
+
+    async def receive_weights(self, http: HttpRequest) -> Response:
+        body = read_body(await http.body(), TensorsBody)
+        suffix = "" if body.weight_version is None else f" Weight version updated to {body.weight_version}."
+        return await _unless_refused(
+            http, self._receiver.receive(body), f"Succeeded to update parameter online.{suffix}"
+        )
+
+    async def leave_group(self, http: HttpRequest) -> Response:
+        name = read_body(await http.body(), LeaveBody).group_name
+        return _succeeded(lambda: self._receiver.leave(name), "Succeeded to destroy custom process group.")
 
     async def alive(self, _http: HttpRequest) -> Response:
         return Response()
@@ -228,8 +257,31 @@ async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, None
                     await task
 
 
+def _succeeded(act: Callable[[], None], message: str) -> Response:
+    try:
+        act()
+    except Refused as error:
+        return _told(False, str(error))
+    return _told(True, message)
+
+
+async def _unless_refused(http: HttpRequest, work: Coroutine[Any, Any, None], message: str) -> Response:
+    """A caller that has gone gives up what it asked for."""
+    try:
+        is_done = await _unless_disconnected(http, work)
+    except Refused as error:
+        return _told(False, str(error))
+    except CacheNotFlushed:
+        return _told(False, _NOT_FLUSHED)
+    return _told(True, message) if is_done else Response(status_code=499)
+
+
 def _json(body: object, status: int = 200) -> Response:
     return Response(_encode(body), status, media_type="application/json")
+
+
+def _told(success: bool, message: str) -> Response:
+    return _json({"success": success, "message": message}, 200 if success else 400)
 
 
 def _updated(success: bool, message: str) -> Response:

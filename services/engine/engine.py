@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from services.engine.checkpoint import CheckpointRejected, read_checkpoint
 from services.engine.model import Decoder
@@ -33,6 +35,8 @@ class Engine:
         """Where the weights come from that ``label`` names."""
         self.label = scheduler.label
         """What callers are told; differs from the scheduler's only after ``CacheNotFlushed``."""
+        self.num_loads = 0
+        """How often the weights were replaced."""
         self._wake = asyncio.Event()
         self._update = asyncio.Lock()
 
@@ -85,16 +89,31 @@ class Engine:
         async with self._update:
             shapes = {name: tensor.shape for name, tensor in self.decoder.parameters.items()}
             tensors = await asyncio.to_thread(read_checkpoint, directory, shapes, self.decoder.tied)
-            try:
-                self.scheduler.admitting = False
-                await self._until(lambda: not self.scheduler.running or self.scheduler.paused is not None, None)
-                self.scheduler.load_weights(tensors, self.scheduler.label if label is None else label)
-            finally:
-                self.scheduler.admitting = True
-                self._wake.set()
-            if flush_cache and not self.scheduler.flush():
-                raise CacheNotFlushed
-            self.label, self.model_dir = self.scheduler.label, directory
+            await self._switch(tensors, self.scheduler.label if label is None else label, flush_cache)
+            self.model_dir = directory
+
+    async def take_weights(
+        self, tensors: Mapping[str, Tensor], label: str, *, flush_cache: bool, unless_after: int
+    ) -> bool:
+        """Replaces these tensors, which fit. False, and nothing, when it is not ``num_loads == unless_after``."""
+        async with self._update:
+            if self.num_loads != unless_after:
+                return False
+            await self._switch(tensors, label, flush_cache)
+            return True
+
+    async def _switch(self, tensors: Mapping[str, Tensor], label: str, flush_cache: bool) -> None:
+        try:
+            self.scheduler.admitting = False
+            await self._until(lambda: not self.scheduler.running or self.scheduler.paused is not None, None)
+            self.scheduler.load_weights(tensors, label)
+            self.num_loads += 1
+        finally:
+            self.scheduler.admitting = True
+            self._wake.set()
+        if flush_cache and not self.scheduler.flush():
+            raise CacheNotFlushed
+        self.label = self.scheduler.label
 
     def relabel(self, label: str) -> None:
         self.scheduler.relabel(label)

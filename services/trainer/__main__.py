@@ -29,6 +29,7 @@ from services.trainer.engines import Engines
 from services.trainer.intake import Intake
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
+from services.trainer.weight_transport import FromDisk, ThroughGroup, WeightTransport
 from services.trainer.worker import TrainerWorker
 from services.weights import WeightStore
 
@@ -65,6 +66,7 @@ async def main(stop: asyncio.Event) -> None:
                 lambda url: EngineClient(url, http),
                 num_wanted=spec.resources.num_engines,
                 sync=spec.rollout.weight_sync,
+                transport=make_transport(spec),
                 lease_s=settings.lease_s,
             )
             intake = Intake(bus, claim.job_id)
@@ -114,6 +116,10 @@ def make_learner(spec: JobSpec) -> Learner:
         seed=spec.seed,
         device=device_for(spec),
     )
+
+
+def make_transport(spec: JobSpec) -> WeightTransport:
+    return ThroughGroup(device=device_for(spec)) if spec.rollout.weight_transport == "group" else FromDisk()
 
 
 def device_for(spec: JobSpec) -> str:

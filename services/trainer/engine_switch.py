@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 
 from services.engine_client import EngineClient, EngineDirty, EngineError, EngineRejected, EngineUnavailable, PauseMode
 from services.telemetry import get_logger
+from services.trainer.weight_transport import WeightTransport
 
 T = TypeVar("T")
 WeightSync = Literal["retract", "in_place"]
@@ -85,7 +86,14 @@ class BoundEngine:
         self.state, self.reason, self.label = state, reason, ""
 
 
-async def switch(engine: BoundEngine, path: Path, label: str, sync: WeightSync, deadlines: Deadlines) -> bool:
+async def switch(
+    engine: BoundEngine,
+    path: Path,
+    label: str,
+    sync: WeightSync,
+    deadlines: Deadlines,
+    transport: WeightTransport,
+) -> bool:
     """Whether the engine holds ``label`` now and is READY. The path and the label are of one staged version."""
     before = engine.label
     try:
@@ -95,7 +103,8 @@ async def switch(engine: BoundEngine, path: Path, label: str, sync: WeightSync, 
         held = await _held_tokens(engine, deadlines)
         await _within(deadlines.pause_s, engine.client.pause(mode), "pause")
         engine.state = EngineState.LOADING
-        await _load(engine, path, label, flush=mode != "in_place", deadlines=deadlines)
+        load = transport.load(engine.client, path, label, flush=mode != "in_place", timeout_s=deadlines.load_s)
+        await _within(deadlines.load_s, load, "load")
         engine.state = EngineState.RESUMING
         await _within(deadlines.answer_s, engine.client.resume(), "resume")
     except EngineRejected as refusal:
@@ -137,11 +146,6 @@ async def _mode(engine: BoundEngine, label: str, sync: WeightSync, deadlines: De
     held = str((await _within(deadlines.answer_s, engine.client.model_info(), "model_info")).get("weight_version"))
     is_ours = held.partition("/")[0] == label.partition("/")[0]
     return "retract" if is_ours and sync == "retract" else "abort"
-
-
-async def _load(engine: BoundEngine, path: Path, label: str, *, flush: bool, deadlines: Deadlines) -> None:
-    load = engine.client.load_weights(path, label, flush_cache=flush, timeout_s=deadlines.load_s)
-    await _within(deadlines.load_s, load, "load")
 
 
 async def _go_on(engine: BoundEngine, before: str, reason: str, deadlines: Deadlines) -> bool:

@@ -3,7 +3,8 @@
 Rule: a job holds an engine by a binding that is fenced by its claim; what it says of an engine it says under that
 binding, and other processes route by it. It takes every engine that is free and fits its model, and gives back what
 another job lacks. A version is staged (checked on disk, beside the running engines) before any engine is paused for it,
-and at most half of the engines are paused at a time. How one engine is switched is the business of `engine_switch`.
+and at most half of the engines are paused at a time. How one engine is switched is the business of `engine_switch`, how
+the tensors come to it that of `weight_transport`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from services.trainer.engine_switch import BoundEngine, Deadlines, EngineState, 
 from services.trainer.needs import Needs
 from services.trainer.race import first_to_end
 from services.trainer.staging import Staging
+from services.trainer.weight_transport import FromDisk, WeightTransport
 from services.weights import WeightStore
 
 RETRY_S = 1.0
@@ -57,6 +59,7 @@ class Engines:
         *,
         num_wanted: int = 1,
         sync: WeightSync = "retract",
+        transport: WeightTransport | None = None,
         deadlines: Deadlines | None = None,
         lease_s: float = 30.0,
     ) -> None:
@@ -69,6 +72,7 @@ class Engines:
         self._connect = connect
         self._num_wanted = num_wanted
         self._sync = sync
+        self._transport = transport or FromDisk()
         self._deadlines = deadlines or Deadlines()
         self._presence = BeatWatch(lease_s, time.monotonic)
         self._needs = Needs(store, job, num_wanted)
@@ -153,7 +157,8 @@ class Engines:
         while True:
             target = await self._next_target()
             path = await self._staging.stage(target)
-            slots = asyncio.Semaphore(max(1, math.ceil(len(self._bound) / 2)))
+            half = max(1, math.ceil(len(self._bound) / 2))
+            slots = asyncio.Semaphore(min(half, self._transport.max_engines_at_once or half))
             behind = self._outdated(target)
             done = await asyncio.gather(*(self._switch(engine, target, path, slots) for engine in behind))
             async with self._changed:
@@ -169,7 +174,9 @@ class Engines:
     async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
         async with slots:
             await self._tell(engine, switching=True)
-            done = await switch(engine, path, target.label, self._sync, self._deadlines)
+            if not engine.label:  # new here, or not what it was: a group that it was in is none any more
+                await self._transport.forget(engine.client)
+            done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
         if engine.state is EngineState.GONE:
             await self._give_back(engine.url)
         else:
@@ -258,7 +265,8 @@ class Engines:
             return f"it fails the self-test: {error}"
 
     async def _give_back(self, url: str) -> None:
-        self._bound.pop(url, None)
+        if engine := self._bound.pop(url, None):
+            await self._transport.forget(engine.client)
         self._told.pop(url, None)
         await self._store.unbind_engine(self._job, self._token, url)
 

@@ -1,0 +1,93 @@
+"""A group of torch processes that meet at an address, beside the default group: what weights travel through.
+
+Rule: what blocks here (meeting, sending, receiving) does so in a thread that keeps no process alive, for a group whose
+other end hangs would else decide when this one ends. gloo joins CPUs, NCCL joins GPUs. No files, no pickles. Which
+tensors are sent, and what becomes of an engine when that fails, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.rendezvous import rendezvous
+
+T = TypeVar("T")
+
+
+class ProcessGroup:
+    """Made by ``join``. Errors of torch are RuntimeErrors."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @classmethod
+    async def join(
+        cls, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> ProcessGroup:
+        """Returns when all have met. Rank 0 listens at ``host``, ``port``; ``timeout_s`` holds for each tensor too."""
+        return cls(await in_own_thread(lambda: _join(host, port, rank, world_size, name, backend, timeout_s)))
+
+    async def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0 sends; the others receive into tensors of the same shapes and types, in the same order."""
+        await in_own_thread(lambda: self._broadcast(tensors))
+
+    def close(self) -> None:
+        """Returns at once; what still waits for the other end is left to its timeout."""
+        threading.Thread(target=dist.destroy_process_group, args=(self._group,), daemon=True).start()
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0, group=self._group)
+
+
+async def in_own_thread(work: Callable[[], T]) -> T:
+    """The result of ``work``. Cancelled, nobody waits for the thread any more, the end of the process included."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # raised where the result is awaited
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+def _join(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Any:
+    """Torch makes a group beside the default one by a function that it keeps to itself."""
+    timeout = timedelta(seconds=timeout_s)
+    address = f"[{host}]" if ":" in host else host
+    store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        dist.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=GroupName(name),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {index: index for index in range(size)}
+    return group
