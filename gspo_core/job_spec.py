@@ -310,6 +310,10 @@ class JobSpec(Documented):
     """What is kept on disk."""
     evaluation: EvaluationSpec | None = None
     """Measure on held-out tasks. Left out: no evaluation."""
+    stop: StopSpec = Field(default_factory=StopSpec)
+    """What ends the job before its last step."""
+    watchdog: WatchdogSpec = Field(default_factory=WatchdogSpec)
+    """What happens when nothing moves any more."""
     resources: ResourceSpec = Field(default_factory=ResourceSpec)
     """What the job needs in order to be placed."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -324,10 +328,6 @@ class JobSpec(Documented):
             raise ValueError(refused)
         return self
 
-    stop: StopSpec = Field(default_factory=StopSpec)
-    """What ends the job before its last step."""
-    watchdog: WatchdogSpec = Field(default_factory=WatchdogSpec)
-    """What happens when nothing moves any more."""
     def episode_limits(self, environment: int, author: Mapping[str, Any] | None = None) -> EpisodeLimits:
         """The bounds of an episode of environment number `environment`, whose author asks for `author`."""
         layers = Limits.model_validate(author or {}), self.limits, self.environments[environment].limits
