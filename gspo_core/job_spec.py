@@ -186,6 +186,12 @@ class RolloutSpec(Documented):
     trains the group from k finished members on, `drop` drops the group."""
     chunk_tokens: PositiveInt = 1024
     """Longer turns are sampled in pieces of so many tokens; a killed process loses at most one piece."""
+    lease_tokens: PositiveInt | None = None
+    """While others wait for a place at a rollout worker, an episode samples so many tokens in one go; then it waits
+    behind them and goes on from what is stored. Left out: every episode keeps its place, which costs no token twice and
+    is best while workers have places for all."""
+    lease_s: Seconds | None = None
+    """The same, by time: an episode keeps its place for so long while others wait for one."""
     weight_sync: Literal["retract", "in_place"] = "retract"
     """What happens to requests in flight when new weights come: `retract` computes their tokens anew under the new
     weights, `in_place` goes on with the keys and values of the old ones, which pauses engines for less time and which
@@ -275,6 +281,8 @@ class ResourceSpec(Documented):
     """Kind of device that the trainer runs on."""
     num_engines: PositiveInt = 1
     """Engines that serve the job before it starts."""
+    priority: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+    """Its share of the rollout workers' places, relative to the other jobs that want them."""
 
 
 class JobSpec(Documented):

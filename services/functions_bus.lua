@@ -115,7 +115,7 @@ local function describe(K, episodes)
     if group then
       rows[#rows + 1] = {
         group_name, member, state.attempt, state.segments, group.split, group.task, group.environment, group.size,
-        state.failures
+        state.failures, state.note or ""
       }
     end
   end

@@ -27,6 +27,8 @@ class EpisodeLease:
     group_size: int
     num_failures: int = 0
     """Leases in a row that ended badly without getting further than ever before."""
+    note: str = ""
+    """What was last said of this attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class QueueUsage:
 
 
 def read_lease(job: str, row: Sequence[Any]) -> EpisodeLease:
-    group, member, attempt, num_segments, split, task_index, environment, size, failures = row
+    group, member, attempt, num_segments, split, task_index, environment, size, failures, note = row
     return EpisodeLease(
         EpisodeKey(job, int(group), int(member)),
         attempt=int(attempt),
@@ -139,6 +141,7 @@ def read_lease(job: str, row: Sequence[Any]) -> EpisodeLease:
         environment=int(environment),
         group_size=int(size),
         num_failures=int(failures),
+        note=note.decode(),
     )
 
 

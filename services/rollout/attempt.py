@@ -1,8 +1,9 @@
 """One attempt of an episode, from the first prompt to its outcome: sample, make durable, act, observe, again.
 
 Rule: what was sampled is durable before the environment acts on it, so nothing that had an effect is ever lost.
-An attempt that was begun elsewhere is replayed by the same loop: recorded segments stand in for the engine until they
-are used up, and what the environment says must lead to the recorded tokens. This module never decides to try again.
+An attempt that was begun elsewhere goes on from the world that was kept beside its segments. Without one it is replayed
+by the same loop: recorded segments stand in for the engine until they are used up, and what the environment says must
+lead to the recorded tokens. This module never decides to try again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import TypeVar
 from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Session, ToolSchema
 from gspo_core.messages import ForkReason
 from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
+from services.bus import Snapshot
 from services.rollout.ledger import Ledger, LedgerConflict
-from services.rollout.policy import Drained
+from services.rollout.policy import Drained, Interrupted
 from services.rollout.setting import Order, Setting
+from services.rollout.timings import Timings
+from services.rollout.worlds import World, WorldNotKept
 
 T = TypeVar("T")
 
@@ -37,10 +41,21 @@ an escape. What the turns before it paid does not count."""
 
 
 class Attempt:
-    """Plays ``ledger`` to its outcome; ``record`` holds the durable segments of this attempt, if there are any."""
+    """Plays ``ledger`` to its outcome; ``record`` holds the durable segments of this attempt, if there are any.
+
+    ``world`` is one that stands at ``record``; without it the record is replayed.
+    """
 
     def __init__(
-        self, setting: Setting, order: Order, session: Session, ledger: Ledger, record: Sequence[Segment] = ()
+        self,
+        setting: Setting,
+        order: Order,
+        session: Session,
+        ledger: Ledger,
+        record: Sequence[Segment] = (),
+        *,
+        world: World | None = None,
+        timings: Timings | None = None,
     ) -> None:
         self._setting = setting
         self._order = order
@@ -53,12 +68,18 @@ class Attempt:
         self._num_parse_errors = 0
         self._consecutive_parse_errors = 0
         self._turn_rewards = 0.0
-        self._model_s = 0.0
-        self._env_s = 0.0
+        self._world = world
+        self._num_acted = 0
+        """Turns that the environment was given."""
+        self._kept_turn = -1
+        """The turn before which the world was kept."""
+        self._timings = timings or Timings()
+        self._leased_at = setting.clock()
+        self._num_sampled_here = 0
 
     async def play(self) -> Outcome:
         """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and what storing segments raises."""
-        stop = await self._begin()
+        stop = await (self._begin() if self._world is None else self._go_on(self._world))
         while stop is None:
             stop = await self._sample_turn() or await self._act()
         if self._record:
@@ -76,6 +97,17 @@ class Attempt:
         self._ledger.observe(prompt)
         return None
 
+    async def _go_on(self, world: World) -> None:
+        lease = self._order.lease
+        task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index))
+        await self._in_environment(self._session.restore(task, self._order.seed, world.state))
+        self._messages, self._tools = list(world.messages), world.tools
+        self._num_calls, self._num_parse_errors = world.num_calls, world.num_parse_errors
+        self._consecutive_parse_errors, self._turn_rewards = world.consecutive_parse_errors, world.turn_rewards
+        world.rebuild(self._ledger, self._record)
+        self._record.clear()
+        self._num_acted = self._kept_turn = world.turn
+
     def _render(self) -> list[int]:
         with _wording():
             return self._setting.codec.render(self._messages, self._tools)
@@ -88,19 +120,35 @@ class Attempt:
                 self._ledger.restore(self._record.popleft())
             elif (stop := self._exhausted()) is not None:
                 return stop
+            elif self._has_had_its_share and await self._setting.others_wait():
+                raise Interrupted(str(self._order.key))
             else:
                 await self._sample_chunk()
         return None
 
     def _exhausted(self) -> StopReason | None:
         """Why nothing more may be sampled; this is also where an episode leaves a worker that leaves."""
-        if self._setting.leaving.is_set():
+        if self._setting.leaving.is_set() and self._can_go_on_elsewhere:
             raise Drained(str(self._order.key))
-        if self._model_s + self._env_s > self._order.limits.episode_timeout_s:
+        if self._timings.own_s > self._order.limits.episode_timeout_s:
             return StopReason.EPISODE_TIMEOUT
         if self._ledger.num_tokens >= self._order.max_context_tokens:
             return StopReason.CONTEXT_OVERFLOW
         return StopReason.MAX_TOKENS if self._remaining_tokens() <= 0 else None
+
+    @property
+    def _can_go_on_elsewhere(self) -> bool:
+        """Without acting twice and without sampling anything again."""
+        is_kept = self._kept_turn == len(self._ledger.turns) - 1
+        return self._order.environment.replayable or is_kept or not self._num_acted
+
+    @property
+    def _has_had_its_share(self) -> bool:
+        order, num_sampled = self._order, self._num_sampled_here
+        held_s = self._setting.clock() - self._leased_at
+        by_tokens = order.lease_tokens is not None and num_sampled >= order.lease_tokens
+        by_time = order.lease_s is not None and held_s >= order.lease_s
+        return num_sampled > 0 and (by_tokens or by_time) and self._can_go_on_elsewhere
 
     def _remaining_tokens(self) -> int:
         """What the turn may still sample."""
@@ -119,9 +167,22 @@ class Attempt:
             stop_token_ids=self._setting.codec.stop_ids,
             prefer_engine=self._ledger.last_engine,
         )
-        self._model_s += self._setting.clock() - started - sampled.held_s
-        self._setting.counters.add("tokens/sampled", len(sampled.output_ids))
-        await self._setting.outbox.append(self._ledger.record(sampled))
+        clock, counters, timings = self._setting.clock, self._setting.counters, self._timings
+        counters.add_s("time/engine_s", engine_s := max(0.0, (answered := clock()) - started - sampled.held_s))
+        counters.add_s("time/queue_s", sampled.held_s)
+        timings.engine_s += engine_s
+        timings.queue_s += sampled.held_s
+        counters.add("tokens/sampled", len(sampled.output_ids))
+        self._num_sampled_here += len(sampled.output_ids)
+        await self._setting.outbox.append(self._ledger.record(sampled), self._note())
+        counters.add_s("time/store_s", store_s := clock() - answered)
+        timings.store_s += store_s
+
+    def _note(self) -> str:
+        ledger = self._ledger
+        return self._timings.note(
+            turn=len(ledger.turns) - 1, tool_calls=self._num_calls, tokens_sampled=ledger.num_sampled
+        )
 
     async def _act(self) -> StopReason | None:
         """Gives the finished turn to the environment and reads what it answers."""
@@ -129,13 +190,46 @@ class Attempt:
         stop = self._judge(parsed)
         if stop is not None:
             return stop
+        self._num_acted += 1
         observation = await self._in_environment(self._session.act(parsed))
         self._turn_rewards += observation.reward or 0.0
         if observation.done:
             return observation.stop_reason
         if len(self._ledger.turns) >= self._order.limits.max_turns:
             return StopReason.MAX_TURNS
-        return self._read(observation.messages)
+        stop = self._read(observation.messages)
+        if stop is None and not self._record:
+            await self._keep_world()
+        return stop
+
+    async def _keep_world(self) -> None:
+        """Beside the segments, where the environment offers its state."""
+        if not self._order.environment.has_snapshot:
+            return
+        state = await self._in_environment(self._session.snapshot())
+        if state is None:
+            return
+        setting, ledger, key = self._setting, self._ledger, self._order.key
+        turn = len(ledger.turns) - 1
+        try:
+            data = World(
+                turn=turn,
+                branch=ledger.num_forks,
+                observed=list(ledger.turns[-1].observed),
+                messages=[dict(message) for message in self._messages],
+                tools=[dict(tool) for tool in self._tools],
+                num_calls=self._num_calls,
+                num_parse_errors=self._num_parse_errors,
+                consecutive_parse_errors=self._consecutive_parse_errors,
+                turn_rewards=self._turn_rewards,
+                state=state,
+            ).encode()
+        except WorldNotKept:
+            setting.counters.add("worlds/not_kept")
+            return
+        snapshot = Snapshot(ledger.attempt, ledger.num_segments, data)
+        await setting.patience.keep_trying(setting.records.save_snapshot, key, setting.token, snapshot)
+        self._kept_turn = turn
 
     def _judge(self, parsed: ParsedTurn) -> StopReason | None:
         """What this turn breaks by itself, before anything acts on it: its structure, or a limit."""
@@ -195,8 +289,9 @@ class Attempt:
             "forks": ledger.num_forks,
             "tokens_sampled": ledger.num_sampled,
             "versions": len(ledger.versions),
-            "model_s": self._model_s,
-            "env_s": self._env_s,
+            "model_s": self._timings.engine_s,
+            "env_s": self._timings.env_s,
+            "queue_s": self._timings.queue_s,
         }
 
     async def _in_environment(self, phase: Awaitable[T]) -> T:
@@ -204,7 +299,9 @@ class Attempt:
         try:
             return await phase
         finally:
-            self._env_s += self._setting.clock() - started
+            env_s = self._setting.clock() - started
+            self._timings.env_s += env_s
+            self._setting.counters.add_s("time/env_s", env_s)
 
 
 @contextlib.contextmanager

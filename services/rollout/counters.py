@@ -5,7 +5,7 @@ Rule: counters only rise. They are a record for people and metrics; no decision 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from gspo_core.types import StopReason
@@ -17,9 +17,14 @@ class Counters:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    def add(self, name: str, number: int = 1) -> None:
+    def add(self, name: str, number: int | bool = 1) -> None:
         self._counts[name] += number
+
+    def add_s(self, name: str, seconds: float) -> None:
+        """Time spent on something, over all episodes."""
+        self._seconds[name] += seconds
 
     def episode_finished(self, stop_reason: StopReason, ledger: Ledger) -> None:
         self.add("episodes/finished")
@@ -31,5 +36,6 @@ class Counters:
     def __getitem__(self, name: str) -> int:
         return self._counts[name]
 
-    def snapshot(self) -> Mapping[str, int]:
-        return dict(sorted(self._counts.items()))
+    def snapshot(self) -> Mapping[str, float]:
+        times = {name: round(seconds, 3) for name, seconds in self._seconds.items()}
+        return dict(sorted((self._counts | times).items()))

@@ -1,14 +1,16 @@
 """The life of one episode under this worker: attempts until one has an outcome, and that outcome made durable.
 
 Rule: failure is data. What an environment does wrong costs this episode an attempt and, when they are used up, gives it
-an outcome without reward; it never leaves this module. What does: the worker leaves (``Drained``), the lease is lost
-(``Fenced``), Redis was rolled back (``Gap``), cancellation. How an attempt is played is the business of `attempt`.
+an outcome without reward; it never leaves this module. What does: the worker leaves (``Drained``), others have waited
+long enough (``Interrupted``), the lease is lost (``Fenced``), Redis was rolled back (``Gap``), cancellation. How an
+attempt is played is the business of `attempt`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.env import EnvironmentFailed
@@ -17,12 +19,23 @@ from services.hosted import HostedSession, SessionLost
 from services.refusals import Conflict, Refused
 from services.rollout.attempt import Attempt
 from services.rollout.ledger import Ledger, LedgerConflict
-from services.rollout.policy import Drained
+from services.rollout.policy import Drained, Interrupted
 from services.rollout.setting import Order, Setting
+from services.rollout.timings import Timings
+from services.rollout.worlds import World, num_finished_turns
 from services.telemetry import get_logger
 
 # How often an episode may lose its environment through nobody's fault before that counts as a failure too.
 MAX_UNCHARGED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What an attempt goes on from."""
+
+    record: Sequence[Segment] = ()
+    world: World | None = None
+    note: str = ""
 
 
 class Episode:
@@ -37,40 +50,55 @@ class Episode:
         self._log = get_logger().bind(episode=str(order.key))
 
     async def run(self) -> StopReason:
-        """The stop reason, once the outcome is durable. Raises ``Drained``, ``Fenced`` or ``Gap``."""
-        record = await self._resume() if self._order.lease.num_segments else []
+        """The stop reason, once the outcome is durable. Raises ``Drained``, ``Interrupted``, ``Fenced`` or ``Gap``."""
+        past = await self._resume() if self._order.lease.num_segments else Past()
         while True:
             ledger = Ledger(self._order.key, self._attempt, self._order.temperature)
             try:
-                outcome = await self._play(ledger, record)
+                async with self._order.quarantine.entry(self._setting.leaving):
+                    outcome = await self._play(ledger, past)
                 await self._setting.outbox.append([ledger.close(outcome)])
             except (EnvironmentFailed, LedgerConflict, Conflict, SegmentRejected) as failure:
-                record = await self._restart()
-                if self._is_hopeless(failure):
+                is_charged = self._is_charged(failure, past)
+                past = await self._restart(max(ledger.num_sampled, _num_sampled(past.record)))
+                if is_charged and self._num_failures > self._order.limits.retries:
                     return await self._give_up()
                 await self._setting.patience.pause(self._num_failures)
             else:
                 self._setting.counters.episode_finished(outcome.stop_reason, ledger)
                 return outcome.stop_reason
 
-    def _is_hopeless(self, failure: Exception) -> bool:
+    def _is_charged(self, failure: Exception, past: Past) -> bool:
+        """Whether it uses up one of the episode's retries; then it is counted as such."""
+        phase = failure.phase if isinstance(failure, EnvironmentFailed) else type(failure).__name__
+        is_charged = True
         if isinstance(failure, SessionLost) and self._num_uncharged < MAX_UNCHARGED:
             self._num_uncharged += 1
-        else:
-            self._num_failures += 1
-        phase = failure.phase if isinstance(failure, EnvironmentFailed) else type(failure).__name__
+            is_charged = False
+        elif isinstance(failure, EnvironmentFailed) and self._order.quarantine.is_on:
+            is_charged = False  # it fails for everybody
+        elif isinstance(failure, LedgerConflict) and past.record and not self._order.environment.replayable:
+            is_charged = False  # its first observation need not be the same again
+        self._num_failures += is_charged
         self._setting.counters.add(f"attempts/{phase}_failed")
         self._log.warning("attempt failed", number=self._num_failures, phase=phase, error=str(failure))
-        return self._num_failures > self._order.limits.retries
+        return is_charged
 
-    async def _play(self, ledger: Ledger, record: Sequence[Segment]) -> Outcome:
-        order = self._order
+    async def _play(self, ledger: Ledger, past: Past) -> Outcome:
+        order, setting = self._order, self._setting
+        timings = Timings.from_note(past.note)
         session = order.environment.session(limits=order.limits, episode_id=str(order.key))
         try:
             if isinstance(session, HostedSession):
+                asked = setting.clock()
                 await session.admit()  # waiting for a place is no time of the episode
-            return await Attempt(self._setting, order, session, ledger, record).play()
-        except (Drained, Refused, LedgerConflict, SegmentRejected, EnvironmentFailed, asyncio.CancelledError):
+                setting.counters.add_s("time/queue_s", waited_s := setting.clock() - asked)
+                timings.queue_s += waited_s
+            attempt = Attempt(setting, order, session, ledger, past.record, world=past.world, timings=timings)
+            return await attempt.play()
+        except (Drained, Interrupted, Refused, LedgerConflict, SegmentRejected, EnvironmentFailed):
+            raise
+        except asyncio.CancelledError:
             raise
         except Exception as error:
             # The wall between episodes: a defect that one of them meets must not end the others.
@@ -79,32 +107,44 @@ class Episode:
         finally:
             await session.close()
             if session.close_failure is not None:
-                self._setting.counters.add("env/close_failed")
+                setting.counters.add("env/close_failed")
                 self._log.warning("environment not closed", error=session.close_failure)
 
-    async def _resume(self) -> list[Segment]:
-        """The durable segments of this attempt if they can be gone on from, else none and a new attempt."""
-        payloads = await self._setting.patience.keep_trying(self._setting.records.read_episode, self._order.key)
+    async def _resume(self) -> Past:
+        """What is durable of this attempt if it can be gone on from, else a new attempt."""
+        setting, environment = self._setting, self._order.environment
+        payloads = await setting.patience.keep_trying(setting.records.read_episode, self._order.key)
         try:
             record = [decode(payload) for payload in payloads]
         except SegmentRejected as error:
             self._log.warning("cannot be resumed", error=str(error))
-            record = []
-        num_sampled = sum(segment.num_actions for segment in record)
-        if not self._order.environment.replayable or len(record) < len(payloads):
-            self._setting.counters.add("episodes/restarted")
-            self._setting.counters.add("tokens/thrown_away", num_sampled)
-            return await self._restart()
-        self._setting.counters.add("episodes/resumed")
-        self._setting.counters.add("tokens/resumed", num_sampled)
-        return record
+            return await self._restart(0)
+        stop_ids = setting.codec.stop_ids
+        world = await self._kept_world() if environment.has_snapshot else None
+        if world is not None and not world.stands_at(record, stop_ids):
+            setting.counters.add("worlds/too_old")
+            world = None
+        # Before the environment has acted, its start may be repeated: a new attempt would do nothing else.
+        if world is None and num_finished_turns(record, stop_ids) and not environment.replayable:
+            setting.counters.add("episodes/restarted")
+            return await self._restart(_num_sampled(record))
+        setting.counters.add("episodes/resumed")
+        setting.counters.add("episodes/resumed_from_a_world", world is not None)
+        setting.counters.add("tokens/resumed", _num_sampled(record))
+        return Past(record, world, self._order.lease.note)
 
-    async def _restart(self) -> list[Segment]:
+    async def _kept_world(self) -> World | None:
+        records, key = self._setting.records, self._order.key
+        kept = await self._setting.patience.keep_trying(records.read_snapshot, key)
+        return World.decode(kept.data) if kept is not None and kept.attempt == self._attempt else None
+
+    async def _restart(self, num_sampled: int) -> Past:
+        """A new attempt; ``num_sampled`` tokens of the old one will be sampled again."""
         self._attempt += 1
-        await self._setting.patience.keep_trying(
-            self._setting.records.restart, self._order.key, self._setting.token, self._attempt
-        )
-        return []
+        setting = self._setting
+        setting.counters.add("tokens/thrown_away", num_sampled)
+        await setting.patience.keep_trying(setting.records.restart, self._order.key, setting.token, self._attempt)
+        return Past()
 
     async def _give_up(self) -> StopReason:
         """Ends the episode without reward: it is never trained, and its group need not wait for it."""
@@ -113,3 +153,7 @@ class Episode:
         await self._setting.outbox.append([ledger.close(outcome)])
         self._setting.counters.episode_finished(outcome.stop_reason, ledger)
         return outcome.stop_reason
+
+
+def _num_sampled(record: Sequence[Segment]) -> int:
+    return sum(segment.num_actions for segment in record)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 from gspo_core.types import EpisodeKey
 from services.bus import Append, EpisodeLease, Fenced, Gap
 from services.rollout.engines import JobEngines
 from services.rollout.episode import Episode
 from services.rollout.loading import LoadedJob
-from services.rollout.policy import Drained
+from services.rollout.policy import Drained, Interrupted
+from services.rollout.quarantine import Quarantine
 from services.rollout.setting import Order, Setting
 from services.telemetry import get_logger
 
@@ -34,6 +37,10 @@ class Episodes(Protocol):
     async def restart(self, key: EpisodeKey, token: str, attempt: int) -> None: ...
 
     async def hand_back(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None: ...
+
+    async def interrupt(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None: ...
+
+    async def num_queued(self, job: str) -> int: ...
 
     async def fail(self, key: EpisodeKey, token: str, reason: str) -> None: ...
 
@@ -54,15 +61,21 @@ class JobRollout:
         worker: str,
         limit: Callable[[], int],
         drain_s: float,
+        tell: Callable[[Mapping[str, Any]], Awaitable[None]],
     ) -> None:
         self._job = job
         self._loaded = loaded
-        self._setting = setting
+        self._setting = replace(setting, others_wait=self._others_wait)
         self._engines = engines
         self._bus = bus
         self._worker = worker
         self._limit = limit
         """How many episodes this job may hold at the moment."""
+        self._tell = tell
+        """Of the health of its environments."""
+        self._quarantines = [Quarantine(partial(self._tell_health, one.name)) for one in loaded.environments]
+        self._queue_is_empty = False
+        """As far as is known."""
         self._drain_s = drain_s
         self._held: set[EpisodeKey] = set()
         self._wake = asyncio.Event()
@@ -75,6 +88,30 @@ class JobRollout:
     def capacity(self) -> int:
         """Episodes that find a place in their environment at once."""
         return self._loaded.capacity
+
+    @property
+    def priority(self) -> float:
+        return self._loaded.spec.resources.priority
+
+    def num_wanted(self, spare: int) -> int:
+        """Places that it can use: all that it finds room for, or ``spare`` more than it has where nothing waits."""
+        return min(self.capacity, len(self._held) + spare) if self._queue_is_empty else self.capacity
+
+    @property
+    def ill_environments(self) -> dict[str, str]:
+        """Those in quarantine here, with the last error."""
+        pairs = zip(self._loaded.environments, self._quarantines, strict=True)
+        return {environment.name: one.error for environment, one in pairs if one.error is not None}
+
+    async def _tell_health(self, environment: str, is_well: bool, error: str) -> None:
+        get_logger().warning("environment", job=self._job, environment=environment, healthy=is_well, error=error)
+        self._setting.counters.add("env/recovered" if is_well else "env/quarantined")
+        await self._tell({"environment": environment, "healthy": is_well, "error": error})
+
+    async def _others_wait(self) -> bool:
+        if len(self._held) > self._limit():
+            return True  # another job is owed a place
+        return bool(await self._setting.patience.try_once(self._bus.num_queued, self._job))
 
     async def run(self) -> None:
         """Cancelled, it hands nothing back: then the lease is lost, or nobody waits for it any more."""
@@ -101,14 +138,21 @@ class JobRollout:
     async def _lease_episodes(self, episodes: asyncio.TaskGroup) -> None:
         while not self._setting.leaving.is_set():
             self._wake.clear()
-            num_free = self._limit() - len(self._held)
+            num_free = self._num_free()
             if num_free > 0 and self._engines.has_room():
-                for lease in await self._lease(num_free):
+                leases = await self._lease(num_free)
+                self._queue_is_empty = len(leases) < num_free
+                for lease in leases:
                     self._held.add(lease.key)
                     episodes.create_task(self._play(lease), name=str(lease.key))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEASE_POLL_S):
                     await self._wake.wait()
+
+    def _num_free(self) -> int:
+        # Who waits for an environment in quarantine takes no place from those whose environment is well.
+        limit, num_waiting = self._limit(), sum(one.num_waiting for one in self._quarantines)
+        return limit - len(self._held) + min(num_waiting, limit)
 
     async def _lease(self, limit: int) -> list[EpisodeLease]:
         setting = self._setting
@@ -121,10 +165,14 @@ class JobRollout:
         loaded, setting = self._loaded, self._setting
         try:
             environment = loaded.environments[lease.environment]
-            order = Order.from_spec(loaded.spec, environment, lease, loaded.context_tokens)
+            quarantine = self._quarantines[lease.environment]
+            order = Order.from_spec(loaded.spec, environment, lease, loaded.context_tokens, quarantine)
             await Episode(setting, order).run()
         except Drained:
             return  # still held: handed back with the others
+        except Interrupted:
+            setting.counters.add("episodes/interrupted")
+            await setting.patience.keep_trying(self._bus.interrupt, self._job, setting.token, [lease.key])
         except Fenced:
             setting.counters.add("episodes/fenced")
         except Gap:

@@ -52,11 +52,14 @@ class Outbox:
         self._waiting: list[_Parcel] = []
         self._line = asyncio.Lock()
 
-    async def append(self, segments: Sequence[Segment]) -> None:
-        """Returns when ``segments`` of one episode are durable; raises ``Refused`` if they cannot be."""
+    async def append(self, segments: Sequence[Segment], note: str = "") -> None:
+        """Returns when ``segments`` of one episode are durable; raises ``Refused`` if they cannot be.
+
+        ``note`` says where the episode stands, to whoever looks at it.
+        """
         if not segments:
             return
-        parcel = _Parcel([_to_append(segment) for segment in segments])
+        parcel = _Parcel([_to_append(segment, note) for segment in segments])
         self._waiting.append(parcel)
         async with self._line:
             while not parcel.settled:
@@ -98,6 +101,6 @@ class Outbox:
             self._waiting.remove(parcel)
 
 
-def _to_append(segment: Segment) -> Append:
+def _to_append(segment: Segment, note: str) -> Append:
     version = segment.version if segment.num_actions else None
-    return Append(segment.key, segment.attempt, segment.index, encode(segment), segment.is_final, version)
+    return Append(segment.key, segment.attempt, segment.index, encode(segment), segment.is_final, version, note)

@@ -17,6 +17,10 @@ class Drained(Exception):
     """The worker is leaving: the episode stops where it stands, durable, and is handed back."""
 
 
+class Interrupted(Exception):
+    """The episode has had its share while others wait: it goes on later, from what is durable."""
+
+
 class InvalidAnswer(Exception):
     """An engine's answer breaks the contract: counted, thrown away, asked again; never repaired."""
 

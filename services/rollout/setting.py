@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from gspo_core.chat import ChatCodec
 from gspo_core.env import Environment
 from gspo_core.spec import EpisodeLimits, JobSpec
 from gspo_core.types import EpisodeKey, Split
-from services.bus import EpisodeLease
+from services.bus import EpisodeLease, Snapshot
 from services.rollout.counters import Counters
 from services.rollout.outbox import Outbox
 from services.rollout.patience import Patience
 from services.rollout.policy import Policy
+from services.rollout.quarantine import Quarantine
 
 
 class EpisodeRecords(Protocol):
@@ -29,6 +30,14 @@ class EpisodeRecords(Protocol):
     async def read_episode(self, key: EpisodeKey) -> list[bytes]: ...
 
     async def restart(self, key: EpisodeKey, token: str, attempt: int) -> None: ...
+
+    async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None: ...
+
+    async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None: ...
+
+
+async def nobody() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,8 @@ class Setting:
     """Monotonic seconds."""
     leaving: asyncio.Event
     """Set when the worker leaves or the job is no longer served: episodes stop at their next boundary."""
+    others_wait: Callable[[], Awaitable[bool]] = nobody
+    """Whether an episode that gives up its place makes room for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,12 @@ class Order:
     max_context_tokens: int
     """Read and sampled tokens together."""
     chunk_tokens: int
+    lease_tokens: int | None = None
+    """Sampled in one go while others wait."""
+    lease_s: float | None = None
+    """Held in one go while others wait."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    """Of its environment."""
 
     @property
     def key(self) -> EpisodeKey:
@@ -72,7 +89,12 @@ class Order:
 
     @classmethod
     def from_spec(
-        cls, spec: JobSpec, environment: Environment, lease: EpisodeLease, model_context_tokens: int
+        cls,
+        spec: JobSpec,
+        environment: Environment,
+        lease: EpisodeLease,
+        model_context_tokens: int,
+        quarantine: Quarantine | None = None,
     ) -> Order:
         limits = spec.episode_limits(lease.environment, environment.limits)
         is_training = lease.split is Split.TRAIN
@@ -86,6 +108,9 @@ class Order:
             max_turn_tokens=spec.sampling.max_new_tokens,
             max_context_tokens=min(limits.max_context_tokens, model_context_tokens),
             chunk_tokens=spec.rollout.chunk_tokens,
+            lease_tokens=spec.rollout.lease_tokens,
+            lease_s=spec.rollout.lease_s,
+            quarantine=quarantine or Quarantine(),
         )
 
 

@@ -27,6 +27,7 @@ from services.rollout.loading import JobNotServable, LoadedJob
 from services.rollout.outbox import Outbox
 from services.rollout.patience import Patience
 from services.rollout.setting import Setting
+from services.rollout.shares import Want, divide
 from services.store import Store
 from services.telemetry import get_logger
 
@@ -35,6 +36,8 @@ JOBS_POLL_S = 0.5
 BEATS_PER_LEASE = 5
 REPORT_S = 2.0
 LOG_S = 30.0
+# A job of which nothing waits keeps one place in so many free for what comes next; the others may have the rest.
+SPARE_SHARE = 8
 # How long a job that cannot be loaded is left alone: somebody has to change something first.
 RELOAD_S = 10.0
 
@@ -222,9 +225,22 @@ class Worker:
             engines,
             self._bus,
             worker=self._config.name,
-            limit=lambda: max(1, min(loaded.capacity, self._config.max_episodes // max(1, len(self._jobs)))),
+            limit=lambda: self._share(job),
             drain_s=self._config.drain_s,
+            tell=lambda health: self._tell_health(job, health),
         )
+
+    def _share(self, job: str) -> int:
+        places = self._config.max_episodes
+        spare = max(1, places // SPARE_SHARE)
+        wants = {name: Want(one.priority, one.num_wanted(spare)) for name, one in self._jobs.items()}
+        return divide(places, wants).get(job, 0)
+
+    async def _tell_health(self, job: str, health: Mapping[str, Any]) -> None:
+        with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone
+            told = {"worker": self._config.name, **health}
+            await self._patience.keep_trying(self._store.add_event, job, "env.health", told)
+        await self._report_once()
 
     async def _report(self) -> None:
         logged = self._clock()
@@ -248,6 +264,7 @@ class Worker:
             "num_episodes": self._num_episodes(),
             "max_episodes": self._config.max_episodes,
             "environment_capacity": {job: rollout.capacity for job, rollout in self._jobs.items()},
+            "ill_environments": {job: ill for job, one in self._jobs.items() if (ill := one.ill_environments)},
             "counters": self.counters.snapshot(),
         }
 

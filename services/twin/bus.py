@@ -395,6 +395,7 @@ def _lease(job: str, key: tuple[int, int], queue: TwinQueue) -> EpisodeLease:
         environment=group.environment,
         group_size=len(group.episodes),
         num_failures=episode.failures,
+        note=episode.note,
     )
 
 

@@ -294,6 +294,7 @@ async def test_episodes_complete_and_every_recorded_token_is_what_was_sent(stage
     assert {trajectory.outcome.stop_reason for trajectory in trajectories} <= {
         StopReason.COMPLETED,
         StopReason.MAX_TOKENS,
+        StopReason.PARSE_ERROR,  # noise may end a turn by another token than the format does
     }
     assert max(trajectory.num_turns for trajectory in trajectories) > 2
     (record,) = await stage.store.workers()

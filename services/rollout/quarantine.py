@@ -1,0 +1,86 @@
+"""Whether an environment is fit to be played: when nothing but failures came for a while, only a few attempts try it.
+
+Rule: while it is in quarantine its failures are charged to no episode; those wait, and the first attempt that gets to
+its end lets all of them go on. It is told once that it is ill, with the last error, and once that it is well again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from gspo_core.env import EnvironmentFailed
+from services.rollout.policy import Drained
+
+# So many failed attempts in a row, over all episodes, without one that came to its end.
+MOST_FAILURES = 16
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 30.0
+# How often who waits looks whether the worker leaves.
+LOOK_S = 0.2
+
+Tell = Callable[[bool, str], Awaitable[None]]
+"""Whether it is well, and the last error."""
+
+
+async def tell_nobody(is_well: bool, error: str) -> None:
+    pass
+
+
+class Quarantine:
+    """Of one environment of one job, at one worker."""
+
+    def __init__(self, tell: Tell = tell_nobody, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._tell = tell
+        self._first_pause_s = self._pause_s = first_pause_s
+        self._num_failures = 0
+        self._next_try = 0.0
+        self.error: str | None = None
+        """The last failure, while it is in quarantine."""
+        self.num_waiting = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self.error is not None
+
+    @contextlib.asynccontextmanager
+    async def entry(self, leaving: asyncio.Event) -> AsyncIterator[None]:
+        """Around an attempt. Waits for its turn; raises ``Drained`` when the worker leaves meanwhile."""
+        await self._wait(leaving)
+        try:
+            yield
+        except EnvironmentFailed as failure:
+            await self._failed(str(failure))
+            raise
+        await self._succeeded()
+
+    async def _wait(self, leaving: asyncio.Event) -> None:
+        self.num_waiting += 1
+        try:
+            while self.is_on:
+                now = asyncio.get_running_loop().time()
+                if now >= self._next_try:
+                    self._next_try = now + self._pause_s
+                    return
+                if leaving.is_set():
+                    raise Drained("its environment fails, and the worker leaves")
+                await asyncio.sleep(min(LOOK_S, self._next_try - now))
+        finally:
+            self.num_waiting -= 1
+
+    async def _failed(self, error: str) -> None:
+        self._num_failures += 1
+        if self.is_on:
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self.error = error
+        elif self._num_failures >= MOST_FAILURES:
+            self.error = error
+            self._next_try = asyncio.get_running_loop().time() + self._pause_s
+            await self._tell(False, error)
+
+    async def _succeeded(self) -> None:
+        self._num_failures, self._pause_s = 0, self._first_pause_s
+        if self.error is not None:
+            error, self.error = self.error, None
+            await self._tell(True, error)

@@ -1,0 +1,33 @@
+"""How the places of a worker are divided between jobs.
+
+Rule: by priority, and no place stays empty that somebody wants: what one job does not need goes to the others. Who
+wants anything gets at least one place, while there are as many. It takes nothing from who holds too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    priority: float
+    num_places: int
+    """The most that it can use now."""
+
+
+def divide(num_places: int, wants: Mapping[str, Want]) -> dict[str, int]:
+    """Places for each job; together no more than ``num_places``, and no more than it wants."""
+    # Who needs least for its priority comes first, so that what it leaves is divided among the others.
+    hungry = sorted(
+        (job for job, want in wants.items() if want.num_places > 0),
+        key=lambda job: (wants[job].num_places / wants[job].priority, job),
+    )
+    given = dict.fromkeys(wants, 0) | dict.fromkeys(hungry[:num_places], 1)
+    left, weight = num_places - sum(given.values()), sum(wants[job].priority for job in hungry)
+    for job in hungry:
+        more = min(wants[job].num_places - 1, round(left * wants[job].priority / weight), left)
+        given[job] += more
+        left, weight = left - more, weight - wants[job].priority
+    return given

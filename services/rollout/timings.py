@@ -1,0 +1,47 @@
+"""Where the time of an episode went: engine, environment, waiting for either, storing what was sampled.
+
+Rule: a second is counted once, by whoever waited for it; what is written down with the segments (``note``) is carried
+to the next worker, so an episode that moves keeps its clock. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Self
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds since the episode's attempt began, over all workers that had it."""
+
+    engine_s: float = 0.0
+    env_s: float = 0.0
+    queue_s: float = 0.0
+    """No engine could take the request, or the environment had no free place. No time of the episode."""
+    store_s: float = 0.0
+
+    @property
+    def own_s(self) -> float:
+        """What counts against the episode's limit."""
+        return self.engine_s + self.env_s
+
+    def note(self, **progress: int) -> str:
+        """``progress`` and times as one line, for whoever looks at the queue."""
+        return json.dumps(progress | {name: round(value, 3) for name, value in asdict(self).items()})
+
+    @classmethod
+    def from_note(cls, note: str) -> Self:
+        """Zeros where it cannot be read: another release may have written it."""
+        try:
+            found = json.loads(note) if note else {}
+        except ValueError:
+            found = {}
+        known = {field.name for field in fields(cls)}
+        given = found.items() if isinstance(found, dict) else ()
+        return cls(**{name: float(value) for name, value in given if name in known and _is_time(value)})
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
