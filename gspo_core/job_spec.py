@@ -10,6 +10,7 @@ environment. What is legal but known to be wrong is not refused; `spec_warnings`
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -59,6 +60,16 @@ def _whole_vocabulary(top_p: float) -> float:
             "by the probability that is cut away"
         )
     return top_p
+
+
+_CLASS = re.compile(r"[^\s:]+:[A-Za-z_][A-Za-z0-9_.]*")
+_REGISTERED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}(@[1-9][0-9]{0,7})?")
+
+
+def _reference(text: str) -> str:
+    if not _CLASS.fullmatch(text) and not _REGISTERED.fullmatch(text):
+        raise ValueError("package.module:Class, path/to/file.py:Class, or name@version of a registered environment")
+    return text
 
 
 FreeForm = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
@@ -152,10 +163,11 @@ class HostSpec(Documented):
 class EnvironmentSpec(Documented):
     """One environment of a job."""
 
-    ref: Annotated[str, StringConstraints(pattern=r"^[^\s:]+:[A-Za-z_][A-Za-z0-9_.]*$", max_length=1024)]
-    """Where its class is: `package.module:Class` or `path/to/file.py:Class`."""
+    ref: Annotated[str, StringConstraints(max_length=1024), AfterValidator(_reference)]
+    """Where its class is: `package.module:Class` or `path/to/file.py:Class`. Or a registered one: `name@version`, or
+    `name` for the newest version when the job is submitted."""
     config: FreeForm = Field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class. A registered version has its own."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Its share of the groups, relative to the weights of the other environments."""
     limits: Limits = Field(default_factory=Limits)
@@ -186,12 +198,6 @@ class RolloutSpec(Documented):
     trains the group from k finished members on, `drop` drops the group."""
     chunk_tokens: PositiveInt = 1024
     """Longer turns are sampled in pieces of so many tokens; a killed process loses at most one piece."""
-    lease_tokens: PositiveInt | None = None
-    """While others wait for a place at a rollout worker, an episode samples so many tokens in one go; then it waits
-    behind them and goes on from what is stored. Left out: every episode keeps its place, which costs no token twice and
-    is best while workers have places for all."""
-    lease_s: Seconds | None = None
-    """The same, by time: an episode keeps its place for so long while others wait for one."""
     weight_sync: Literal["retract", "in_place"] = "retract"
     """What happens to requests in flight when new weights come: `retract` computes their tokens anew under the new
     weights, `in_place` goes on with the keys and values of the old ones, which pauses engines for less time and which
@@ -281,8 +287,6 @@ class ResourceSpec(Documented):
     """Kind of device that the trainer runs on."""
     num_engines: PositiveInt = 1
     """Engines that serve the job before it starts."""
-    priority: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
-    """Its share of the rollout workers' places, relative to the other jobs that want them."""
 
 
 class JobSpec(Documented):

@@ -61,6 +61,10 @@ class HostOrder:
     boot_timeout_s: float = 120.0
     hang_grace_s: float = 3.0
     """Beyond the deadline that a session keeps itself."""
+    paths: Sequence[str] = ()
+    """Where its modules are found, besides where ours are."""
+    networks: Sequence[str] | None = None
+    """It connects to public addresses and to these networks only. None: to everything."""
 
 
 class BootFailed(Exception):
@@ -115,6 +119,7 @@ class ForkServer(asyncio.Protocol):
                     "config": dict(order.config),
                     "hosting": dict(order.hosting),
                     "scratch": server._scratch,
+                    "networks": None if order.networks is None else list(order.networks),
                 }
                 server._transport.write(host_wire.encode(boot))
                 server.description = await server._ready
@@ -265,16 +270,21 @@ class _Output(asyncio.Protocol):
 
 def _spawn(order: HostOrder, control: socket.socket, output: int) -> subprocess.Popen[bytes]:
     program = [order.python, "-m", "services.environments", str(control.fileno()), str(os.getpid())]
-    variables = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     return subprocess.Popen(
         program,
         pass_fds=(control.fileno(),),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env=variables | {"PYTHONPATH": os.pathsep.join(_search_path())},
+        env=child_variables(order.paths),
         start_new_session=True,
     )
+
+
+def child_variables(paths: Sequence[str] = ()) -> dict[str, str]:
+    """The whole environment of a process that runs code of an environment."""
+    variables = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
+    return variables | {"PYTHONPATH": os.pathsep.join([*_search_path(), *paths])}
 
 
 def _search_path() -> Sequence[str]:

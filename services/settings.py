@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from gspo_core.outbound import parse_networks
+
 PREFIX = "GSPO_"
 
 
@@ -76,7 +78,15 @@ class Settings(BaseSettings):
 
     health_file: Path | None = None
     """A file that a rollout worker, a trainer or a service of environments touches while it lives; for
-    ``python -m services.health``."""
+    ``python -m services.health FILE``."""
+
+    env_uploads: bool = False
+    """Whether the API takes uploaded environments. Their code runs in hosts of the rollout workers, which have files
+    and the network open to them: whoever may upload may run anything there."""
+
+    outbound_networks: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Networks such as ``10.1.0.0/16``, separated by commas, that environments behind a registered URL may be in.
+    Without any, only public addresses are. Alike for the API and the rollout workers."""
 
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Seconds without a beat after which a worker's episodes, or a trainer's job, go to another. Alike everywhere."""
@@ -122,6 +132,12 @@ class Settings(BaseSettings):
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
                 raise ValueError("every address is HOST:PORT")
+        return value
+
+    @field_validator("outbound_networks")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        parse_networks(value)
         return value
 
     @field_validator("log_level", "log_format", mode="before")

@@ -95,11 +95,11 @@ class _Watched:
         except Exception as error:  # e.g. of a form that is no class
             self._add("load", Status.FAIL, f"{type(error).__name__}: {error}")
             return
-        timeouts = _timeouts(environment, self._timeout_s)
+        timeouts = timeouts_of(environment, self._timeout_s)
         self._now = "an async member blocks the event loop and"
         self._longest_s = max(timeouts.reset_timeout_s, timeouts.step_timeout_s, timeouts.score_timeout_s)
         self._beat = time.monotonic()
-        subject = Subject(environment, timeouts, oracle or _oracle_of(environment), model)
+        subject = Subject(environment, timeouts, oracle or oracle_of(environment), model)
         try:
             asyncio.run(self._examine(subject))
         except Exception as error:
@@ -133,12 +133,12 @@ def _as_environment(given: Any, config: dict[str, Any]) -> Environment:
     return PlainEnvironment(given, config, name=getattr(given, "__qualname__", str(given)))
 
 
-def _timeouts(environment: Environment, timeout_s: float) -> Timeouts:
+def timeouts_of(environment: Environment, timeout_s: float) -> Timeouts:
     names = ("reset_timeout_s", "step_timeout_s", "score_timeout_s", "close_timeout_s")
     return Timeouts(**{name: float(environment.limits.get(name, timeout_s)) for name in names})
 
 
-def _oracle_of(environment: Environment) -> Oracle | None:
+def oracle_of(environment: Environment) -> Oracle | None:
     cls = getattr(environment, "cls", None)
     if not isinstance(inspect.getattr_static(cls, "oracle", None), staticmethod):
         return None  # a method of the instance is a tool

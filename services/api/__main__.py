@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from gspo_core.outbound import parse_networks
 from services.api.access import Access, AccessRefused, require_safe_bind
 from services.api.app import create_app
 from services.api.audit import Audit
@@ -19,6 +20,7 @@ from services.api.context import Backend
 from services.api.errors import REDIS_AWAY
 from services.api.key_ring import KeyRing
 from services.bus import Bus
+from services.environment_registry import Registry
 from services.process import run_until_signalled
 from services.redis_server import connect, warn_if_weaker
 from services.settings import Settings, SettingsError, load_settings
@@ -54,7 +56,15 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
                 await store.load_functions()
                 await warn_if_weaker(redis)
                 await store.rebuild()
-        backend = Backend(store, Bus(redis, lease_s=settings.lease_s), settings.data_dir / "jobs")
+        backend = Backend(
+            store,
+            Bus(redis, lease_s=settings.lease_s),
+            settings.data_dir / "jobs",
+            redis,
+            registry=Registry(settings.data_dir / "environments"),
+            networks=parse_networks(settings.outbound_networks),
+            may_upload=settings.env_uploads,
+        )
         app = create_app(
             lambda: contextlib.nullcontext(backend),
             keys=keys,

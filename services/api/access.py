@@ -27,6 +27,7 @@ from services.api.limits import RateLimit
 # The pages are an empty shell, the same for everyone; what they show they ask the API for, with the key of who looks.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/metrics", "/ui", "/docs"})
 OPEN_FOLDER = "/ui/"
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ANONYMOUS = "local"
 
@@ -95,10 +96,12 @@ def needed_scope(method: str, path: str) -> str:
         return "admin"
     if _EPISODES.match(path):
         return "episodes:read"
-    return "jobs:read" if method in ("GET", "HEAD", "OPTIONS") else "jobs:write"
+    if path.startswith("/v1/environments") and method not in READING:
+        return "env:upload" if path == "/v1/environments/uploads" else "envs:write"
+    return "jobs:read" if method in READING else "jobs:write"
 
 
-_EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes)(/|$)")
+_EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes)([/.]|$)")
 
 
 def require_safe_bind(host: str, access: Access) -> None:

@@ -29,6 +29,7 @@ from services.api.requests import RequestMiddleware
 from services.api.routes import (
     artifacts,
     capabilities,
+    environments,
     episodes,
     events,
     health,
@@ -42,6 +43,7 @@ from services.api.routes import keys as keys_of_others
 from services.api.sse import PING_S
 from services.api.tails import Tails
 from services.api.traffic import Traffic
+from services.errands import Errands
 
 LEASE_S = 30.0
 CANCEL_AGAIN_S = 0.1
@@ -80,6 +82,10 @@ def create_app(
                 tails=Tails(backend.store),
                 traffic=traffic,
                 ring=ring,
+                errands=Errands(backend.redis),
+                registry=backend.registry,
+                networks=backend.networks,
+                may_upload=backend.may_upload,
                 ping_s=ping_s,
             )
             watching = asyncio.create_task(presence.run(), name="presence")
@@ -110,7 +116,7 @@ def create_app(
     app.include_router(telemetry.router, responses=errors.documented(503))
     app.include_router(pages.router)
     v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False)), Depends(own_job)])
-    for module in (jobs, events, metrics, artifacts, episodes, workers, capabilities, keys_of_others):
+    for module in (jobs, events, metrics, artifacts, episodes, environments, workers, capabilities, keys_of_others):
         v1.include_router(module.router, responses=errors.documented(400, 401, 403, 404, 422, 429, 503))
     app.include_router(v1)
     return app

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
+from redis.asyncio import Redis
 
+from gspo_core.outbound import Network
 from services.api.codecs import Codecs
 from services.api.history import History
 from services.api.key_ring import KeyRing
@@ -20,6 +22,8 @@ from services.api.sse import PING_S
 from services.api.tails import Tails
 from services.api.traffic import Traffic
 from services.bus import Bus
+from services.environment_registry import Registry
+from services.errands import Errands
 from services.store import Store
 
 
@@ -30,6 +34,12 @@ class Backend:
     store: Store
     bus: Bus
     jobs_dir: Path
+    redis: Redis
+    registry: Registry | None = None
+    """None: nothing can be registered."""
+    networks: tuple[Network, ...] = ()
+    """Where registered URLs may lead, besides public addresses."""
+    may_upload: bool = False
 
 
 OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]
@@ -48,6 +58,10 @@ class Context:
     traffic: Traffic
     ring: KeyRing | None
     """None: the only keys are those of the settings."""
+    errands: Errands
+    registry: Registry | None = None
+    networks: tuple[Network, ...] = ()
+    may_upload: bool = False
     clock: Callable[[], float] = time.monotonic
     ping_s: float = PING_S
 

@@ -22,6 +22,7 @@ from gspo_core.problems import Problem, problems_of, spell
 from gspo_core.spec import JobSpec
 from services.api.history import EpisodeNotKept, GroupNotKept
 from services.batch_log import DamagedBatchLog
+from services.environment_registry import EnvironmentNotFound
 from services.keys import InvalidJobId
 from services.store import IllegalTransition, InvalidCursor, JobConflict, JobNotFound
 
@@ -123,6 +124,8 @@ def install(app: FastAPI) -> None:
     """Gives what the framework refuses the one shape; all other errors pass up to `services.api.requests`."""
 
     async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            error = _from_validation(error, request.url.path)
         return error_response(translate(error), request.scope.get("request_id"))
 
     for kind in (HTTPException, RequestValidationError):
@@ -133,8 +136,6 @@ def translate(error: Exception) -> ApiError:
     """The answer to an error that is not an answer yet."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestValidationError):
-        return _from_validation(error)
     if isinstance(error, HTTPException):
         return _from_framework(error)
     if isinstance(error, REDIS_AWAY):
@@ -151,6 +152,7 @@ _TRANSLATED: Mapping[type[Exception], tuple[int, str, str | None]] = {
     JobConflict: (409, "idempotency_conflict", "Idempotency-Key"),
     IllegalTransition: (409, "invalid_transition", None),
     InvalidCursor: (400, "invalid_cursor", "after"),
+    EnvironmentNotFound: (404, "environment_not_found", "environment"),
     GroupNotKept: (404, "group_not_found", "group"),
     EpisodeNotKept: (404, "episode_not_found", "member"),
     DamagedBatchLog: (404, "batch_log_damaged", None),
@@ -166,12 +168,18 @@ def _from_framework(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, code, message, headers=error.headers)
 
 
-def _from_validation(error: RequestValidationError) -> ApiError:
-    """Bodies are job specifications; everything else that is validated is a flat set of parameters."""
+def _untagged(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Below `source` the validator adds the kind of the source, which nobody wrote there."""
+    return (loc[0], *loc[2:]) if len(loc) > 2 and loc[0] == "source" else loc
+
+
+def _from_validation(error: RequestValidationError, path: str) -> ApiError:
+    """What is no body is a flat set of parameters."""
     reports = list(error.errors())
-    in_body = [{**report, "loc": report["loc"][1:]} for report in reports if report["loc"][0] == "body"]
+    in_body = [{**report, "loc": _untagged(report["loc"][1:])} for report in reports if report["loc"][0] == "body"]
     if in_body:
-        return invalid(problems_of(in_body, JobSpec, error.body))
+        # Names that may have been meant are known of job specifications only.
+        return invalid(problems_of(in_body, JobSpec if path.startswith("/v1/jobs") else BaseModel, error.body))
     found = []
     for report in reports:
         name = spell(report["loc"][1:])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from services.durable import make_directory, write_once
 
-SCOPES = ("jobs:read", "jobs:write", "episodes:read", "admin")
+SCOPES = ("jobs:read", "jobs:write", "envs:write", "env:upload", "episodes:read", "admin")
 _KEY = re.compile(r"gspo_([0-9a-z]{12})_([0-9A-Za-z]{43})")
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NO_DIGEST = hashlib.sha256(b"").hexdigest()

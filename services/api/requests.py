@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import Request, Response
@@ -112,15 +112,21 @@ class _StrictRequest(Request):
             raise ApiError(400, "invalid_json", f"the body is not JSON: {error}{where}") from None
 
     async def _read(self) -> bytes:
-        # A page in a browser can send other types to any address without asking; JSON it cannot.
-        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "unsupported_media_type", "send the body with Content-Type: application/json")
-        chunks, size = [], 0
-        async for chunk in self.stream():
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                raise ApiError(413, "body_too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
-            chunks.append(chunk)
-        if not size:
-            raise ApiError(400, "invalid_json", "the body is empty; a job specification as JSON is needed")
-        return b"".join(chunks)
+        data = await read_bounded(self, ("application/json",), MAX_BODY_BYTES)
+        if not data:
+            raise ApiError(400, "invalid_json", "the body is empty; JSON is needed")
+        return data
+
+
+async def read_bounded(request: Request, kinds: Sequence[str], most_bytes: int) -> bytes:
+    """A body of one of the media types. Raises ApiError 413, 415."""
+    # A page in a browser can send other types than ours to any address without asking.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() not in kinds:
+        raise ApiError(415, "unsupported_media_type", f"send the body with Content-Type: {' or '.join(kinds)}")
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > most_bytes:
+            raise ApiError(413, "body_too_large", f"a body has at most {most_bytes} bytes here")
+        chunks.append(chunk)
+    return b"".join(chunks)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo_core.env import Environment, InvalidEnvironment, load_environment
+from gspo_core.outbound import guard_connections, parse_networks
 from services import host_wire
 from services.environments import limits as bounds
 from services.environments.sessions import serve
@@ -80,6 +81,8 @@ def _load(connection: socket.socket, order: Mapping[str, Any]) -> tuple[Environm
 
 
 def _environment(order: Mapping[str, Any]) -> tuple[Environment, host_wire.HostLimits]:
+    if order.get("networks") is not None:
+        guard_connections(parse_networks(order["networks"]))
     environment = load_environment(order["ref"], order["config"])
     return environment, hosting_of(environment, order["hosting"])
 

@@ -13,13 +13,17 @@ from functools import partial
 
 from services.bus import Bus
 from services.engine_client import EngineClient, open_http
+from services.environment_registry import Registry
+from services.errands import Errands
 from services.health import Health
 from services.host_local import LocalHosts
 from services.host_pool import Boot
 from services.host_remote import RemoteHosts
+from services.host_sites import Sites
 from services.host_venv import Interpreters
 from services.process import run_until_signalled
 from services.redis_server import connect
+from services.rollout.errands import ErrandRunner
 from services.rollout.loading import load_job
 from services.rollout.worker import Worker, WorkerConfig
 from services.settings import Settings, load_settings
@@ -37,18 +41,26 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
     async with connect(settings.redis_url) as redis, open_http(max_connections=config.max_episodes + 8) as http:
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
         await bus.load_functions()
+        interpreters = Interpreters(settings.data_dir / "venvs", settings.env_install)
+        sites = Sites(Registry(settings.data_dir / "environments"), settings.outbound_networks)
+        runner = ErrandRunner(Errands(redis), sites, None if settings.env_hosts else interpreters, config.name)
         worker = Worker(
             config,
             bus,
             store,
             lambda url: EngineClient(url, http),
-            partial(load_job, boot=boot_for(settings)),
+            partial(load_job, boot=sites.booting(boot_for(settings))),
             clock=time.monotonic,
             rng=random.Random(),
         )
         async with Health(settings.health_file, stop) as health:
             health.is_ready = True
-            await worker.run(stop)
+            async with asyncio.TaskGroup() as tasks:
+                errands = tasks.create_task(runner.run(), name="errands")
+                try:
+                    await worker.run(stop)
+                finally:
+                    errands.cancel()
 
 
 def boot_for(settings: Settings) -> Boot:

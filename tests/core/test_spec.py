@@ -162,7 +162,7 @@ def test_models_are_directories_or_hub_names(model: str):
     assert spec_of(model=model).model == model
 
 
-@pytest.mark.parametrize("ref", ["calculator", "a b:C", "a:b-c", ":C", "a:"])
+@pytest.mark.parametrize("ref", ["Calculator", "calculator@0", "calculator@x", "a b:C", "a:b-c", ":C", "a:"])
 def test_references_without_a_class_are_refused(ref: str):
     assert refusal(environments=[{"ref": ref}]).startswith("environments[0].ref:")
 
@@ -221,7 +221,7 @@ def test_routing_replay_is_refused_where_nothing_can_be_replayed():
 def test_one_mistake_is_one_problem():
     # The cap's default could not be computed, and the list of environments has no valid member: echoes, not problems.
     assert refusal(rollout={"max_staleness": -1}).count("|") == 0
-    assert refusal(environments=[{"ref": "x"}]).count("|") == 0
+    assert refusal(environments=[{"ref": "X"}]).count("|") == 0
 
 
 # Limits

@@ -17,10 +17,12 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from gspo_core.outbound import Network
 from services.api.app import create_app
 from services.api.context import Backend
 from services.bus import Bus
 from services.children import die_with_parent
+from services.environment_registry import Registry
 from services.store import Store
 
 SPEC: dict[str, Any] = {"model": "m", "environments": [{"ref": "environments.calculator:Calculator"}]}
@@ -30,9 +32,20 @@ NOWHERE = Path("/nonexistent/jobs")
 
 
 @contextlib.asynccontextmanager
-async def application(store: Store, *, jobs_dir: Path = NOWHERE, **options: Any) -> AsyncIterator[FastAPI]:
+async def application(
+    store: Store,
+    *,
+    jobs_dir: Path = NOWHERE,
+    networks: Sequence[Network] = (),
+    may_upload: bool = False,
+    **options: Any,
+) -> AsyncIterator[FastAPI]:
     """An application on the given store, started."""
-    backend = Backend(store, Bus(store._functions.redis), jobs_dir)
+    registry = Registry(jobs_dir.parent / "environments")
+    redis = store._functions.redis
+    backend = Backend(
+        store, Bus(redis), jobs_dir, redis, registry=registry, networks=tuple(networks), may_upload=may_upload
+    )
     app = create_app(lambda: contextlib.nullcontext(backend), **options)
     async with app.router.lifespan_context(app):
         yield app

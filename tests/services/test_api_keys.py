@@ -70,9 +70,25 @@ ROUTES = (
     ("GET", "/v1/jobs/{job}/episodes", "episodes:read"),
     ("GET", "/v1/groups/{job}/0", "episodes:read"),
     ("GET", "/v1/episodes/{job}/0/0", "episodes:read"),
+    ("GET", "/v1/environments", "jobs:read"),
+    ("GET", "/v1/environments/nothing", "jobs:read"),
+    ("GET", "/v1/environments/nothing/tasks", "jobs:read"),
+    ("GET", "/v1/environments/nothing/schema", "jobs:read"),
+    ("POST", "/v1/environments", "envs:write"),
+    ("DELETE", "/v1/environments/nothing@1", "envs:write"),
+    ("POST", "/v1/environments/nothing/validate", "envs:write"),
+    ("POST", "/v1/environments/nothing/try", "envs:write"),
+    ("POST", "/v1/environments/uploads?name=a&ref=a.py:A", "env:upload"),
     ("GET", "/v1/keys", "admin"),
     ("POST", "/v1/keys", "admin"),
     ("DELETE", "/v1/keys/nothing", "admin"),
+)
+
+
+# What a key that may is told of what is not there, or of a request without a body.
+NOT_THERE = (
+    *("job_not_found", "key_not_found", "environment_not_found"),
+    *("uploads_disabled", "unsupported_media_type", "missing_field"),
 )
 
 
@@ -95,7 +111,7 @@ async def test_every_route_opens_for_its_scope_and_for_no_other(app: FastAPI, jo
             answer = await ask(app, method, path.format(job=job.id), made["key"], **body)
             if scope in (needed, "admin"):
                 # Jobs of others are not there for who is no admin.
-                assert answer.status_code < 300 or error_of(answer)["code"] in ("job_not_found", "key_not_found")
+                assert answer.status_code < 300 or error_of(answer)["code"] in NOT_THERE
             else:
                 assert (answer.status_code, error_of(answer)["code"]) == (403, "scope_required"), (scope, path)
 

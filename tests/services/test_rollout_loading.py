@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gspo_core.messages import CallStatus
+from services.host_local import LocalHosts
 from services.host_venv import Interpreters
 from services.local.demo_tokenizer import chat_template
 from services.rollout.loading import JobNotServable, LoadedJob
@@ -34,7 +35,7 @@ class Greedy(World):
 
 async def load_job(spec_text: str) -> LoadedJob:
     """Loaded and closed again."""
-    loaded = await load_hosted_job(spec_text, lambda name: None, Interpreters(Path("nowhere")))
+    loaded = await load_hosted_job(spec_text, lambda name: None, LocalHosts(Interpreters(Path("nowhere"))).boot)
     await loaded.close()
     return loaded
 

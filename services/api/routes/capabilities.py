@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from gspo_core import __version__
 from gspo_core.objective_config import NAMES
 from services.api.context import ContextOf
+from services.api.environment_sources import SOURCES
 from services.api.requests import MAX_BODY_BYTES
 from services.api.views import View
 
@@ -36,9 +37,9 @@ async def capabilities(context: ContextOf) -> CapabilitiesView:
     return CapabilitiesView(
         version=__version__,
         objectives=list(NAMES),
-        environment_sources=["reference"],
+        environment_sources=[*SOURCES, *(["upload"] if context.may_upload else [])],
         limits={"max_body_bytes": MAX_BODY_BYTES, "max_page": 100},
-        features=_FEATURES,
+        features=_FEATURES | {"environment_upload": context.may_upload},
         num_alive={
             role: sum(one["alive"] for one in members if one["role"] == role)
             for role in ("trainer", "rollout", "engine")
@@ -51,8 +52,7 @@ _FEATURES: dict[str, Any] = {
     "event_stream": True,
     "episodes": True,
     "live_tuning": False,
-    "environment_registration": False,
-    "environment_upload": False,
+    "environment_registration": True,
     "pushed_trajectories": False,
     "checkpoint_export": False,
     "openai_facade": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gspo_core.spec import JobSpec, spec_warnings
 from services.api.access import Caller
 from services.api.context import ContextOf
+from services.api.environment_refs import pin
 from services.api.errors import ApiError, documented
 from services.api.requests import StrictRoute
 from services.api.views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
@@ -69,10 +71,11 @@ async def submit(
     idempotency_key: IdempotencyKey = None,
 ) -> JobView | Response:
     """Submit a job. With an `Idempotency-Key` it may be repeated: the same key never makes a second job."""
+    caller: Caller = request.scope["caller"]
+    spec = await asyncio.to_thread(pin, spec, context.registry, caller)
     if query.dry_run:
         plan = await _plan(spec, context.store)
         return Response(plan.model_dump_json(), media_type="application/json")
-    caller: Caller = request.scope["caller"]
     fresh_id = new_job_id(time.time())
     # A key belongs to who sent it: others who choose the same text neither see nor block this job.
     key = f"{caller.name}:{idempotency_key}" if idempotency_key else None

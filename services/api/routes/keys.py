@@ -23,7 +23,8 @@ class KeyQuery(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     scopes: str = "jobs:read,jobs:write,episodes:read"
-    """What it may do, comma-separated: `jobs:read`, `jobs:write`, `episodes:read`, `admin`."""
+    """What it may do, comma-separated: `jobs:read`, `jobs:write`, `envs:write`, `env:upload`, `episodes:read`,
+    `admin`."""
     owner: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.@-]*$")] = ""
     """To whom the jobs that it submits belong; several keys may share an owner. Left out: the key itself."""
     days: Annotated[float, Field(gt=0, le=3650)] | None = None

@@ -1,0 +1,397 @@
+"""Environments: registered under a name, each content a version that never changes; looked at and tried by workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from gspo_core.job_spec import FreeForm
+from gspo_core.outbound import AddressRefused
+from services.api.access import Caller
+from services.api.context import Context, ContextOf
+from services.api.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
+from services.api.errors import FINAL, ApiError, documented
+from services.api.requests import StrictRoute, read_bounded
+from services.api.views import Page, View, page
+from services.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack
+from services.environment_registry import NAME, EnvironmentNotFound, NameTaken, Registration, Registry, parse_reference
+from services.errands import ErrandFailed, NoAnswer, NobodyThere, TooMany
+
+router = APIRouter(prefix="/environments", tags=["environments"], route_class=StrictRoute)
+
+Name = Annotated[str, StringConstraints(pattern=f"^{NAME.pattern}$")]
+# An examination ends by itself before this.
+VALIDATE_S, ASK_S = 130.0, 60.0
+MAX_JOBS = 10_000
+PYTHON = "text/x-python"
+ARCHIVES = ("application/zip", "application/gzip", "application/x-tar")
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_ASKING = documented(409, 413, 415)
+
+
+class NewEnvironment(BaseModel):
+    """An environment to register."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        json_schema_extra={
+            "examples": [
+                {"name": "sums", "source": {"type": "reference", "ref": "environments.calculator:Calculator"}},
+                {"name": "lake", "source": {"type": "gym", "id": "FrozenLake-v1", "config": {"show": "render"}}},
+                {"name": "shop", "source": {"type": "openenv", "url": "wss://shop.example.org/ws"}},
+            ]
+        },
+    )
+
+    name: Name
+    """Small letters, digits, `_` and `-`. It belongs to the owner of the key that used it first."""
+    source: Source
+
+
+class UploadQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    name: Name
+    """The name to register it under."""
+    ref: Annotated[
+        str,
+        StringConstraints(
+            pattern=r"^([A-Za-z_][A-Za-z0-9_./-]*\.py|[A-Za-z_][A-Za-z0-9_.]*):[A-Za-z_][A-Za-z0-9_.]*$", max_length=512
+        ),
+    ]
+    """Where the class is in it: `file.py:Class`, or `package.module:Class` in an archive."""
+
+
+class EnvironmentQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    """Length of a page."""
+    after: str | None = None
+    """Id of the item before the page."""
+    name: str | None = None
+    """Only versions of this name."""
+
+
+class TasksQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    split: Literal["train", "eval"] = "train"
+    """`eval`: held-out tasks."""
+    first: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """Index of the first task wanted."""
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    """How many."""
+
+
+class ScriptedCall(BaseModel):
+    """A call of a tool."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, StringConstraints(max_length=200)]
+    arguments: FreeForm = Field(default_factory=dict)
+
+
+class ScriptedTurn(BaseModel):
+    """What the policy does in one turn."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    text: Annotated[str, StringConstraints(max_length=20_000)] = ""
+    """Its words."""
+    calls: Annotated[list[ScriptedCall], Field(max_length=32)] = []
+    """Its calls of tools, in order."""
+
+
+class Trial(BaseModel):
+    """One episode to play."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        json_schema_extra={
+            "examples": [
+                {"turns": [{"calls": [{"name": "calculate", "arguments": {"expression": "1+1"}}]}, {"text": "2"}]},
+                {"task": 3, "split": "eval", "turns": None},
+            ]
+        },
+    )
+
+    split: Literal["train", "eval"] = "train"
+    """`eval`: a held-out task."""
+    task: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """Which task."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Of the environment."""
+    turns: Annotated[list[ScriptedTurn], Field(max_length=64)] | None = None
+    """What the policy does. Null: what the environment's own `oracle` says."""
+
+
+class EnvironmentView(View):
+    """A version of an environment. A job names it as `ref`."""
+
+    object: Literal["environment"] = "environment"
+    id: str
+    """`NAME@VERSION`."""
+    name: str
+    version: int
+    status: Literal["validating", "ready", "invalid"]
+    """`validating` until a rollout worker has examined it."""
+    source: dict[str, Any]
+    digest: str
+    """Of its content: the same content is the same version."""
+    created_at: str
+    failures: list[str]
+    """Why it is invalid."""
+
+
+class ReportView(View):
+    """What an examination found: episodes without a model, on a rollout worker."""
+
+    object: Literal["environment.report"] = "environment.report"
+    environment: str
+    ok: bool
+    checks: list[dict[str, Any]]
+
+
+class TrialView(View):
+    """One episode, as it was played."""
+
+    object: Literal["environment.trial"] = "environment.trial"
+    environment: str
+    transcript: list[dict[str, Any]]
+    stop_reason: str | None
+    reward: float
+    reward_parts: dict[str, float]
+
+
+class TasksView(View):
+    """Some tasks in order."""
+
+    object: Literal["environment.tasks"] = "environment.tasks"
+    environment: str
+    total: int
+    tasks: list[dict[str, Any]]
+
+
+class SchemaView(View):
+    """What a policy sees of it: tools, limits, numbers of tasks."""
+
+    object: Literal["environment.schema"] = "environment.schema"
+    environment: str
+    description: dict[str, Any]
+
+
+@router.post("", status_code=201, responses={200: {"model": EnvironmentView}, **_ASKING})
+async def register(wanted: NewEnvironment, request: Request, response: Response, context: ContextOf) -> EnvironmentView:
+    """Register an environment. The same content under the same name is the same version: 200 instead of 201."""
+    try:
+        found = loadable(wanted.source)
+        await asyncio.to_thread(judge, found, context.networks)
+    except AddressRefused as error:
+        raise ApiError(422, "address_refused", str(error), param="source.url") from None
+    except ConfigRefused as error:
+        raise ApiError(422, "validation_failed", str(error), param="source.config") from None
+    source = wanted.source.model_dump(mode="json")
+    return await _add(context, _caller(request), response, wanted.name, source, found, upload=None)
+
+
+@router.post(
+    "/uploads",
+    status_code=201,
+    responses={200: {"model": EnvironmentView}, **_ASKING},
+    openapi_extra={
+        "requestBody": {"required": True, "content": {kind: _BINARY for kind in (PYTHON, *ARCHIVES)}},
+    },
+)
+async def upload(
+    query: Annotated[UploadQuery, Query()], request: Request, response: Response, context: ContextOf
+) -> EnvironmentView:
+    """Register an uploaded file (`text/x-python`) or package (zip, or tar, plain or gzipped). Off unless enabled."""
+    if not context.may_upload:
+        raise ApiError(403, "uploads_disabled", "the operator has not enabled uploads (GSPO_ENV_UPLOADS)")
+    packed = await read_bounded(request, (PYTHON, *ARCHIVES), MAX_PACKED_BYTES)
+    registry = _registry(context)
+    kind = request.headers["content-type"].partition(";")[0].strip().lower()
+    module = query.ref.rpartition(":")[0]
+    if kind == PYTHON and ("/" in module or not module.endswith(".py")):
+        raise ApiError(422, "validation_failed", "of a single file the ref is file.py:Class", param="ref")
+    digest = hashlib.sha256(b"\0".join((kind.encode(), module.encode() if kind == PYTHON else b"", packed))).hexdigest()
+    folder = registry.upload_dir(digest)
+    try:
+        await asyncio.to_thread(unpack, packed, folder, file_name=module if kind == PYTHON else None)
+    except ArchiveRefused as error:
+        raise ApiError(422, "archive_refused", str(error)) from None
+    path = module if module.endswith(".py") else module.replace(".", "/")
+    if not any((folder / name).is_file() for name in (path, f"{path}.py", f"{path}/__init__.py")):
+        raise ApiError(422, "validation_failed", f"there is no {module} in what was uploaded", param="ref")
+    source = {"type": "upload", "ref": query.ref, "size_bytes": len(packed)}
+    found = Loadable(query.ref, {})
+    return await _add(context, _caller(request), response, query.name, source, found, upload=digest)
+
+
+@router.get("")
+async def list_environments(
+    query: Annotated[EnvironmentQuery, Query()], request: Request, context: ContextOf
+) -> Page[EnvironmentView]:
+    """Registered versions by name; those of others only for admins."""
+    caller = _caller(request)
+
+    def find() -> list[EnvironmentView]:
+        registry = _registry(context)
+        held = [one for one in registry.all() if query.name in (None, one.name) and _sees(caller, one)]
+        ids = [one.id for one in held]
+        if query.after is not None and query.after not in ids:
+            raise ApiError(400, "invalid_cursor", f"{query.after[:80]!r} is no item of this list", param="after")
+        start = 0 if query.after is None else ids.index(query.after) + 1
+        return [_view(registry, one) for one in held[start : start + query.limit + 1]]
+
+    return page(await asyncio.to_thread(find), query.limit)
+
+
+@router.get("/{environment}")
+async def get_environment(environment: str, request: Request, context: ContextOf) -> EnvironmentView:
+    """One version: `name@version`, or the newest one of a `name`."""
+    one = await _get(context, request, environment)
+    return await asyncio.to_thread(_view, _registry(context), one)
+
+
+@router.delete("/{environment}", status_code=204, responses=documented(409))
+async def remove_environment(environment: str, request: Request, context: ContextOf) -> None:
+    """Remove a version, named in full; not while a job that is not over refers to it. Its number is not used again."""
+    parsed = parse_reference(environment)
+    if parsed is None or parsed[1] is None:
+        raise ApiError(422, "validation_failed", "name the version: name@version", param="environment")
+    one = await _get(context, request, environment, to_change=True)
+    for job in await context.store.list_jobs(MAX_JOBS, order="desc"):
+        refs = [entry.get("ref") for entry in job.spec_data.get("environments", ())]
+        if not job.status.is_terminal and one.id in refs:
+            raise ApiError(409, "environment_in_use", f"the job {job.id} uses {one.id}", headers=FINAL)
+    await asyncio.to_thread(_registry(context).remove, one)
+
+
+@router.post("/{environment}/validate")
+async def validate_environment(environment: str, request: Request, context: ContextOf) -> ReportView:
+    """Have a rollout worker examine it: some dozens of episodes without a model, in a process apart."""
+    one = await _get(context, request, environment)
+    report = await _ask(context, {"environment": one.id, "do": "validate"}, VALIDATE_S)
+    return ReportView(environment=one.id, ok=report["ok"], checks=report["checks"])
+
+
+@router.post("/{environment}/try", responses=documented(413, 415))
+async def try_environment(environment: str, trial: Trial, request: Request, context: ContextOf) -> TrialView:
+    """Have a rollout worker play one episode of it with the turns that are given, or with those of its oracle."""
+    one = await _get(context, request, environment)
+    played = await _ask(context, {"environment": one.id, "do": "play", **trial.model_dump(mode="json")}, ASK_S)
+    return TrialView(environment=one.id, **played)
+
+
+@router.get("/{environment}/tasks")
+async def list_tasks(
+    environment: str, query: Annotated[TasksQuery, Query()], request: Request, context: ContextOf
+) -> TasksView:
+    """Some of its tasks, asked of a rollout worker."""
+    one = await _get(context, request, environment)
+    wanted = {"split": query.split, "first": query.first, "count": query.limit}
+    return TasksView(environment=one.id, **await _ask(context, {"environment": one.id, "do": "tasks", **wanted}, ASK_S))
+
+
+@router.get("/{environment}/schema")
+async def get_schema(environment: str, request: Request, context: ContextOf) -> SchemaView:
+    """Its tools and limits, asked of a rollout worker."""
+    one = await _get(context, request, environment)
+    description = await _ask(context, {"environment": one.id, "do": "schema"}, ASK_S)
+    return SchemaView(environment=one.id, description=description)
+
+
+async def _add(
+    context: Context,
+    caller: Caller,
+    response: Response,
+    name: str,
+    source: Mapping[str, Any],
+    found: Loadable,
+    *,
+    upload: str | None,
+) -> EnvironmentView:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    wanted = Registration(name, 0, caller.owner, now, source, found.ref, found.config, upload, found.url is not None)
+    registry = _registry(context)
+    try:
+        one, is_new = await asyncio.to_thread(registry.add, wanted)
+    except NameTaken as error:
+        raise ApiError(409, "name_taken", str(error), param="name", headers=FINAL) from None
+    if is_new:
+        with contextlib.suppress(TooMany):  # then it stays unexamined until somebody asks for it
+            await context.errands.send({"environment": one.id, "do": "validate"}, is_awaited=False)
+    response.status_code = 201 if is_new else 200
+    response.headers["Location"] = f"/v1/environments/{one.id}"
+    return await asyncio.to_thread(_view, registry, one)
+
+
+async def _ask(context: Context, order: Mapping[str, Any], timeout_s: float) -> Any:
+    try:
+        return await context.errands.ask(order, timeout_s)
+    except ErrandFailed as error:
+        raise ApiError(422, "environment_invalid", str(error)[:2000], param="environment") from None
+    except NobodyThere:
+        message = "no rollout worker is there to run it; start one and ask again"
+        raise ApiError(503, "no_worker", message, headers={"Retry-After": "5"}) from None
+    except NoAnswer:
+        message = "the rollout worker that took it has not answered; ask again"
+        raise ApiError(503, "no_answer", message, headers={"Retry-After": "5"}) from None
+    except TooMany:
+        message = "too many questions to rollout workers are open"
+        raise ApiError(429, "capacity", message, headers={"Retry-After": "5"}) from None
+
+
+async def _get(context: Context, request: Request, reference: str, *, to_change: bool = False) -> Registration:
+    caller = _caller(request)
+    one = await asyncio.to_thread(_registry(context).get, reference)
+    if not (caller.sees(one.owner) if to_change else _sees(caller, one)):
+        raise EnvironmentNotFound(reference)
+    return one
+
+
+def _sees(caller: Caller, one: Registration) -> bool:
+    """What an admin has registered is there for everyone."""
+    return one.owner == "" or caller.sees(one.owner)
+
+
+def _view(registry: Registry, one: Registration) -> EnvironmentView:
+    report = registry.report(one)
+    status: Literal["validating", "ready", "invalid"] = "validating"
+    failures: list[str] = []
+    if report is not None:
+        status = "ready" if report["ok"] else "invalid"
+        failures = [str(check["message"]) for check in report["checks"] if check["status"] == "fail"]
+    return EnvironmentView(
+        id=one.id,
+        name=one.name,
+        version=one.version,
+        status=status,
+        source=dict(one.source),
+        digest=one.digest,
+        created_at=one.created_at,
+        failures=failures,
+    )
+
+
+def _registry(context: Context) -> Registry:
+    if context.registry is None:
+        raise ApiError(404, "environment_not_found", "this process has no data directory to keep environments in")
+    return context.registry
+
+
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.scope["caller"]
+    return caller

@@ -1,0 +1,41 @@
+"""Hosts of registered environments: what `name@version` stands for is looked up where the host is started.
+
+Rule: a job holds the name of a version and nothing of its content, and a host that reaches a URL which somebody named
+connects to public addresses and to the operator's networks only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from services.environment_registry import Registry
+from services.host_server import HostOrder
+
+Host = TypeVar("Host")
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Where registered environments are, and where those of them may connect to that reach a URL."""
+
+    registry: Registry
+    networks: tuple[str, ...] = ()
+
+    def placed(self, order: HostOrder) -> HostOrder:
+        """The order with what its host has to load; an import string stays. Raises ``InvalidEnvironment``."""
+        if ":" in order.ref:
+            return order
+        found = self.registry.place(order.ref)
+        networks = self.networks if found.is_remote else None
+        return replace(order, ref=found.ref, config=found.config, paths=found.paths, networks=networks)
+
+    def booting(self, boot: Callable[[HostOrder], Awaitable[Host]]) -> Callable[[HostOrder], Awaitable[Host]]:
+        """The same for registered ones as well."""
+
+        async def boot_placed(order: HostOrder) -> Host:
+            return await boot(await asyncio.to_thread(self.placed, order))
+
+        return boot_placed
