@@ -25,6 +25,7 @@ from services.process import run_until_signalled
 from services.redis_server import connect
 from services.rollout.errands import ErrandRunner
 from services.rollout.loading import load_job
+from services.rollout.processes import watch
 from services.rollout.worker import Worker, WorkerConfig
 from services.settings import Settings, load_settings
 from services.store import Store
@@ -63,6 +64,15 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
                     errands.cancel()
 
 
+async def work_in_processes(settings: Settings, arguments: argparse.Namespace, stop: asyncio.Event) -> None:
+    command = [sys.executable, "-m", "services.rollout", "--max-episodes", str(arguments.max_episodes)]
+    command += ["--drain-s", str(arguments.drain_s)]
+    environment = {name: value for name, value in os.environ.items() if name != "GSPO_HEALTH_FILE"}
+    async with Health(settings.health_file, stop) as health:
+        health.is_ready = True
+        await watch(command, arguments.processes, environment, stop)
+
+
 def boot_for(settings: Settings) -> Boot:
     """Where environments run: in services elsewhere, or beside this process."""
     if not settings.env_hosts:
@@ -75,9 +85,16 @@ def boot_for(settings: Settings) -> Boot:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.rollout", description="Plays episodes of running jobs.")
     parser.add_argument("--max-episodes", type=int, default=64, help="episodes held at once (default: %(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="event loops, each a process with so many episodes (default: 1)"
+    )
     parser.add_argument("--drain-s", type=float, default=8.0, help="time to reach a boundary when asked to leave")
     arguments = parser.parse_args()
     settings = load_settings()
+    grace_s = arguments.drain_s + LEAVING_S
+    if arguments.processes > 1:
+        configure_logging("rollout", level=settings.log_level, num_processes=arguments.processes)
+        return run_until_signalled(partial(work_in_processes, settings, arguments), grace_s=grace_s + LEAVING_S)
     name = f"rollout-{socket.gethostname()}-{os.getpid()}"
     configure_logging("rollout", level=settings.log_level, worker=name)
     config = WorkerConfig(
@@ -87,7 +104,7 @@ def main() -> int:
         drain_s=arguments.drain_s,
         engine_urls=settings.engine_urls,
     )
-    return run_until_signalled(lambda stop: work(settings, config, stop), grace_s=arguments.drain_s + LEAVING_S)
+    return run_until_signalled(lambda stop: work(settings, config, stop), grace_s=grace_s)
 
 
 if __name__ == "__main__":

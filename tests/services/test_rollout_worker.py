@@ -122,6 +122,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         engine.wait(20)
 
 
+def alive(pids: set[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -204,13 +208,13 @@ class Stage:
             finally:
                 stop.set()
 
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self, *arguments: str) -> subprocess.Popen[bytes]:
         environment = {
             "GSPO_REDIS_URL": self.redis_url,
             "GSPO_ENGINE_URLS": self.place.engine_url,
             "GSPO_LEASE_S": str(LEASE_S),
         }
-        child = spawn("services.rollout", [], environment)
+        child = spawn("services.rollout", list(arguments), environment)
         self.children.append(child)
         return child
 
@@ -415,6 +419,66 @@ async def test_sigterm_hands_everything_back_at_once_and_ends_with_status_0(stag
     leases = await stage.bus.lease(claim.job_id, "next", token, 100)
     assert len(leases) == num_open > 0
     assert sum(lease.num_segments > 0 for lease in leases) > 0
+    assert all(lease.attempt == 0 for lease in leases)
+
+
+async def test_a_worker_that_leaves_costs_no_token_and_another_goes_on(stage: Stage) -> None:
+    """All that was sampled is in the record, nothing is sampled again, and both see the same ledger."""
+    claim = await stage.submit(config={"replies": 25})
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 8)
+    leaver, heir = stage.worker("leaver"), stage.worker("heir")
+
+    async def begun() -> bool:
+        return await stage.num_segments(claim) > 60
+
+    async with stage.working(leaver):
+        await until(begun, 60.0)
+    assert leaver.counters["episodes/handed_back"] > 0
+    async with stage.working(heir):
+        await stage.all_ready(claim, 8)
+    trajectories = await stage.trajectories(claim, 8)
+    for trajectory in trajectories:
+        assert trajectory.attempt == 0
+        assert_stitched(trajectory, stage.place.codec, {"replies": 25})
+    num_sampled = leaver.counters["tokens/sampled"] + heir.counters["tokens/sampled"]
+    assert num_sampled == sum(trajectory.num_actions for trajectory in trajectories)
+    assert heir.counters["tokens/resumed"] > 0
+    assert leaver.counters["tokens/thrown_away"] == heir.counters["tokens/thrown_away"] == 0
+
+
+async def test_a_worker_of_several_processes_shares_the_job_replaces_a_dead_one_and_leaves_as_one(stage: Stage) -> None:
+    claim = await stage.submit(config={"replies": 35})
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 12)
+    parent = stage.process("--processes", "2", "--max-episodes", "8")
+
+    async def players() -> set[int]:
+        groups = await stage.bus.groups(claim.job_id)
+        workers = {one.worker for group in groups for one in group.episodes if one.worker}
+        return {int(name.rpartition("-")[2]) for name in workers}
+
+    async def two_play() -> bool:
+        return len(await players()) == 2
+
+    await until(two_play, 60.0)
+    before = await players()
+    victim = min(before)
+    os.kill(victim, signal.SIGKILL)
+
+    async def replaced() -> bool:
+        now = await players()
+        return victim not in now and len(now) == 2
+
+    await until(replaced, 60.0)
+    now = await players()
+    parent.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(parent.wait, 20) == 0
+    assert not alive(now | before)
+    token = await stage.bus.join("next")
+    leases = await stage.bus.lease(claim.job_id, "next", token, 100)
+    num_ended = sum([decode(one).is_final for _, one in await stage.bus.read_segments(claim.job_id, count=100_000)])
+    assert len(leases) == 24 - num_ended > 0
     assert all(lease.attempt == 0 for lease in leases)
 
 
