@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import re
 import uuid
@@ -21,7 +22,7 @@ import httpx
 import msgspec
 
 from gspo_core.types import MAX_LOGPROB
-from services.engine_http import EngineTransport
+from services.engine_http import EngineHttp, EngineTransport
 from services.token_ids import TokenIds
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -29,6 +30,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 _CONNECT_TIMEOUT_S = 5.0
 _CONTROL_TIMEOUT_S = 30.0
+_CONTROL_TIMEOUT = httpx.Timeout(_CONTROL_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
 _ABORT_TIMEOUT_S = 2.0
 _REPAIR_TIMEOUT_S = 10.0
 # A paused engine lets a request wait for as long as the pause lasts, so a generate call has no deadline of its own.
@@ -160,7 +162,7 @@ def open_http(*, max_connections: int = 512) -> httpx.AsyncClient:
 
     A request beyond ``max_connections`` waits; leave room for control calls beside the generate calls.
     """
-    return httpx.AsyncClient(transport=EngineTransport(max_connections), timeout=_GENERATE_TIMEOUT, trust_env=False)
+    return EngineHttp(EngineTransport(max_connections), _GENERATE_TIMEOUT)
 
 
 class EngineClient:
@@ -429,15 +431,22 @@ class EngineClient:
         if key := self._keys[admin]:
             headers["Authorization"] = f"Bearer {key}"
         try:
-            return await self._http.request(
+            # Not through ``http.request``, which parses and merges for as long as all the rest takes.
+            request = httpx.Request(
                 method,
-                self.url + path,
+                _parsed(self.url + path),
                 content=None if body is None else msgspec.json.encode(body),
                 headers=headers,
-                timeout=timeout or httpx.Timeout(_CONTROL_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
+                extensions={"timeout": (timeout or _CONTROL_TIMEOUT).as_dict()},
             )
+            return await self._http.send(request)
         except httpx.TransportError as error:
             raise EngineUnavailable(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(url: str) -> httpx.URL:
+    return httpx.URL(url)
 
 
 def _sampling_params(

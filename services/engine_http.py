@@ -3,7 +3,7 @@
 Why: httpx's own pool looks through all its connections at every request and every answer. At 128 concurrent requests
 that cost 6 ms of CPU time each, on the core that the trainer needs; this one costs a tenth.
 Rule: one request at a time on a connection, and a connection whose exchange did not end cleanly is closed, never used
-again. No redirects, proxies, streaming bodies or HTTP/2: engines are neighbours. Errors are httpx's own.
+again. No redirects, proxies, cookies, streaming bodies or HTTP/2: engines are neighbours. Errors are httpx's own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -96,6 +97,21 @@ class EngineTransport(httpx.AsyncBaseTransport):
             raise httpx.ConnectTimeout(f"no connection to {host}:{port} in time") from error
         except OSError as error:
             raise httpx.ConnectError(str(error)) from error
+
+
+class EngineHttp(httpx.AsyncClient):
+    """A client without what ``send`` does beside sending: half of the CPU time of a request."""
+
+    def __init__(self, transport: EngineTransport, timeout: httpx.Timeout) -> None:
+        super().__init__(transport=transport, timeout=timeout, trust_env=False)
+        self._engines = transport
+
+    async def send(self, request: httpx.Request, **_options: Any) -> httpx.Response:
+        if self.is_closed:
+            raise RuntimeError("the client was closed")
+        response = await self._engines.handle_async_request(request)
+        response.request = request
+        return response
 
 
 def _head(request: httpx.Request, content_length: int) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 import msgspec
+import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 
@@ -33,13 +34,14 @@ class TokenIds(Sequence[int]):
             added = array("i", ids)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"token ids are a flat list of ints: {error}") from error
-        if (smallest := min(added)) < 0:
+        numbers = np.frombuffer(added, dtype=np.int32)
+        if (smallest := np.minimum.reduce(numbers)) < 0:
             raise ValueError(f"token ids are not negative, as {smallest} is")
         if self._digits:
             self._digits += b","
         self._digits += msgspec.json.encode(added.tolist())[1:-1]
         self._ids += added
-        self.largest = max(self.largest, *added)
+        self.largest = max(self.largest, int(np.maximum.reduce(numbers)))
 
     def to_json(self) -> bytes:
         return b"[" + self._digits + b"]"

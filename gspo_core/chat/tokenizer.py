@@ -7,8 +7,12 @@ It loads ``tokenizer.json`` with the `tokenizers` library and no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
+
+# The words between control tokens come again in every turn.
+_SHORT_CHARS = 32
 
 
 class UnsuitableTokenizer(ValueError):
@@ -67,18 +71,23 @@ class _FileTokenizer:
         self._backend = Backend.from_file(str(path))
         self._backend.encode_special_tokens = True  # text never becomes a special token
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self._encode_short = lru_cache(maxsize=1024)(self._encode)
         added = self._backend.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in added if token.special)
 
     def encode(self, text: str) -> list[int]:
+        return list(self._encode_short(text) if len(text) <= _SHORT_CHARS else self._encode(text))
+
+    def _encode(self, text: str) -> Sequence[int]:
         # A policy can write half a surrogate pair as JSON escape; it has no bytes.
         sound = text.encode("utf-8", "replace").decode("utf-8")
-        return list(self._backend.encode(sound, add_special_tokens=False).ids)
+        ids: Sequence[int] = self._backend.encode(sound, add_special_tokens=False).ids
+        return ids
 
     def encode_whole(self, text: str) -> list[int]:
         self._backend.encode_special_tokens = False
         try:
-            return self.encode(text)
+            return list(self._encode(text))
         finally:
             self._backend.encode_special_tokens = True
 

@@ -9,6 +9,7 @@ elsewhere; here they are only watched and asked.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from gspo_core.types import CacheMode, WeightsManifest
 from services.engine_client import EngineClient, EngineError, EngineRejected, Generation
 from services.rollout.counters import Counters
+from services.rollout.in_flight import InFlightLimit
 from services.rollout.patience import Patience
 from services.rollout.policy import Drained, InvalidAnswer, Sampled, VersionSpan
 from services.telemetry import get_logger
@@ -47,14 +49,17 @@ class Engine:
     """What its owner says; empty when nobody does."""
     holder: str | None = None
     """The job that it is bound to, where that is known."""
-    num_requests: int = 0
-    """Of this worker, in flight."""
+    in_flight: set[asyncio.Task[Generation]] = field(default_factory=set)
+    """Requests of this worker."""
     num_waiting: int = 0
     """Requests of anybody that waited in it when it was last asked."""
+    limit: InFlightLimit = field(default_factory=InFlightLimit)
     last_answer: float = 0.0
     """When it last said what it holds."""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it left the table or fell silent: who waits for its answer asks elsewhere."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.in_flight)
 
     @property
     def job(self) -> str:
@@ -64,13 +69,18 @@ class Engine:
     def version(self) -> int:
         return parse_label(self.label)[1]
 
+    @property
+    def has_room(self) -> bool:
+        return self.num_requests < self.limit.value
+
     def serves(self, job: str) -> bool:
         return self.job == job and self.holder in (None, job) and self.state not in _UNUSABLE
 
     def abandon(self) -> None:
-        """Who waits for its answer asks elsewhere."""
-        self.gone.set()
-        self.gone = asyncio.Event()
+        """It left the table or fell silent: who waits for its answer asks elsewhere."""
+        abandoned, self.in_flight = self.in_flight, set()
+        for answer in abandoned:
+            answer.cancel()
 
 
 def parse_label(label: str) -> tuple[str, int]:
@@ -104,16 +114,17 @@ class EngineTable:
         patience: Patience,
         *,
         silence_s: float = SILENCE_S,
+        make_limit: Callable[[], InFlightLimit] = InFlightLimit,
     ) -> None:
         self._store = store
         self._patience = patience
+        self._make_limit = make_limit
         self._static_urls = tuple(urls)
         self._connect = connect
         self._clock = clock
         self._silence_s = silence_s
         self._engines: dict[str, Engine] = {}
         self._asked_load_at = -LOAD_S
-        self.changed = asyncio.Condition()
 
     async def watch(self) -> None:
         """Until cancelled."""
@@ -129,8 +140,6 @@ class EngineTable:
         if self._clock() - self._asked_load_at >= LOAD_S:
             self._asked_load_at = self._clock()
             await asyncio.gather(*(_read_load(engine) for engine in self._engines.values() if engine.label))
-        async with self.changed:
-            self.changed.notify_all()
 
     async def _read_label(self, engine: Engine) -> None:
         label = await _label_of(engine)
@@ -146,9 +155,9 @@ class EngineTable:
     def _update(self, records: Sequence[Mapping[str, Any]]) -> None:
         urls = {*self._static_urls, *(str(record["url"]) for record in records if record.get("url"))}
         for url in self._engines.keys() - urls:
-            self._engines.pop(url).gone.set()
+            self._engines.pop(url).abandon()
         for url in sorted(urls - self._engines.keys()):
-            self._engines[url] = Engine(url, self._connect(url), last_answer=self._clock())
+            self._engines[url] = Engine(url, self._connect(url), last_answer=self._clock(), limit=self._make_limit())
         for record in records:
             if engine := self._engines.get(str(record.get("url"))):
                 self._hear(engine, str(record.get("state") or ""), record.get("job"))
@@ -175,13 +184,18 @@ async def _label_of(engine: Engine) -> str:
 
 
 async def _read_load(engine: Engine) -> None:
-    """A snapshot; good enough to start no more episodes while requests queue up."""
+    """A snapshot: good enough to give it no more than it runs. One that is older than the last says nothing new."""
     try:
         async with asyncio.timeout(LABEL_TIMEOUT_S):
-            loads = (await engine.client.loads()).get("loads", [])
+            answer = await engine.client.loads()
     except (EngineError, TimeoutError):
         return
+    loads = answer.get("loads", [])
     engine.num_waiting = sum(int(load.get("num_waiting_reqs", 0)) for load in loads)
+    taken = min((float(load.get("timestamp", math.inf)) for load in loads), default=-math.inf)
+    if engine.state != "switching" and float(answer.get("timestamp", taken)) - taken <= LOAD_S:
+        num_running = sum(int(load.get("num_running_reqs", 0)) for load in loads)
+        engine.limit.report(num_ours=engine.num_requests, num_running=num_running, num_waiting=engine.num_waiting)
 
 
 class JobEngines:
@@ -213,6 +227,10 @@ class JobEngines:
         """Version -> step, for the versions that the store knows."""
         self._published: WeightsManifest | None = None
         self._avoided: set[Engine] = set()
+        self._room = asyncio.Condition()
+        """Notified when a request has ended, and with every refresh."""
+        self._num_queued = 0
+        """Requests that wait here for an engine."""
 
     async def watch(self) -> None:
         """Follows the published versions until cancelled."""
@@ -227,20 +245,31 @@ class JobEngines:
             self._steps = {manifest.version: manifest.step for manifest in manifests}
             self._published = current
         self._avoided.clear()
-        async with self._table.changed:
-            self._table.changed.notify_all()
+        async with self._room:
+            self._room.notify_all()
 
     def usable(self) -> list[Engine]:
-        """Engines within ``max_staleness`` steps of the published version, the least busy first."""
+        """Engines within ``max_staleness`` steps of the published version, the least busy for its size first."""
         engines = [engine for engine in self._table.serving(self._job) if self._is_fresh(engine)]
-        return sorted(engines, key=lambda one: (one in self._avoided, one.state == "switching", one.num_requests))
+        return sorted(
+            engines,
+            key=lambda one: (one in self._avoided, one.state == "switching", one.num_requests / one.limit.value),
+        )
+
+    def _with_room(self) -> list[Engine]:
+        engines = self.usable()
+        for engine in engines:
+            if not engine.has_room:
+                engine.limit.reached()
+        return [engine for engine in engines if engine.has_room]
 
     def has_room(self) -> bool:
         """Whether an episode that starts now would be served at once, as far as is known.
 
         What an engine says of its queue can be old; one that holds nothing of ours is always worth a try.
         """
-        return any(not (engine.num_waiting and engine.num_requests) for engine in self.usable())
+        engines = [engine for engine in self.usable() if engine.has_room]
+        return not self._num_queued and any(not (one.num_waiting and one.num_requests) for one in engines)
 
     def _is_fresh(self, engine: Engine) -> bool:
         published = self._published
@@ -271,7 +300,10 @@ class JobEngines:
                 extra_key=(key := engine.label),
             )
             try:
-                generation = await _answer_of(engine, request)
+                try:
+                    generation = await _answer_of(engine, request)
+                finally:
+                    await self._wake_next()
                 if generation is not None and generation.output_ids:
                     return self._checked(generation, engine, key, held_s=asked - started)
                 self._counters.add("engine/no_answers")
@@ -284,11 +316,22 @@ class JobEngines:
             await self._patience.pause(num_failures)
             num_failures += 1
 
+    async def _wake_next(self) -> None:
+        if self._num_queued:
+            async with self._room:
+                self._room.notify()
+
     async def _choose(self, prefer_engine: str) -> Engine:
-        """The preferred engine, else the least busy one. Waits for one to be there."""
-        async with self._table.changed:
-            await self._table.changed.wait_for(lambda: self._leaving.is_set() or bool(self.usable()))
-        engines = self.usable()
+        """The preferred engine, else the least busy one. Waits for one that has room, behind those who wait already."""
+        engines = [] if self._num_queued else self._with_room()
+        if not engines:
+            self._num_queued += 1
+            try:
+                async with self._room:
+                    await self._room.wait_for(lambda: self._leaving.is_set() or bool(self._with_room()))
+            finally:
+                self._num_queued -= 1
+            engines = self._with_room()
         if not engines:
             raise Drained(f"{self._job}: no engine came before the worker left")
         idlest = engines[0]
@@ -311,15 +354,15 @@ class JobEngines:
 
 
 async def _answer_of(engine: Engine, request: Coroutine[Any, Any, Generation]) -> Generation | None:
-    """What ``request`` returns, or None when the engine left the table first."""
+    """What ``request`` returns, or None when the engine was abandoned first."""
     answer = asyncio.create_task(request)
-    gone = asyncio.create_task(engine.gone.wait())
-    engine.num_requests += 1
+    engine.in_flight.add(answer)
     try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return answer.result() if answer.done() else None
+        return await answer
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if answer in engine.in_flight or (task is not None and task.cancelling()):
+            raise
+        return None
     finally:
-        engine.num_requests -= 1
-        for task in (answer, gone):
-            task.cancel()
-        await asyncio.gather(answer, gone, return_exceptions=True)
+        engine.in_flight.discard(answer)

@@ -85,7 +85,7 @@ class Ledger:
         if not token_ids:
             raise LedgerConflict(f"{self.key}: a turn starts with at least one token to read")
         self.turns.append(Turn(observed=_packed(token_ids)))
-        self._token_ids.extend(token_ids)
+        self._token_ids.extend(self.turns[-1].observed)
 
     def fork(self, token_ids: Sequence[int]) -> None:
         """Opens the next turn on a history that was rendered anew: a new branch, whose tokens are all read."""
