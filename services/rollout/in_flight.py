@@ -1,0 +1,53 @@
+"""How many requests one engine is given at a time: as many as it runs at once, found by what it says of its queue.
+
+Rule: a request that would only wait in an engine waits here, where it can still go to another one, keeps nobody's
+prefix out of the cache and is not computed anew by a weight update. What runs while nothing waits is known to fit. What
+is reached while nothing waits grows: doubled until an engine was full for the first time, by an eighth afterwards. What
+waits in two reports in a row is too much (in one it may be a burst or a pause), and the limit falls to what runs.
+"""
+
+from __future__ import annotations
+
+import math
+
+_START = 32
+_CROWDED_REPORTS = 2
+# A queue of so small a part of the limit hides the way from here to the engine.
+_SLACK = 16
+_GROWTH = 8
+
+
+class InFlightLimit:
+    """Of one engine and the requests of this process."""
+
+    def __init__(self, start: int = _START) -> None:
+        self.value = start
+        self._is_reached = False
+        """Since the last report."""
+        self._was_ever_crowded = False
+        self._num_crowded = 0
+        """Reports in a row."""
+
+    def reached(self) -> None:
+        """Somebody waits for this engine."""
+        self._is_reached = True
+
+    def report(self, *, num_ours: int, num_running: int, num_waiting: int) -> None:
+        """What the engine says of everybody's requests; ``num_ours`` are those of this process among them."""
+        if not num_running and num_waiting:
+            return  # paused
+        if num_waiting > max(1, self.value // _SLACK):
+            self._num_crowded += 1
+            if self._num_crowded >= _CROWDED_REPORTS:
+                self._was_ever_crowded = True
+                self.value = max(1, math.ceil(num_ours * num_running / (num_running + num_waiting)))
+        else:
+            self._num_crowded = 0
+            if not num_waiting:
+                self._grow(num_ours)
+        self._is_reached = False
+
+    def _grow(self, num_ours: int) -> None:
+        self.value = max(self.value, num_ours)
+        if self._is_reached:
+            self.value += max(1, self.value // _GROWTH) if self._was_ever_crowded else self.value
