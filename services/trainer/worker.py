@@ -20,6 +20,7 @@ from services.bus import Fenced
 from services.store import Claim, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.failure import JobFailure
+from services.trainer.ill_environments import IllEnvironments
 from services.trainer.race import first_to_end
 from services.trainer.run import JobRun
 
@@ -102,7 +103,8 @@ class TrainerWorker:
         job = await self._store.get_job(claim.job_id)
         run = self._make_run(claim, JobSpec.model_validate_json(job.spec))
         try:
-            await first_to_end(run.run(), self._beat(claim), self._watch_for_the_end(claim, stop))
+            watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, stop)
+            await first_to_end(run.run(), self._beat(claim), *watching)
             await run.discard_queue()
             await self._store.set_status(claim.job_id, "succeeded", token=claim.token)
             log.info("succeeded")

@@ -68,6 +68,22 @@ class Talk:
         return 1.0 - self.left / self.total
 
 
+class Away:
+    """Cannot be started before its server is there."""
+
+    tasks = [{} for _ in range(10)]
+
+    def __init__(self, server):
+        self.server = server
+
+    def reset(self):
+        with open(self.server):
+            return "It is there."
+
+    def get_reward(self):
+        return 1.0
+
+
 class Gone:
     """Cannot be started."""
 
@@ -531,6 +547,40 @@ async def test_a_failing_world_and_a_job_that_cannot_be_loaded_do_not_touch_the_
     for trajectory in await stage.trajectories(failing, 2):
         assert (trajectory.outcome.stop_reason, trajectory.reward) == (StopReason.ENV_ERROR, None)
     assert worker.counters["attempts/reset_failed"] == 12
+
+
+async def test_an_environment_that_only_fails_is_quarantined_said_to_be_ill_and_recovers(
+    stage: Stage, tmp_path: Path
+) -> None:
+    server = tmp_path / "server"
+    ill = await stage.submit("Away", {"server": str(server)}, limits={"retries": 2})
+    await stage.publish(ill, stage.place.chatty)
+    await stage.dispatch(ill, 10, size=2)
+
+    async def told() -> list[dict[str, Any]]:
+        events = await stage.store.read_events(ill.job_id)
+        return [event.data for event in events if event.type == "env.health"]
+
+    async def is_ill() -> bool:
+        return any(not data["healthy"] for data in await told())
+
+    async with stage.working(stage.worker()) as worker:
+        await until(is_ill)
+        assert "No such file" in (await told())[0]["error"]
+        (record,) = await stage.store.workers()
+        ((environment, error),) = record["ill_environments"][ill.job_id].items()
+        assert environment.endswith(":Away")
+        assert "No such file" in error
+        # Nobody uses up the retries of an episode while it lasts.
+        num_failures = worker.counters["attempts/reset_failed"]
+        await until(lambda: worker.counters["attempts/reset_failed"] > num_failures)
+        assert await stage.num_ready(ill) == 0
+        server.write_text("")
+        await stage.all_ready(ill, 10)
+        assert [data["healthy"] for data in await told()] == [False, True]
+        assert worker._record()["ill_environments"] == {}
+    trajectories = await stage.trajectories(ill, 10)
+    assert {trajectory.reward for trajectory in trajectories} == {1.0}
 
 
 async def test_an_episode_that_meets_a_defect_of_ours_is_given_up_with_the_cause(
