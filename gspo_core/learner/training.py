@@ -102,6 +102,18 @@ class Learner:
         metrics |= {"gspo/num_empty": float(num_empty), "learner/num_idle_sequences": float(num_idle)}
         return metrics | self._update_metrics(updates)
 
+    def retune(self, config: LearnerConfig, objective: ObjectiveConfig) -> None:
+        """Go on with other numbers from the next step on. What was built from the old ones must stay as it is."""
+        rate = {name: getattr(config.optimizer, name) for name in ("lr", "min_lr_ratio", "max_grad_norm")}
+        optimizer = self.config.optimizer.model_copy(update=rate)
+        if config != self.config.model_copy(update={"optimizer": optimizer, "total_steps": config.total_steps}):
+            raise ValueError("of the optimizer only lr, min_lr_ratio and max_grad_norm change while a learner lives")
+        if bool(objective.kl_coef) != (self._reference is not None):
+            raise ValueError(
+                "kl_coef cannot be turned on or off while a learner lives: its reference was loaded or not"
+            )
+        self.config, self.objective = config, objective
+
     def supervised_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """One update that makes the actions more likely; advantages and behaviour log-probs play no part."""
         num_actions = sum(s.num_actions for s in sequences)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from gspo_core.learner import Learner
-from gspo_core.learner_config import LearnerConfig
 from gspo_core.spec import JobSpec
 from services.batch_log import BatchLog
 from services.bus import Bus
@@ -29,6 +28,7 @@ from services.trainer.engines import Engines
 from services.trainer.intake import Intake
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
+from services.trainer.tuning import learner_config
 from services.trainer.weight_transport import FromDisk, ThroughGroup, WeightTransport
 from services.trainer.worker import TrainerWorker
 from services.weights import WeightStore
@@ -111,7 +111,7 @@ def capabilities() -> dict[str, Any]:
 def make_learner(spec: JobSpec) -> Learner:
     return Learner(
         Path(spec.model),
-        LearnerConfig(optimizer=spec.optimizer, total_steps=spec.steps, **dict(spec.learner)),
+        learner_config(spec),
         spec.training_objective,
         seed=spec.seed,
         device=device_for(spec),

@@ -9,3 +9,11 @@ class JobFailure(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class AttemptFailed(Exception):
+    """Ends this attempt, which counts; another one may go on with the job. ``code`` is its cause."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code

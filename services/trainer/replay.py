@@ -1,7 +1,7 @@
 """Steps that were logged and are in no checkpoint: trained again from the batch logs, without Redis and engines.
 
-The rule kept here: a step is trained again with exactly what was logged, the age of its tokens included, so that the
-same weights come out and what was published of them stays true.
+The rule kept here: a step is trained again with exactly what was logged, the age of its tokens and the settings that
+held then included, so that the same weights come out and what was published of them stays true.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.learner import Learner
-from gspo_core.objective_config import AdvantageConfig
 from gspo_core.staleness import Position
 from services.batch_log import BatchLog, DamagedBatchLog, LoggedBatch, batches_after
 from services.telemetry import get_logger
 from services.trainer.lineage import Lineage
 from services.trainer.sequences import train_sequences
+from services.trainer.tuning import Tuning
 
 
 def replay(
@@ -26,7 +26,7 @@ def replay(
     start: Position,
     log: BatchLog,
     forks: Mapping[int, Position],
-    config: AdvantageConfig,
+    tuning: Tuning,
 ) -> Position:
     """Train what follows the checkpoint ``start``; returns the last step of the run so far.
 
@@ -39,19 +39,20 @@ def replay(
         except DamagedBatchLog as error:
             get_logger().warning("replay ends early", path=str(error.path), error=str(error))
             break
-        train_again(learner, lineage, batch, config)
+        train_again(learner, lineage, batch, tuning)
         get_logger().info("step replayed", epoch=position.epoch, step=position.step)
         start = position
     return start
 
 
-def train_again(learner: Learner, lineage: Lineage, batch: LoggedBatch, config: AdvantageConfig) -> None:
+def train_again(learner: Learner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> None:
+    tuning.recall(learner, batch.extra.get("settings", {}))
     ages: dict[str, int] = batch.extra["staleness"]
 
     def staleness_of(versions: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.array([ages[str(version)] for version in versions.tolist()], dtype=np.int32)
 
-    sequences, _ = train_sequences(batch.groups, staleness_of, config)
+    sequences, _ = train_sequences(batch.groups, staleness_of, tuning.spec.objective.advantage)
     learner.step(sequences)
     dropped = [group for groups in batch.extra["dropped"].values() for group in groups]
     lineage.step = batch.step

@@ -13,9 +13,10 @@ nothing is sampled twice. Only steps whose logs are lost are sampled anew.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from gspo_core.staleness import Position, groups_admissible, in_history, token_s
 from gspo_core.types import Group, Split, StepReport, WeightsManifest
 from services.batch_log import BatchLog, retained
 from services.bus import Bus, Full
-from services.store import Claim, Store
+from services.store import CancelManner, Claim, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
@@ -44,7 +45,10 @@ from services.trainer.replay import replay
 from services.trainer.selection import Selection, nothing_to_train, refusal
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
 from services.trainer.status import JobStatusBoard
+from services.trainer.stopping import StopConditions
 from services.trainer.tasks import TaskSchedule
+from services.trainer.tuning import Tuning
+from services.trainer.watchdog import Watchdog
 from services.weights import WeightStore
 
 # So many batches' worth of groups dropped one after the other: what comes next would be no better.
@@ -73,12 +77,25 @@ class Services:
 BYTES_PER_TOKEN = 10
 
 
+class WoundUp(Exception):
+    """A cancelled job has nothing more to train."""
+
+
 class JobRun:
     """The step loop of one claimed job."""
 
+    ending: StatusReason | None = None
+    """Why it was over, once ``run`` has returned."""
+    cancelled: CancelManner | None = None
+    """How it winds up, since its user has cancelled it."""
+    _is_stepping = False
+    """In the loop of steps, where it can end in order."""
+    _is_held = False
+    """Its user has paused it."""
+
     def __init__(self, claim: Claim, spec: JobSpec, services: Services, make_learner: Callable[[], Learner]) -> None:
         self._claim = claim
-        self._spec = spec
+        self._tuning = Tuning(spec)
         self._services = services
         self._make_learner = make_learner
         self._lineage = Lineage()
@@ -93,18 +110,53 @@ class JobRun:
         """Groups by reason, since the last batch."""
         self._patience = AlarmPatience()
         self._gate = ParityGate(services.engines, spec.rollout.max_engine_k3)
+        self._stopping = StopConditions(services.store, claim.job_id)
+        self._saved_step = -1
+        """Of the newest checkpoint that this process has written."""
 
     @property
     def _job(self) -> str:
         return self._claim.job_id
 
+    @property
+    def _spec(self) -> JobSpec:
+        """With the live settings that hold now."""
+        return self._tuning.spec
+
     async def run(self) -> None:
-        """Returns when the last step is trained, published and evaluated."""
+        """Returns when the job is at its end, with the reason in ``ending``: the last weights are published and
+        evaluated, or it was cancelled and has wound up."""
         try:
             engines, intake = self._services.engines, self._services.intake
-            await first_to_end(self._train(), engines.run(), intake.run(), self._gate.run())
+            watchdog = Watchdog(self._signs, lambda: self._spec.watchdog, self._warn, self._excuse)
+            await first_to_end(self._train(), engines.run(), intake.run(), self._gate.run(), watchdog.run())
         finally:
             await self._services.engines.release()
+
+    def wind_up(self, manner: CancelManner) -> bool:
+        """Ask a cancelled job to end in order. False: there is nothing to keep, it may be ended where it is."""
+        if manner is CancelManner.NOW or not self._is_stepping:
+            return False
+        self.cancelled = manner
+        return True
+
+    def _signs(self) -> Hashable | None:
+        """What changes while the job moves; None while it is not meant to."""
+        return (
+            (self._lineage.step, self._services.intake.num_segments)
+            if self._is_stepping and not self._is_held
+            else None
+        )
+
+    async def _excuse(self) -> str:
+        """Why nobody else could go on either."""
+        if not await self._services.store.workers():
+            return "no rollout worker is there"
+        return "" if self._services.engines.ready() else "no engine is ready"
+
+    async def _warn(self, message: str) -> None:
+        data = {"step": self._lineage.step, "kind": "no_progress", "message": message}
+        await self._services.store.add_event(self._job, "alert", data, token=self._claim.token)
 
     async def _train(self) -> None:
         services, spec, status = self._services, self._spec, self._services.status
@@ -125,22 +177,57 @@ class JobRun:
             evaluator.cancel()
 
     async def _loop(self, learner: Learner, schedule: TaskSchedule, evaluator: Evaluator) -> None:
-        services, spec, status = self._services, self._spec, self._services.status
-        num_engines = spec.resources.num_engines
+        services, status = self._services, self._services.status
+        num_engines = self._spec.resources.num_engines
         await services.engines.wait_for(self._newest, num_engines=num_engines, explain=status.explain)
         await status.started()
-        if self._lineage.step < spec.steps:
+        if not await self._is_over(learner):
             await evaluator.play(self._lineage.step, self._newest.version)
         await self._commit_again()
         await self._dispatch_again(schedule)
         await self._admit(schedule)
-        while self._lineage.step < spec.steps:
-            await status.obey_pause()
-            await self._step(learner, schedule)
-            await self._after_step(learner, evaluator)
+        self._is_stepping = True
+        with contextlib.suppress(WoundUp):
+            await self._take_steps(learner, schedule, evaluator)
+        self._is_stepping = False
+        if self._saved_step < self._lineage.step and (self.cancelled is None or self.cancelled.saves):
+            await self._checkpoint(learner)
+        if self.cancelled is not None:
+            return
         await services.engines.wait_for(self._newest)
         await evaluator.finish()
-        await evaluator.play(spec.steps, self._newest.version)
+        await evaluator.play(self._lineage.step, self._newest.version)
+
+    async def _take_steps(self, learner: Learner, schedule: TaskSchedule, evaluator: Evaluator) -> None:
+        while not await self._is_over(learner):
+            self._is_held = True
+            was_held = await self._services.status.obey_pause()
+            self._is_held = False
+            if was_held:
+                continue
+            await self._step(learner, schedule)
+            await self._after_step(learner, evaluator)
+
+    async def _is_over(self, learner: Learner) -> bool:
+        """At a step boundary: what the user has changed holds from here on, and may end the job. Raises WoundUp."""
+        job = await self._services.store.get_job(self._job)
+        if self._tuning.version != job.settings_version and self._tuning.apply(
+            learner, job.settings_version, job.settings
+        ):
+            data = {"step": self._lineage.step + 1, **self._tuning.logged()}
+            await self._services.store.add_event(self._job, "settings.applied", data, token=self._claim.token)
+        self._leave_if_wound_up()
+        if self.cancelled is not None:
+            await self._services.status.winds_up()
+        self.ending = await self._stopping.reached(job, self._spec, self._lineage.step)
+        return self.ending is not None
+
+    def _leave_if_wound_up(self) -> None:
+        if self.cancelled is None:
+            return
+        num_open = sum(1 for _ in self._lineage.owed())
+        if not self.cancelled.drains or num_open < self._spec.groups_per_step:
+            raise WoundUp
 
     async def discard_queue(self) -> None:
         """At the end of a job: what nobody will train any more leaves Redis."""
@@ -166,8 +253,9 @@ class JobRun:
                 get_logger().warning("checkpoint skipped", path=str(checkpoint.learner_dir), error=str(error))
                 continue
             self._lineage, parent = checkpoint.lineage, checkpoint.position
+            self._saved_step = parent.step
             break
-        reached = replay(learner, self._lineage, parent, log, forks, self._spec.objective.advantage)
+        reached = replay(learner, self._lineage, parent, log, forks, self._tuning)
         checkpoints.begin_epoch(self._claim.epoch, reached)
         self._forks = checkpoints.forks()
         return reached != parent
@@ -210,6 +298,7 @@ class JobRun:
             "time/engine_paused_s": services.engines.last_switch_s(),
             **services.engines.metrics(),
             **self._gate.metrics(),
+            "settings/version": float(self._tuning.version),
             "throughput/tokens_per_s": metrics["tokens/trained"] / (ended - started),
         }
         await self._report(StepReport(self._lineage.step, self._newest.version, self._claim.epoch, metrics))
@@ -221,7 +310,7 @@ class JobRun:
         step, spec = self._lineage.step, self._spec
         if spec.evaluation and step % spec.evaluation.every == 0 and step < spec.steps:
             await evaluator.start(step, self._newest.version)
-        if step % spec.checkpoint_every == 0 or step == spec.steps:
+        if step % spec.checkpoint_every == 0:
             await self._checkpoint(learner)
 
     async def _checkpoint(self, learner: Learner) -> None:
@@ -229,6 +318,7 @@ class JobRun:
         await asyncio.to_thread(checkpoints.write, position, self._lineage, learner.save_state)
         await asyncio.to_thread(checkpoints.collect, self._spec.checkpoints.keep)
         await asyncio.to_thread(self._collect_batches)
+        self._saved_step = position.step
         data = {"step": position.step, "epoch": position.epoch}
         await self._services.store.add_event(self._job, "checkpoint", data, token=self._claim.token)
 
@@ -267,6 +357,7 @@ class JobRun:
             "num_dispatched": lineage.num_dispatched,
             "dropped": self._dropped_since,
             "staleness": self._ages_of(chosen),
+            "settings": self._tuning.logged(),
         }
         await asyncio.to_thread(services.batch_log.write, self._claim.epoch, step, chosen, extra)
         self._dropped_since = {}
@@ -325,6 +416,8 @@ class JobRun:
             num_dropped=lineage.num_dropped,
             num_published=lineage.num_published,
         )
+        if self.cancelled is not None:
+            return
         still_needed = spec.steps * spec.groups_per_step + lineage.num_dropped - lineage.num_dispatched
         if not spec.rollout.max_staleness:
             await self._services.engines.wait_for(self._newest)
@@ -375,6 +468,7 @@ class JobRun:
         store, token = self._services.store, self._claim.token
         # Fenced, hence first: the file is what a wiped server is told, and a line of a dead epoch would be the newest.
         await store.add_metrics(self._job, report.step, report.metrics, token=token)
+        self._stopping.note(report.step, report.metrics)
         with self._services.metrics_path.open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
         await store.add_event(self._job, "step", record, token=token)

@@ -40,14 +40,20 @@ class JobStatusBoard:
         """What it waited for is over."""
         await self._set(JobStatus.RUNNING, default_reason(JobStatus.RUNNING))
 
-    async def obey_pause(self) -> None:
-        """Hold the step loop for as long as the user wants the job paused."""
+    async def winds_up(self) -> None:
+        """Say why a cancelled job still runs."""
+        message = "cancelled; what is under way is trained first, as far as it fills steps"
+        await self._set(JobStatus.RUNNING, StatusReason("user_cancelled", message))
+
+    async def obey_pause(self) -> bool:
+        """Hold the step loop for as long as the user wants the job paused; whether there was something to wait for."""
         if await self._desired() is not DesiredState.PAUSED:
-            return
+            return False
         await self._set(JobStatus.PAUSING)
         await self._set(JobStatus.PAUSED, StatusReason("user_paused", "paused by the user"))
         await self._wait_for_resume()
         await self._set(JobStatus.RUNNING)
+        return True
 
     async def _wait_for_resume(self) -> None:
         while await self._desired() is DesiredState.PAUSED:

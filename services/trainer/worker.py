@@ -17,9 +17,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gspo_core.spec import JobSpec
 from services.bus import Fenced
-from services.store import Claim, StatusReason, Store
+from services.store import CancelManner, Claim, StatusReason, Store
 from services.telemetry import get_logger
-from services.trainer.failure import JobFailure
+from services.trainer.failure import AttemptFailed, JobFailure
 from services.trainer.ill_environments import IllEnvironments
 from services.trainer.race import first_to_end
 from services.trainer.run import JobRun
@@ -29,6 +29,8 @@ BEAT_S = 2.0
 # A beat is at most a fifth of the lease, so that four may be lost.
 BEATS_PER_LEASE = 5
 UNREACHABLE = (RedisConnectionError, RedisTimeoutError)
+
+CANCELLED = StatusReason("user_cancelled", "cancelled on request")
 
 MakeRun = Callable[[Claim, JobSpec], JobRun]
 
@@ -103,16 +105,20 @@ class TrainerWorker:
         job = await self._store.get_job(claim.job_id)
         run = self._make_run(claim, JobSpec.model_validate_json(job.spec))
         try:
-            watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, stop)
             await first_to_end(run.run(), self._beat(claim), *watching)
+            if run.cancelled is not None:
+                raise Cancelled
             await run.discard_queue()
-            await self._store.set_status(claim.job_id, "succeeded", token=claim.token)
-            log.info("succeeded")
+            await self._store.set_status(claim.job_id, "succeeded", token=claim.token, reason=run.ending)
+            log.info("succeeded", why=run.ending.message if run.ending else None)
         except Cancelled:
             await self._store.set_status(claim.job_id, "cancelling", token=claim.token)
             await run.discard_queue()
-            await self._store.set_status(claim.job_id, "cancelled", token=claim.token)
+            await self._store.set_status(claim.job_id, "cancelled", token=claim.token, reason=CANCELLED)
             log.info("cancelled")
+        except AttemptFailed as error:
+            log.warning("this attempt is over", cause=error.code, message=str(error))
+            await self._store.end_attempt(claim.job_id, claim.token, StatusReason(error.code, str(error)))
         except Stopped:
             await self._store.release_job(claim.job_id, claim.token)
             log.info("left to another trainer")
@@ -130,7 +136,8 @@ class TrainerWorker:
 
     async def _watch_for_the_end(self, claim: Claim, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            if (await self._store.get_job(claim.job_id)).desired_state == "cancelled":
+            job = await self._store.get_job(claim.job_id)
+            if job.desired_state == "cancelled" and not run.wind_up(job.cancel_manner or CancelManner.NOW):
                 raise Cancelled
             await _sleep_unless(stop, IDLE_POLL_S)
         raise Stopped

@@ -12,18 +12,25 @@ import numpy as np
 import pytest
 
 from gspo_core.learner import Learner
-from gspo_core.objective_config import AdvantageConfig, ObjectiveConfig
+from gspo_core.objective_config import ObjectiveConfig
+from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import Group, Split, Trajectory
 from services.batch_log import BatchLog
 from services.trainer.lineage import Lineage
 from services.trainer.replay import replay, train_again
+from services.trainer.tuning import Tuning
 from tests.core import learner_support
 from tests.core.learner_support import largest_difference, weights, write_model
 from tests.services.trainer_kit import episode
 
-CONFIG = AdvantageConfig()
+
+def tuning() -> Tuning:
+    return Tuning(SPEC)
+
+
 FORKS = {1: Position(0, 0)}
+SPEC = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]})
 OBJECTIVE = ObjectiveConfig(minibatches=1, staleness_cap=4, k3_gate=None, outlier_gate=None)
 
 
@@ -71,17 +78,17 @@ def test_the_same_weights_come_out_and_every_group_is_accounted_for(
     model_dir: Path, log: BatchLog, tmp_path: Path
 ) -> None:
     first, lineage = make_learner(model_dir), Lineage()
-    train_again(first, lineage, log.read(1, 1), CONFIG)
+    train_again(first, lineage, log.read(1, 1), tuning())
     first.save_state(tmp_path / "checkpoint")
     saved, before = lineage.to_dict(), weights(first)
     for step in (2, 3):
-        train_again(first, lineage, log.read(1, step), CONFIG)
+        train_again(first, lineage, log.read(1, step), tuning())
 
     assert largest_difference(weights(first), before) > 0
     heir = make_learner(model_dir)
     heir.load_state(tmp_path / "checkpoint")
     recovered = Lineage.from_dict(saved)
-    assert replay(heir, recovered, Position(1, 1), log, FORKS, CONFIG) == Position(1, 3)
+    assert replay(heir, recovered, Position(1, 1), log, FORKS, tuning()) == Position(1, 3)
     assert largest_difference(weights(heir), weights(first)) == 0
     assert recovered == lineage
     assert (recovered.step, recovered.num_published, recovered.num_dropped) == (3, 4, 1)
@@ -97,7 +104,7 @@ def test_the_age_that_was_logged_counts(model_dir: Path, tmp_path: Path) -> None
     for log in (young, old):
         learner = make_learner(model_dir)
         before = weights(learner)
-        train_again(learner, Lineage(), log.read(1, 1), CONFIG)
+        train_again(learner, Lineage(), log.read(1, 1), tuning())
         moved.append(largest_difference(weights(learner), before) > 0)
     assert moved == [True, False]
 
@@ -107,7 +114,7 @@ def test_the_log_of_a_dead_epoch_is_not_trained(model_dir: Path, log: BatchLog) 
     forks = {**FORKS, 2: Position(1, 1)}
     logged(log, 2, 2, [group(5, [1.0, 0.0])])
     lineage = Lineage()
-    assert replay(make_learner(model_dir), lineage, Position(1, 0), log, forks, CONFIG) == Position(2, 2)
+    assert replay(make_learner(model_dir), lineage, Position(1, 0), log, forks, tuning()) == Position(2, 2)
     assert lineage.is_settled(5)
     assert not lineage.is_settled(3)
     assert not lineage.is_settled(4)
@@ -117,5 +124,5 @@ def test_a_damaged_log_ends_the_row_and_its_groups_are_owed_again(model_dir: Pat
     path = log.path(1, 2)
     path.write_bytes(path.read_bytes()[:-1])
     lineage = Lineage()
-    assert replay(make_learner(model_dir), lineage, Position(1, 0), log, FORKS, CONFIG) == Position(1, 1)
+    assert replay(make_learner(model_dir), lineage, Position(1, 0), log, FORKS, tuning()) == Position(1, 1)
     assert list(lineage.owed()) == [2, 3, 4, 5, 6, 7]

@@ -1,0 +1,72 @@
+"""Whether a job is at its end: all steps taken, a reward reached, no progress any more, or its time over.
+
+The rule kept here: the answer depends on what is stored alone (metrics by step, and when the job began to run), so a
+trainer that takes over comes to the same one. It ends nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+
+from gspo_core.spec import JobSpec
+from gspo_core.stop_spec import NoProgress, RewardTarget
+from services.store import Job, StatusReason, Store
+
+
+class StopConditions:
+    """Of one job. ``note`` gets every metric that is reported."""
+
+    def __init__(self, store: Store, job: str, now: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._job = job
+        self._now = now
+        self._series: dict[str, dict[int, float]] = {}
+        """The watched ones: step -> value."""
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, values in self._series.items():
+            if name in metrics:
+                values[step] = metrics[name]
+
+    async def reached(self, job: Job, spec: JobSpec, step: int) -> StatusReason | None:
+        """Why the job ends here, after ``step`` steps; None: it goes on."""
+        if step >= spec.steps:
+            return StatusReason("steps_done", f"all {spec.steps} steps are trained")
+        stop = spec.stop
+        await self._watch({one.series for one in (stop.reward, stop.no_progress) if one is not None})
+        if stop.reward is not None and (said := self._is_good_enough(stop.reward)):
+            return StatusReason("reward_reached", said)
+        if stop.no_progress is not None and (said := self._rises_no_more(stop.no_progress)):
+            return StatusReason("reward_stands_still", said)
+        if stop.wall_time_s is not None and job.started_at is not None:
+            elapsed_s = self._now() - datetime.fromisoformat(job.started_at).timestamp()
+            if elapsed_s >= stop.wall_time_s:
+                return StatusReason("time_over", f"{elapsed_s:.0f} s of at most {stop.wall_time_s:g} s are over")
+        return None
+
+    async def _watch(self, wanted: set[str]) -> None:
+        """What was reported of a series before it was watched is in the store."""
+        if wanted == self._series.keys():
+            return
+        rows = await self._store.read_metrics(self._job)
+        self._series = {name: {row["step"]: row[name] for row in rows if name in row} for name in wanted}
+
+    def _is_good_enough(self, target: RewardTarget) -> str:
+        last = self._values(target.series)[-target.times :]
+        if len(last) < target.times or min(last) < target.at_least:
+            return ""
+        return f"{target.series} was at least {target.at_least:g} {target.times} times in a row"
+
+    def _rises_no_more(self, condition: NoProgress) -> str:
+        best, since = float("-inf"), 0
+        for value in self._values(condition.series):
+            is_better = value > best + condition.min_gain
+            best, since = (value, 0) if is_better else (best, since + 1)
+        if since < condition.values:
+            return ""
+        return f"the last {since} values of {condition.series} were not better than {best:g}"
+
+    def _values(self, series: str) -> list[float]:
+        return [value for _, value in sorted(self._series[series].items())]
