@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow test-third-party test-oracles sglang-cpu test-contract test-browser debian-redis demo up fmt bench clean
+.PHONY: help setup check test test-slow test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,16 @@ $(SCHEMATHESIS)/bin/schemathesis: Makefile
 
 test-contract: $(STAMP) $(SCHEMATHESIS)/bin/schemathesis  ## every operation of the OpenAPI document is tried by schemathesis
 	$(BIN)/pytest tests/services/test_api_contract.py
+
+OPENAI := .make/openai
+
+$(OPENAI)/bin/python: Makefile
+	$(PYTHON) -m venv $(OPENAI)
+	$(OPENAI)/bin/pip install --quiet --disable-pip-version-check openai==3.52.0
+	@touch $@
+
+test-openai: $(STAMP) $(OPENAI)/bin/python  ## the unmodified OpenAI client drives jobs of a real API
+	$(BIN)/pytest tests/services/test_api_fine_tuning.py
 
 PLAYWRIGHT := 1.65.2
 

@@ -20,6 +20,7 @@ from services.api.access import Access, AccessMiddleware
 from services.api.audit import Audit
 from services.api.codecs import Codecs
 from services.api.context import Context, OpenBackend
+from services.api.exports import Exports
 from services.api.history import History
 from services.api.key_ring import KeyRing
 from services.api.limits import RateLimit
@@ -29,18 +30,21 @@ from services.api.requests import RequestMiddleware
 from services.api.routes import (
     artifacts,
     capabilities,
+    checkpoints,
     environments,
     episodes,
     events,
+    fine_tuning,
     health,
     jobs,
     metrics,
     pages,
+    settings,
     telemetry,
     workers,
 )
 from services.api.routes import keys as keys_of_others
-from services.api.sse import PING_S
+from services.api.sse import PING_S, render
 from services.api.tails import Tails
 from services.api.traffic import Traffic
 from services.errands import Errands
@@ -71,18 +75,21 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with open_backend() as backend:
+            exports, until = Exports(), stopping or asyncio.Event()
             presence = Presence(backend.store, lease_s, time.monotonic)
             app.state.context = Context(
                 store=backend.store,
                 bus=backend.bus,
                 history=History(backend.jobs_dir),
                 codecs=Codecs(backend.jobs_dir),
-                stopping=stopping or asyncio.Event(),
+                stopping=until,
                 presence=presence,
-                tails=Tails(backend.store),
+                tails=Tails(backend.store, render, until),
                 traffic=traffic,
                 ring=ring,
                 errands=Errands(backend.redis),
+                exports=exports,
+                redis=backend.redis,
                 registry=backend.registry,
                 networks=backend.networks,
                 may_upload=backend.may_upload,
@@ -92,6 +99,7 @@ def create_app(
             try:
                 yield
             finally:
+                await exports.close()
                 # Once is not enough: on Python 3.11 asyncio.wait_for, which the Redis client writes through, forgets a
                 # cancellation that comes when it has just finished.
                 while not watching.done():
@@ -116,7 +124,11 @@ def create_app(
     app.include_router(telemetry.router, responses=errors.documented(503))
     app.include_router(pages.router)
     v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False)), Depends(own_job)])
-    for module in (jobs, events, metrics, artifacts, episodes, environments, workers, capabilities, keys_of_others):
+    for module in (
+        *(jobs, events, metrics, artifacts, checkpoints, episodes, environments, workers, capabilities, keys_of_others),
+        fine_tuning,
+        settings,
+    ):
         v1.include_router(module.router, responses=errors.documented(400, 401, 403, 404, 422, 429, 503))
     app.include_router(v1)
     return app

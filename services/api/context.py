@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from gspo_core.outbound import Network
 from services.api.codecs import Codecs
+from services.api.exports import Exports
 from services.api.history import History
 from services.api.key_ring import KeyRing
 from services.api.presence import Presence
@@ -59,6 +60,8 @@ class Context:
     ring: KeyRing | None
     """None: the only keys are those of the settings."""
     errands: Errands
+    exports: Exports
+    redis: Redis
     registry: Registry | None = None
     networks: tuple[Network, ...] = ()
     may_upload: bool = False

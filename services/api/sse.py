@@ -13,15 +13,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from services.api.errors import REDIS_AWAY
-from services.api.tails import Tails
+from services.api.tails import Tail, Tails
 from services.store import Event, Store
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 RETRY_MS = 2000
 PING_S = 15.0
 BATCH = 200
-# The longest that a stopping process stays for a silent job.
-WAIT_S = 0.5
 BEGINNING = "0"
 
 
@@ -53,7 +51,7 @@ class EventStream:
             if after is None:
                 newest = await self._newest_status()
                 if newest is not None:
-                    yield frame(newest.type, newest.data, newest.id)
+                    yield render(newest)
                 after = newest.id if newest else BEGINNING
             async for piece in self._follow(after):
                 yield piece
@@ -64,21 +62,30 @@ class EventStream:
             over, may_be_news = await self._is_over(), True
             while not self._stopping.is_set():
                 generation, over = tail.generation, over or tail.is_over
-                events = await self._store.read_events(self._job, after, count=BATCH) if may_be_news else []
-                if events:
+                frames, after = await self._next(tail, after, over) if may_be_news else (b"", after)
+                if frames:
                     # In one piece: a client that hung up in the middle costs one failed write, not hundreds.
-                    yield b"".join(frame(event.type, event.data, event.id) for event in events)
-                    after = events[-1].id
+                    yield frames
                     quiet_since = self._clock()
                     continue
                 # The last status is written together with the state, so all that came before it was there to read.
                 if over and may_be_news:
                     yield frame("end", {})
                     return
-                if self._clock() - quiet_since >= self._ping_s:
-                    quiet_since = self._clock()
+                silent_s = self._clock() - quiet_since
+                if silent_s >= self._ping_s:
+                    quiet_since, silent_s = self._clock(), 0.0
                     yield b": ping\n\n"
-                may_be_news = await tail.changed(generation, WAIT_S)
+                may_be_news = await tail.changed(generation, self._ping_s - silent_s)
+
+    async def _next(self, tail: Tail, after: str, over: bool) -> tuple[bytes, str]:
+        """What comes after a position and the position behind it. Of a job that is over, the stream has the last word:
+        the look-out may not have come to its end."""
+        held = None if over else tail.since(after)
+        if held is not None:
+            return held
+        events = await self._store.read_events(self._job, after, count=BATCH)
+        return b"".join(render(event) for event in events), events[-1].id if events else after
 
     async def _is_over(self) -> bool:
         return (await self._store.get_job(self._job)).status.is_terminal
@@ -95,7 +102,12 @@ class EventStream:
         return Event(last.id, status.type, status.created_at, status.data)
 
 
+def render(event: Event) -> bytes:
+    """An event on the wire."""
+    return frame(event.type, event.data, event.id)
+
+
 def frame(kind: str, data: dict[str, Any], event_id: str | None = None) -> bytes:
-    """One event on the wire; JSON has no bare line ends, so the data is one line."""
+    """JSON has no bare line ends, so the data is one line."""
     head = f"id: {event_id}\n" if event_id else ""
     return f"{head}event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()

@@ -7,6 +7,7 @@ document by its model. It reads nothing and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -39,6 +40,21 @@ class ReasonView(View):
     since: str | None
 
 
+class AttemptView(View):
+    """One trainer's ownership of a job."""
+
+    attempt: int
+    epoch: int
+    trainer: str
+    began_at: str
+    ended_at: str | None
+    code: str | None
+    """What ended it: `trainer_lost`, `handed_over`, `no_progress`, or the reason of the job's end."""
+    message: str | None
+    step: int | None
+    """Where the job was then."""
+
+
 class JobView(View):
     """A job."""
 
@@ -50,7 +66,7 @@ class JobView(View):
     desired_state: str
     """What its user asked for; the trainer that owns the job brings it about."""
     status_reason: ReasonView | None
-    """On every job that is not at its end, and on a failed one its cause."""
+    """Why it does not move, or what ended it."""
     attempt: int
     """How many trainers have owned the job."""
     step: int
@@ -63,6 +79,10 @@ class JobView(View):
     started_at: str | None
     finished_at: str | None
     metadata: dict[str, str]
+    settings: dict[str, Any]
+    """Live settings, which hold in place of what was submitted."""
+    attempts: list[AttemptView]
+    """The last trainers that owned it, each with what ended it."""
     links: dict[str, str]
 
 
@@ -128,12 +148,14 @@ def job_view(job: Job) -> JobView:
         status_reason=_reason(job),
         attempt=job.attempt,
         step=job.step,
-        steps=spec["steps"],
+        steps=job.settings.get("steps", spec["steps"]),
         policy_version=job.policy_version,
         created_at=job.created_at,
         started_at=job.started_at,
         finished_at=job.finished_at,
         metadata=spec.get("metadata", {}),
+        settings=dict(job.settings),
+        attempts=[AttemptView(**asdict(one)) for one in job.attempts],
         links={name: f"/v1/jobs/{job.id}{path}" for name, path in _LINKS.items()} | {"ui": f"/ui/#/jobs/{job.id}"},
     )
 

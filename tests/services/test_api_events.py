@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gspo_core.spec import JobSpec
-from services.api.sse import EventStream
+from services.api.sse import EventStream, render
 from services.api.tails import Tails
 from services.jobs import JobStatus
 from services.redis_server import RedisServer
@@ -263,10 +263,11 @@ async def _read_some(url: str, job: str, headers: dict[str, str], seen: list[str
 
 
 async def test_silent_streams_are_pinged(store: Store, job: Claim):
-    """Driven by hand, with a clock on which ten seconds pass between two looks."""
+    """Driven by hand, with a clock on which a tenth of a second passes between two looks."""
     stopping = asyncio.Event()
-    clock = itertools.count(0.0, 10.0)
-    frames = EventStream(store, Tails(store), job.job_id, stopping, lambda: next(clock), ping_s=15.0).frames("0")
+    clock = itertools.count(0.0, 0.1)
+    tails = Tails(store, render, stopping)
+    frames = EventStream(store, tails, job.job_id, stopping, lambda: next(clock), ping_s=0.15).frames("0")
     async with asyncio.timeout(60):
         first, statuses, ping, again = [await anext(frames) for _ in range(4)]
         assert first == b"retry: 2000\n\n"
@@ -288,6 +289,36 @@ async def test_a_slow_client_holds_up_nobody(live: httpx.AsyncClient, store: Sto
     assert len(quick) == 306
 
 
+@pytest.mark.parametrize("held_bytes", [0, 500, 4 << 20])
+async def test_readers_from_any_position_see_what_follows_it_once_whatever_the_look_out_holds(
+    store: Store, job: Claim, monkeypatch: pytest.MonkeyPatch, held_bytes: int
+):
+    """One look-out for all, that began where the first reader did, while events are written and trimmed."""
+    monkeypatch.setattr("services.api.tails.MAX_HELD_BYTES", held_bytes)
+    generator = random.Random(3)
+    stopping = asyncio.Event()
+    tails = Tails(store, render, stopping)
+    ids = [event.id for event in await store.read_events(job.job_id, "0")]
+
+    async def read(after: str) -> list[str]:
+        stream = EventStream(store, tails, job.job_id, stopping, time.monotonic).frames(after)
+        return [line for block in [part async for part in stream] for line in block.decode().split("\n")]
+
+    reading: list[tuple[str, asyncio.Task[list[str]]]] = []
+    for step in range(120):
+        if step % 6 == 0:
+            after = generator.choice([ids[-1], ids[0], generator.choice(ids)])
+            reading.append((after, asyncio.create_task(read(after))))
+        ids.append(await store.add_event(job.job_id, "log", {"step": step}))
+    await finish(store, job)
+    async with asyncio.timeout(30):
+        seen = [(after, await task) for after, task in reading]
+    ids = [event.id for event in await store.read_events(job.job_id, "0", count=1000)]
+    for after, lines in seen:
+        assert [line[4:] for line in lines if line.startswith("id: ")] == ids[ids.index(after) + 1 :]
+        assert lines.count("event: end") == 1
+
+
 async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(store: Store, job: Claim):
     reads = 0
 
@@ -301,7 +332,8 @@ async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(sto
             return await store.get_job(job)
 
     counting = Counting(store._functions.redis)
-    tails, stopping = Tails(counting), asyncio.Event()
+    stopping = asyncio.Event()
+    tails = Tails(counting, render, stopping)
     streams = [EventStream(counting, tails, job.job_id, stopping, time.monotonic).frames("0") for _ in range(50)]
 
     async def until(stream: AsyncIterator[bytes], needle: bytes) -> None:
@@ -318,6 +350,7 @@ async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(sto
     await store.add_event(job.job_id, "log", {"message": "the news"})
     async with asyncio.timeout(10):
         await asyncio.gather(*waiting)
+    assert reads - before < 20  # and not one for each reader
     for stream in streams:
         await stream.aclose()  # type: ignore[attr-defined]
     async with asyncio.timeout(10):

@@ -79,6 +79,18 @@ ROUTES = (
     ("POST", "/v1/environments/nothing/validate", "envs:write"),
     ("POST", "/v1/environments/nothing/try", "envs:write"),
     ("POST", "/v1/environments/uploads?name=a&ref=a.py:A", "env:upload"),
+    ("GET", "/v1/checkpoints/{job}/1/1", "jobs:read"),
+    ("POST", "/v1/checkpoints/{job}/1/1/export", "jobs:write"),
+    ("DELETE", "/v1/checkpoints/{job}/1/1", "jobs:write"),
+    ("GET", "/v1/models", "jobs:read"),
+    ("POST", "/v1/fine_tuning/jobs", "jobs:write"),
+    ("GET", "/v1/fine_tuning/jobs", "jobs:read"),
+    ("GET", "/v1/fine_tuning/jobs/{job}", "jobs:read"),
+    ("GET", "/v1/fine_tuning/jobs/{job}/events", "jobs:read"),
+    ("GET", "/v1/fine_tuning/jobs/{job}/checkpoints", "jobs:read"),
+    ("POST", "/v1/fine_tuning/jobs/{job}/pause", "jobs:write"),
+    ("POST", "/v1/fine_tuning/jobs/{job}/resume", "jobs:write"),
+    ("POST", "/v1/fine_tuning/jobs/{job}/cancel", "jobs:write"),
     ("GET", "/v1/keys", "admin"),
     ("POST", "/v1/keys", "admin"),
     ("DELETE", "/v1/keys/nothing", "admin"),
@@ -87,7 +99,7 @@ ROUTES = (
 
 # What a key that may is told of what is not there, or of a request without a body.
 NOT_THERE = (
-    *("job_not_found", "key_not_found", "environment_not_found"),
+    *("job_not_found", "key_not_found", "environment_not_found", "checkpoint_not_found", "invalid_transition"),
     *("uploads_disabled", "unsupported_media_type", "missing_field"),
 )
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.api.checkpoint_views import CheckpointView, after_id, checkpoints_of
 from services.api.context import ContextOf
-from services.api.errors import ApiError
 from services.api.views import Page, View, page
 
 router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"])
-
-_CHECKPOINT = re.compile(r"ep(\d+)-step(\d+)")
 
 
 class ArtifactQuery(BaseModel):
@@ -46,18 +40,6 @@ class VersionView(View):
     """Whether its files are still there."""
     loaded_by: list[str]
     """Engines that carry its label now."""
-
-
-class CheckpointView(View):
-    """A point from which a trainer can go on."""
-
-    object: Literal["checkpoint"] = "checkpoint"
-    id: str
-    job_id: str
-    epoch: int
-    step: int
-    created_at: str
-    size_bytes: int
 
 
 class JobEnvironmentView(View):
@@ -94,7 +76,7 @@ async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], conte
         for row in reversed(await context.store.version_table(job.id))
         if row.version in manifests
     ]
-    shown = page(_after(rows, query.after, query.limit), query.limit)
+    shown = page(after_id(rows, query.after, query.limit), query.limit)
     kept = await asyncio.to_thread(lambda: {one.id for one in shown.data if (weights / f"v{one.version}").is_dir()})
     return shown.model_copy(update={"data": [one.model_copy(update={"is_kept": one.id in kept}) for one in shown.data]})
 
@@ -105,9 +87,8 @@ async def list_checkpoints(
 ) -> Page[CheckpointView]:
     """Checkpoints that are kept, the newest first."""
     job = await context.store.get_job(id)
-    root = context.history.job_dir(job.id) / "checkpoints"
-    found = await asyncio.to_thread(_checkpoints, job.id, root)
-    return page(_after(found, query.after, query.limit), query.limit)
+    found = await asyncio.to_thread(checkpoints_of, job.id, context.history.job_dir(job.id))
+    return page(after_id(found, query.after, query.limit), query.limit)
 
 
 @router.get("/environments")
@@ -126,34 +107,3 @@ async def list_job_environments(id: str, context: ContextOf) -> Page[JobEnvironm
         for index, one in enumerate(job.spec_data.get("environments", ()))
     ]
     return page(views, max(1, len(views)))
-
-
-def _checkpoints(job: str, root: Path) -> list[CheckpointView]:
-    names = [_CHECKPOINT.fullmatch(one.name) for one in root.iterdir()] if root.is_dir() else []
-    positions = sorted(((int(one[1]), int(one[2]), one[0]) for one in names if one), reverse=True)
-    return [
-        CheckpointView(
-            id=f"{job}/{epoch}/{step}",
-            job_id=job,
-            epoch=epoch,
-            step=step,
-            created_at=_time_of(root / name),
-            size_bytes=sum(file.stat().st_size for file in (root / name).rglob("*") if file.is_file()),
-        )
-        for epoch, step, name in positions
-    ]
-
-
-def _time_of(path: Path) -> str:
-    changed = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-    return changed.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _after(items: Sequence[Any], after: str | None, limit: int) -> Sequence[Any]:
-    if after is None:
-        return items[: limit + 1]
-    ids = [one.id for one in items]
-    if after not in ids:
-        raise ApiError(400, "invalid_cursor", f"{after[:80]!r} is no item of this list", param="after")
-    start = ids.index(after) + 1
-    return items[start : start + limit + 1]

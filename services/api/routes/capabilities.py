@@ -51,9 +51,9 @@ _FEATURES: dict[str, Any] = {
     "pause": True,
     "event_stream": True,
     "episodes": True,
-    "live_tuning": False,
+    "live_tuning": True,
     "environment_registration": True,
     "pushed_trajectories": False,
-    "checkpoint_export": False,
-    "openai_facade": False,
+    "checkpoint_export": True,
+    "openai_facade": True,
 }

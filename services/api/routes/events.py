@@ -52,8 +52,7 @@ async def read_events(
     """
     job = await context.store.get_job(id)
     position = last_event_id if last_event_id is not None else query.after
-    if position is not None and not _POSITION.fullmatch(position):
-        raise ApiError(400, "invalid_cursor", f"{position[:80]!r} is no event id", param="after")
+    check_position(position)
     if "text/event-stream" not in accept.lower():
         types = None if query.types is None else frozenset(query.types.split(","))
         events = await _page(context.store, job.id, position or sse.BEGINNING, query.limit + 1, types)
@@ -62,6 +61,13 @@ async def read_events(
         context.store, context.tails, job.id, context.stopping, context.clock, ping_s=context.ping_s
     )
     return StreamingResponse(stream.frames(position), media_type="text/event-stream", headers=sse.HEADERS)
+
+
+def check_position(position: str | None) -> str | None:
+    """The position itself; raises ApiError for what is none."""
+    if position is not None and not _POSITION.fullmatch(position):
+        raise ApiError(400, "invalid_cursor", f"{position[:80]!r} is no event id", param="after")
+    return position
 
 
 async def _page(store: Store, job: str, after: str, count: int, types: frozenset[str] | None) -> list[Event]:

@@ -16,7 +16,7 @@ from services.api.environment_refs import pin
 from services.api.errors import ApiError, documented
 from services.api.requests import StrictRoute
 from services.api.views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
-from services.jobs import DesiredState, Job, JobStatus, new_job_id
+from services.jobs import CancelManner, DesiredState, Job, JobStatus, new_job_id
 from services.store import Store
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
@@ -51,6 +51,15 @@ class ListQuery(BaseModel):
     """By age: oldest or newest first."""
     status: JobStatus | None = None
     """Only jobs in this state."""
+
+
+class CancelQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    mode: Literal["now", "drain"] = "now"
+    """`drain` starts nothing new, and plays and trains what is under way, as far as it fills steps."""
+    checkpoint: bool = False
+    """Write a checkpoint at the end; with `now` the step that it is in is taken first."""
 
 
 @router.post(
@@ -133,9 +142,11 @@ async def resume(id: str, context: ContextOf) -> JobView:
 
 
 @router.post("/{id}/cancel", responses=documented(409))
-async def cancel(id: str, context: ContextOf) -> JobView:
-    """Ask for the end of a job. Its trainer brings it about; a job that nobody has taken yet ends at once."""
-    await context.store.set_desired_state(id, DesiredState.CANCELLED)
+async def cancel(id: str, query: Annotated[CancelQuery, Query()], context: ContextOf) -> JobView:
+    """Ask for the end of a job. Its trainer brings it about; a job that nobody has taken yet ends at once. Ask again
+    without `drain` for an end at once."""
+    manner = CancelManner.of(drain=query.mode == "drain", checkpoint=query.checkpoint)
+    await context.store.set_desired_state(id, DesiredState.CANCELLED, manner)
     return job_view(await context.store.get_job(id))
 
 

@@ -1,0 +1,195 @@
+"""The routes of OpenAI's fine-tuning API, for its client: the same jobs under other names."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gspo_core.problems import problems
+from gspo_core.spec import JobSpec
+from services.api import errors, sse
+from services.api.access import Caller
+from services.api.checkpoint_views import after_id, checkpoints_of
+from services.api.context import ContextOf
+from services.api.environment_refs import pin
+from services.api.errors import documented
+from services.api.facade import (
+    FineTuningEvent,
+    FineTuningJob,
+    FineTuningRequest,
+    epoch_seconds,
+    facade_event,
+    facade_job,
+    specification,
+)
+from services.api.requests import StrictRoute
+from services.api.resent import Resent
+from services.api.routes.events import check_position
+from services.api.routes.jobs import IdempotencyKey
+from services.api.views import Page, View, page
+from services.jobs import DesiredState, Job
+
+router = APIRouter(tags=["OpenAI client"], route_class=StrictRoute)
+
+JOBS = "/fine_tuning/jobs"
+
+
+class FacadeQuery(BaseModel):
+    """Other parameters are passed over, as OpenAI does."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    """Length of a page."""
+    after: str | None = None
+    """Id of the item before the page."""
+
+
+class FineTuningCheckpoint(View):
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    id: str
+    created_at: int
+    fine_tuning_job_id: str
+    fine_tuned_model_checkpoint: str
+    step_number: int
+    metrics: dict[str, float]
+
+
+class ModelView(View):
+    object: Literal["model"] = "model"
+    id: str
+    """`JOB@latest`."""
+    created: int
+    owned_by: str
+
+
+@router.post(JOBS, responses=documented(409, 413, 415))
+async def create(
+    given: FineTuningRequest,
+    request: Request,
+    response: Response,
+    context: ContextOf,
+    idempotency_key: IdempotencyKey = None,
+    x_stainless_retry_count: Annotated[int, Header(ge=0, le=1000)] = 0,
+) -> FineTuningJob:
+    """Submit a job. What the client sends again by itself makes no second job."""
+    caller: Caller = request.scope["caller"]
+    wanted = specification(given)
+    try:
+        spec = JobSpec.model_validate(wanted)
+    except ValidationError as error:
+        raise errors.invalid(problems(error, JobSpec, wanted)) from None
+    spec = await asyncio.to_thread(pin, spec, context.registry, caller)
+    resent = Resent(context.redis)
+    job_id = await resent.job_id(caller.name, wanted, is_repetition=x_stainless_retry_count > 0)
+    key = f"{caller.name}:{idempotency_key}" if idempotency_key else None
+    job = await context.store.create_job(spec, idempotency_key=key, job_id=job_id, owner=caller.owner)
+    if job.id != job_id:
+        response.headers["Idempotent-Replayed"] = "true"
+    return facade_job(job)
+
+
+@router.get(JOBS)
+async def list_jobs(
+    query: Annotated[FacadeQuery, Query()], request: Request, context: ContextOf
+) -> Page[FineTuningJob]:
+    """Jobs, the newest first; `metadata[k]=v` selects."""
+    wanted = {
+        name.removeprefix("metadata[").removesuffix("]"): value
+        for name, value in request.query_params.items()
+        if name.startswith("metadata[")
+    }
+    found = await _jobs(context, request.scope["caller"], query, wanted)
+    return page([facade_job(job) for job in found], query.limit)
+
+
+@router.get(JOBS + "/{id}")
+async def retrieve(id: str, context: ContextOf) -> FineTuningJob:
+    """One job."""
+    return facade_job(await context.store.get_job(id))
+
+
+@router.post(JOBS + "/{id}/cancel", responses=documented(409))
+async def cancel(id: str, context: ContextOf) -> FineTuningJob:
+    """Ask for the end of a job."""
+    return await _wish(context, id, DesiredState.CANCELLED)
+
+
+@router.post(JOBS + "/{id}/pause", responses=documented(409))
+async def pause(id: str, context: ContextOf) -> FineTuningJob:
+    """Ask a job to pause."""
+    return await _wish(context, id, DesiredState.PAUSED)
+
+
+@router.post(JOBS + "/{id}/resume", responses=documented(409))
+async def resume(id: str, context: ContextOf) -> FineTuningJob:
+    """Let a paused job go on."""
+    return await _wish(context, id, DesiredState.RUNNING)
+
+
+@router.get(JOBS + "/{id}/events")
+async def list_events(id: str, query: Annotated[FacadeQuery, Query()], context: ContextOf) -> Page[FineTuningEvent]:
+    """Events, the oldest first."""
+    job = await context.store.get_job(id)
+    position = check_position(query.after) or sse.BEGINNING
+    events = await context.store.read_events(job.id, position, count=query.limit + 1)
+    return page([facade_event(event) for event in events], query.limit)
+
+
+@router.get(JOBS + "/{id}/checkpoints")
+async def list_checkpoints(
+    id: str, query: Annotated[FacadeQuery, Query()], context: ContextOf
+) -> Page[FineTuningCheckpoint]:
+    """Checkpoints that are kept, the newest first."""
+    job = await context.store.get_job(id)
+    found = await asyncio.to_thread(checkpoints_of, job.id, context.history.job_dir(job.id))
+    views = [
+        FineTuningCheckpoint(
+            id=one.id,
+            created_at=epoch_seconds(one.created_at),
+            fine_tuning_job_id=job.id,
+            fine_tuned_model_checkpoint=one.id,
+            step_number=one.step,
+            metrics={},
+        )
+        for one in found
+    ]
+    return page(after_id(views, query.after, query.limit), query.limit)
+
+
+@router.get("/models")
+async def list_models(query: Annotated[FacadeQuery, Query()], request: Request, context: ContextOf) -> Page[ModelView]:
+    """What jobs have published: `JOB@latest` for each."""
+    given = query.after
+    inner = query.model_copy(update={"after": given.removesuffix("@latest") if given else None})
+    found = await _jobs(context, request.scope["caller"], inner, {}, published=True)
+    views = [
+        ModelView(id=f"{job.id}@latest", created=epoch_seconds(job.created_at), owned_by=job.owner) for job in found
+    ]
+    return page(views, query.limit)
+
+
+async def _wish(context: ContextOf, job: str, wish: DesiredState) -> FineTuningJob:
+    await context.store.set_desired_state(job, wish)
+    return facade_job(await context.store.get_job(job))
+
+
+async def _jobs(
+    context: ContextOf, caller: Caller, query: FacadeQuery, metadata: dict[str, str], *, published: bool = False
+) -> list[Job]:
+    found: list[Job] = []
+    after = query.after
+    while len(found) <= query.limit:
+        some = await context.store.list_jobs(101, after, order="desc")
+        for job in some:
+            labels: dict[str, Any] = job.spec_data.get("metadata") or {}
+            is_wanted = all(labels.get(name) == value for name, value in metadata.items())
+            if is_wanted and caller.sees(job.owner) and not (published and job.policy_version is None):
+                found.append(job)
+        if len(some) < 101:
+            break
+        after = some[-1].id
+    return found

@@ -1,0 +1,54 @@
+"""Changing a job while it runs. What may change, and why the rest may not, is said in `gspo_core.live_settings`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Body
+from pydantic import JsonValue
+
+from gspo_core.live_settings import ChangeRefused, live_values, tuned
+from gspo_core.problems import Problem
+from gspo_core.spec import JobSpec
+from services.api.context import ContextOf
+from services.api.errors import documented, invalid
+from services.api.requests import StrictRoute
+from services.api.views import JobView, job_view
+from services.refusals import Conflict
+
+router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
+
+Changes = Annotated[
+    dict[str, JsonValue],
+    Body(
+        description="A part of a job's specification, with the new values.",
+        examples=[{"optimizer": {"lr": 5e-7}, "steps": 400}],
+    ),
+]
+
+
+@router.patch("/{id}", responses=documented(409, 413, 415))
+async def change_job(id: str, changes: Changes, context: ContextOf) -> JobView:
+    """Change live settings. They hold from the next step on, whatever happens to the job; the event
+    `settings.applied` names it. Repeating a change changes nothing."""
+    while True:
+        job = await context.store.get_job(id)
+        try:
+            wanted = live_values(changes)
+            values = {**job.settings, **wanted}
+            changed = tuned(JobSpec.model_validate(job.spec_data), values)
+        except ChangeRefused as refusal:
+            raise invalid(refusal.problems) from None
+        if values == job.settings and not job.status.is_terminal:
+            return job_view(job)
+        if changed.steps < job.step:
+            raise invalid([_too_few_steps(changed.steps, job.step)])
+        try:
+            return job_view(await context.store.change_settings(id, job.settings_version, values, wanted))
+        except Conflict:  # somebody else was faster: look again
+            continue
+
+
+def _too_few_steps(wanted: int, taken: int) -> Problem:
+    message = f"steps: {wanted} are fewer than the {taken} that are taken; to end the job, cancel it"
+    return Problem("validation_failed", ("steps",), message)
