@@ -334,6 +334,7 @@ class JobRun:
         services, spec, lineage = self._services, self._spec, self._lineage
         selection = Selection(spec, services.intake, services.status, services.clock, self._dispatched_steps)
         while True:
+            self._leave_if_wound_up()
             num_segments = services.intake.num_segments
             ready = await self._trainable(schedule)
             choice = selection.choose(list(lineage.owed()), ready, lineage.step, self._staleness_of)

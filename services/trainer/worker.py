@@ -105,6 +105,7 @@ class TrainerWorker:
         job = await self._store.get_job(claim.job_id)
         run = self._make_run(claim, JobSpec.model_validate_json(job.spec))
         try:
+            watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, run, stop)
             await first_to_end(run.run(), self._beat(claim), *watching)
             if run.cancelled is not None:
                 raise Cancelled
@@ -134,7 +135,7 @@ class TrainerWorker:
             await self._store.beat_trainer(claim.job_id, claim.token)
             await asyncio.sleep(self.beat_s)
 
-    async def _watch_for_the_end(self, claim: Claim, stop: asyncio.Event) -> None:
+    async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event) -> None:
         while not stop.is_set():
             job = await self._store.get_job(claim.job_id)
             if job.desired_state == "cancelled" and not run.wind_up(job.cancel_manner or CancelManner.NOW):
