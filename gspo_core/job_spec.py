@@ -196,8 +196,18 @@ class RolloutSpec(Documented):
     on_partial_group: Annotated[str, StringConstraints(pattern=r"^(all|drop|min_viable:[1-9][0-9]*)$")] = "all"
     """A group with a member that cannot be finished: `all` waits for every member within its retries, `min_viable:k`
     trains the group from k finished members on, `drop` drops the group."""
+    on_stragglers: Literal["wait", "cancel"] = "wait"
+    """With `on_partial_group: min_viable:k`, while a batch lacks groups: `wait` waits for the members that still play,
+    `cancel` ends them where they stand as soon as k members of their group have a reward. Dispatch more members than
+    you need and the slowest hold up nobody; it prefers short episodes, which `selection/*` measures."""
     chunk_tokens: PositiveInt = 1024
     """Longer turns are sampled in pieces of so many tokens; a killed process loses at most one piece."""
+    lease_tokens: PositiveInt | None = None
+    """While others wait for a place at a rollout worker, an episode samples so many tokens in one go; then it waits
+    behind them and goes on from what is stored. Left out: every episode keeps its place, which costs no token twice and
+    is best while workers have places for all."""
+    lease_s: Seconds | None = None
+    """The same, by time: an episode keeps its place for so long while others wait for one."""
     weight_sync: Literal["retract", "in_place"] = "retract"
     """What happens to requests in flight when new weights come: `retract` computes their tokens anew under the new
     weights, `in_place` goes on with the keys and values of the old ones, which pauses engines for less time and which
@@ -225,6 +235,10 @@ class RolloutSpec(Documented):
         if self.min_group_size > self.group_size:
             raise ValueError(
                 f"on_partial_group asks for {self.min_group_size} members, but group_size is {self.group_size}"
+            )
+        if self.on_stragglers == "cancel" and self.min_group_size == self.group_size:
+            raise ValueError(
+                "on_stragglers: cancel needs on_partial_group: min_viable:k with fewer members than group_size"
             )
         return self
 
@@ -287,6 +301,8 @@ class ResourceSpec(Documented):
     """Kind of device that the trainer runs on."""
     num_engines: PositiveInt = 1
     """Engines that serve the job before it starts."""
+    priority: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+    """Its share of the rollout workers' places, relative to the other jobs that want them."""
 
 
 class JobSpec(Documented):

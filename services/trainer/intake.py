@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from gspo_core.assemble import Assembler
 from gspo_core.codec import SegmentRejected, decode
-from gspo_core.types import EpisodeKey, Group, Split
+from gspo_core.types import EpisodeKey, Group, Split, Trajectory
 from services.bus import Bus, ReadyGroup
 from services.telemetry import get_logger
 
@@ -92,6 +92,19 @@ class Intake:
     def unfinished(self, group: int) -> tuple[EpisodeKey, ...]:
         """Episodes of ``group`` of which something has arrived, but not the end."""
         return self._assembler.unfinished(group)
+
+    def trajectory(self, key: EpisodeKey) -> Trajectory | None:
+        """An episode that has come to its end."""
+        return self._assembler.trajectory(key)
+
+    def num_actions(self, key: EpisodeKey) -> int:
+        """Tokens that an episode has sampled so far."""
+        return sum(segment.num_actions for segment in self._assembler.prefix(key))
+
+    def num_rewarded(self, group: int, size: int) -> int:
+        """Members of ``group`` that have come to an end with a reward."""
+        ended = (self.trajectory(EpisodeKey(self._job, group, member)) for member in range(size))
+        return sum(one is not None and one.reward is not None for one in ended)
 
     def _assemble(self, one: ReadyGroup) -> Group | None:
         """None while segments of it are still on their way. Members that were given up are left out."""

@@ -33,6 +33,7 @@ from services.batch_log import BatchLog, retained
 from services.bus import Bus, Full
 from services.store import CancelManner, Claim, StatusReason, Store
 from services.telemetry import get_logger
+from services.trainer.census import Census
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
 from services.trainer.environments import DescribedEnvironments
@@ -105,6 +106,7 @@ class JobRun:
         self._newest: WeightsManifest
         self._dispatched_steps: dict[int, int] = {}
         """Of open groups: the step whose weights were published when it was dispatched by this process."""
+        self._census = Census(services.intake, claim.job_id)
         self._dropped_in_a_row: Counter[str] = Counter()
         self._dropped_since: dict[str, list[int]] = {}
         """Groups by reason, since the last batch."""
@@ -283,6 +285,7 @@ class JobRun:
         taken = clock()
         sequences, metrics = train_sequences(groups, self._staleness_of, self._spec.objective.advantage)
         metrics |= group_metrics(groups) | staleness_metrics(sequences, self._spec.rollout.staleness_cap)
+        metrics |= self._census.take_metrics()
         metrics |= await asyncio.to_thread(learner.step, sequences)
         trained = clock()
         self._lineage.step += 1
@@ -348,6 +351,9 @@ class JobRun:
                 continue  # an engine was found wrong meanwhile
             if choice.drop:
                 await self._admit(schedule)
+            closing = selection.to_close(list(lineage.owed()), ready)
+            if sum([await services.bus.cancel(self._job, self._claim.token, group) for group in closing]):
+                continue
             await selection.explain(choice, lineage.step)
             await services.intake.progress(num_segments)
         await selection.is_over()
@@ -363,7 +369,7 @@ class JobRun:
         await asyncio.to_thread(services.batch_log.write, self._claim.epoch, step, chosen, extra)
         self._dropped_since = {}
         await services.bus.commit(self._job, self._claim.token, step, numbers)
-        self._forget(numbers)
+        self._forget(numbers, are_trained=True)
         self._dropped_in_a_row.clear()
         return chosen
 
@@ -384,14 +390,16 @@ class JobRun:
 
     async def _drop(self, group: int, reason: str) -> None:
         await self._services.bus.commit(self._job, self._claim.token, self._lineage.step + 1, [group], reason=reason)
-        self._forget([group])
+        self._forget([group], are_trained=False)
         self._lineage.num_dropped += 1
         self._dropped_in_a_row[reason] += 1
         self._dropped_since.setdefault(reason, []).append(group)
         if self._dropped_in_a_row.total() >= MAX_BATCHES_DROPPED_IN_A_ROW * self._spec.groups_per_step:
             raise nothing_to_train(self._dropped_in_a_row)
 
-    def _forget(self, groups: list[int]) -> None:
+    def _forget(self, groups: list[int], *, are_trained: bool) -> None:
+        for group in groups:
+            self._census.settle(group, self._spec.rollout.group_size, is_trained=are_trained)
         self._services.intake.forget(groups)
         self._lineage.settle(groups)
         for group in groups:

@@ -51,6 +51,16 @@ def nothing_to_train(dropped: Counter[str]) -> JobFailure:
     )
 
 
+def groups_to_close(num_rewarded: Mapping[int, int], *, min_group_size: int, num_missing: int) -> list[int]:
+    """Unfinished groups that are trained without their stragglers: the oldest of those with members enough.
+
+    ``num_rewarded`` counts, of each unfinished group, the members that have ended with a reward. Never more groups than
+    the batch lacks: who is not in its way may finish.
+    """
+    viable = sorted(group for group, count in num_rewarded.items() if count >= min_group_size)
+    return viable[: max(0, num_missing)]
+
+
 @dataclass
 class Selection:
     """Chooses among the groups that a job has open. One for each batch: its patience ends with the batch."""
@@ -79,6 +89,15 @@ class Selection:
         ages = staleness_of(np.array(sorted(versions), dtype=np.int32))
         oldest = step - int(ages.max()) if versions else None
         return OpenGroup(group, is_ready, oldest, self.dispatched_steps.get(group, step))
+
+    def to_close(self, owed: Collection[int], ready: Collection[int]) -> list[int]:
+        """Groups whose stragglers are cancelled, because the batch lacks groups and the job does not wait for them."""
+        rollout = self.spec.rollout
+        if rollout.on_stragglers == "wait":
+            return []
+        counts = {group: self.intake.num_rewarded(group, rollout.group_size) for group in owed if group not in ready}
+        num_missing = self.spec.groups_per_step - len(ready)
+        return groups_to_close(counts, min_group_size=rollout.min_group_size, num_missing=num_missing)
 
     async def explain(self, choice: Choice, step: int) -> None:
         """Say which episodes a batch that is there waits for; nothing where it waits for nobody."""
