@@ -58,6 +58,8 @@ class Job(TypedDict):
     started_at: str | None
     finished_at: str | None
     metadata: dict[str, str]
+    settings: dict[str, Any]
+    attempts: list[dict[str, Any]]
     links: dict[str, str]
 
 
@@ -185,9 +187,15 @@ class Client:
         job: Job = self._ask("POST", _job_path(job_id, "/resume"))
         return job
 
-    def cancel(self, job_id: str) -> Job:
-        """Ask for the end of a job; asking twice is the same as once."""
-        job: Job = self._ask("POST", _job_path(job_id, "/cancel"))
+    def cancel(self, job_id: str, *, drain: bool = False, checkpoint: bool = False) -> Job:
+        """Ask for the end of a job. ``drain`` trains what is under way first; ``checkpoint`` keeps where it ended."""
+        params = {"mode": "drain" if drain else "now", "checkpoint": "true" if checkpoint else "false"}
+        job: Job = self._ask("POST", _job_path(job_id, "/cancel"), params=params)
+        return job
+
+    def change(self, job_id: str, changes: Mapping[str, Any]) -> Job:
+        """Change settings of a job that runs: ``{"optimizer": {"lr": 5e-7}}``. They hold from its next step on."""
+        job: Job = self._ask("PATCH", _job_path(job_id), json=dict(changes))
         return job
 
     def metrics(self, job_id: str, from_step: int = 0, *, names: str | None = None) -> list[dict[str, Any]]:

@@ -97,8 +97,16 @@ def _add_control(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for name, text in what.items():
         control = commands.add_parser(name, help=text)
         control.add_argument("job")
+        if name == "cancel":
+            control.add_argument("--drain", action="store_true", help="train what is under way first")
+            control.add_argument("--checkpoint", action="store_true", help="write a checkpoint at the end")
         _add_server(control)
         control.set_defaults(run=_control, verb=name)
+    change = commands.add_parser("set", help="change settings of a job that runs, from its next step on")
+    change.add_argument("job")
+    change.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="for instance optimizer.lr=5e-7")
+    _add_server(change)
+    change.set_defaults(run=_set)
 
 
 def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -201,7 +209,14 @@ def _episodes(arguments: argparse.Namespace) -> int:
 def _control(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import jobs
 
-    return jobs.control(arguments.url, arguments.job, arguments.verb)
+    manner = {name: getattr(arguments, name) for name in ("drain", "checkpoint") if hasattr(arguments, name)}
+    return jobs.control(arguments.url, arguments.job, arguments.verb, **manner)
+
+
+def _set(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import jobs
+
+    return jobs.change(arguments.url, arguments.job, arguments.assignments)
 
 
 def _env_validate(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,14 +62,35 @@ def _lines(job: Mapping[str, Any]) -> Iterator[str]:
         yield f"    {reason}"
 
 
+def change(url: str, job_id: str, assignments: Sequence[str]) -> int:
+    """``gspo set JOB optimizer.lr=5e-7``: values are JSON; what is none is text."""
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        key, is_assigned, text = assignment.partition("=")
+        if not is_assigned:
+            raise CommandError(f"{assignment}: write KEY=VALUE, for instance optimizer.lr=5e-7")
+        *sections, name = key.split(".")
+        place = changes
+        for section in sections:
+            place = place.setdefault(section, {})
+        try:
+            place[name] = json.loads(text)
+        except ValueError:
+            place[name] = text
+    with connected(url) as client:
+        job = client.change(job_id, changes)
+    print(f"{job['id']} goes on from its next step with {json.dumps(job['settings'])}")
+    return 0
+
+
 _REACHED = {"pause": ("paused",), "resume": ("running",), "cancel": ("succeeded", "failed", "cancelled")}
 _ASKED = {"pause": "to pause", "resume": "to go on", "cancel": "to end"}
 
 
-def control(url: str, job_id: str, verb: Verb) -> int:
+def control(url: str, job_id: str, verb: Verb, **manner: bool) -> int:
     """``pause``, ``resume`` and ``cancel``: wishes, which the job's trainer brings about."""
     with connected(url) as client:
-        job = {"pause": client.pause, "resume": client.resume, "cancel": client.cancel}[verb](job_id)
+        job = {"pause": client.pause, "resume": client.resume, "cancel": client.cancel}[verb](job_id, **manner)
     is_there = job["status"] in _REACHED[verb]
     print(f"{job['id']} is {job['status']}" + ("" if is_there else f"; it was asked {_ASKED[verb]}"))
     return 0

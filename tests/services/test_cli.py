@@ -64,6 +64,22 @@ async def test_cancelling_a_running_job_says_that_it_will_end_and_a_queued_one_t
     assert capsys.readouterr().out == f"{queued} is cancelled\n"
 
 
+async def test_settings_are_changed_and_a_drain_is_asked_for(
+    api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = submitted(api, job_file, capsys)
+    assert await store.claim_job("trainer") is not None
+    assert main(["set", job, "optimizer.lr=0.5", "rollout.on_stale=drop", "--url", api.url]) == 0
+    assert '"optimizer.lr": 0.5' in capsys.readouterr().out
+    assert (await store.get_job(job)).settings == {"optimizer.lr": 0.5, "rollout.on_stale": "drop"}
+    assert main(["set", job, "seed=3", "--url", api.url]) == 1
+    assert "seed cannot change" in capsys.readouterr().err
+    assert main(["set", job, "seed", "--url", api.url]) == 1
+    assert "KEY=VALUE" in capsys.readouterr().err
+    assert main(["cancel", job, "--drain", "--checkpoint", "--url", api.url]) == 0
+    assert (await store.get_job(job)).cancel_manner == "drain+checkpoint"
+
+
 async def test_pausing_and_resuming_say_what_was_asked_and_what_holds(
     api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,108 @@
+"""Changing a job over HTTP, and how its end is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from services.store import Claim, Store
+from tests.services.api_kit import SPEC, application, error_of, http_to
+
+
+@pytest.fixture
+async def http(store: Store) -> AsyncIterator[httpx.AsyncClient]:
+    async with application(store) as app, http_to(app) as http:
+        yield http
+
+
+@pytest.fixture
+async def claim(http: httpx.AsyncClient, store: Store) -> Claim:
+    assert (await http.post("/v1/jobs", json=SPEC)).status_code == 201
+    claim = await store.claim_job("trainer")
+    assert claim is not None
+    return claim
+
+
+def path(claim: Claim) -> str:
+    return f"/v1/jobs/{claim.job_id}"
+
+
+async def test_changes_add_up_and_are_shown(http: httpx.AsyncClient, claim: Claim) -> None:
+    await http.patch(path(claim), json={"optimizer": {"lr": 0.5}})
+    answer = await http.patch(path(claim), json={"optimizer": {"lr": 0.25}, "steps": 400})
+    assert answer.status_code == 200
+    assert answer.json()["settings"] == {"optimizer.lr": 0.25, "steps": 400}
+    assert answer.json()["steps"] == 400
+
+
+async def test_a_repeated_change_changes_nothing(http: httpx.AsyncClient, store: Store, claim: Claim) -> None:
+    for _ in range(3):
+        assert (await http.patch(path(claim), json={"optimizer": {"lr": 0.5}})).status_code == 200
+    assert (await store.get_job(claim.job_id)).settings_version == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "param"),
+    [
+        ({"groups_per_step": 3}, "not_live", "groups_per_step"),
+        ({"sampling": {"temperature": 2}}, "not_live", "sampling.temperature"),
+        ({"optimizer": {"lr": -1}}, "validation_failed", "optimizer.lr"),
+        ({"learning_rate": 1}, "unknown_field", "learning_rate"),
+        ({"steps": 3}, "validation_failed", "steps"),
+        ({}, "missing_field", None),
+    ],
+)
+async def test_what_cannot_change_is_refused_with_its_name(
+    http: httpx.AsyncClient, store: Store, claim: Claim, changes: dict[str, Any], code: str, param: str | None
+) -> None:
+    await store.update_progress(claim.job_id, claim.token, 4, 4)
+    answer = await http.patch(path(claim), json=changes)
+    assert (answer.status_code, error_of(answer)["code"], error_of(answer)["param"]) == (422, code, param)
+    assert (await store.get_job(claim.job_id)).settings_version == 0
+
+
+async def test_a_job_that_is_over_cannot_be_changed(http: httpx.AsyncClient, store: Store, claim: Claim) -> None:
+    await store.set_status(claim.job_id, "failed", token=claim.token)
+    answer = await http.patch(path(claim), json={"optimizer": {"lr": 0.5}})
+    assert (answer.status_code, error_of(answer)["code"]) == (409, "invalid_transition")
+
+
+async def test_two_who_change_different_things_at_once_both_get_their_way(
+    http: httpx.AsyncClient, store: Store, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, others = Store.change_settings, [{"steps": 300}]
+
+    async def slower(self: Store, job: str, seen: int, values: Any, changes: Any) -> Any:
+        while others:
+            other = others.pop()
+            await original(self, job, seen, other, other)
+        return await original(self, job, seen, values, changes)
+
+    monkeypatch.setattr(Store, "change_settings", slower)
+    answer = await http.patch(path(claim), json={"optimizer": {"lr": 0.5}})
+    assert answer.json()["settings"] == {"optimizer.lr": 0.5, "steps": 300}
+
+
+@pytest.mark.parametrize(
+    ("query", "manner"),
+    [
+        ("", "now"),
+        ("?checkpoint=true", "now+checkpoint"),
+        ("?mode=drain", "drain"),
+        ("?mode=drain&checkpoint=true", "drain+checkpoint"),
+    ],
+)
+async def test_the_end_is_asked_for_as_it_is_wanted(
+    http: httpx.AsyncClient, store: Store, claim: Claim, query: str, manner: str
+) -> None:
+    assert (await http.post(f"{path(claim)}/cancel{query}")).status_code == 200
+    assert (await store.get_job(claim.job_id)).cancel_manner == manner
+
+
+async def test_attempts_are_shown_with_what_ended_them(http: httpx.AsyncClient, store: Store, claim: Claim) -> None:
+    await store.release_job(claim.job_id, claim.token)
+    (attempt,) = (await http.get(path(claim))).json()["attempts"]
+    assert (attempt["trainer"], attempt["code"]) == ("trainer", "handed_over")
