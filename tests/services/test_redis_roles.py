@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
+import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoPermissionError
+from redis.retry import Retry as BlockingRetry
 
 from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.bus import Append, Bus, Snapshot
@@ -191,3 +197,62 @@ def test_every_command_of_the_functions_is_granted() -> None:
     used = {name.lower() for name in re.findall(r'redis\.call\("([A-Z]+)"', library()[0])}
     assert used <= {command.partition("|")[0] for command in USERS["gspo-trainer"]}
     assert set(WRITING) - used <= {"srem"}  # nothing is granted that nobody needs
+
+
+async def test_a_killed_server_with_these_users_still_holds_what_it_acknowledged(
+    server_binary: Path, tmp_path: Path
+) -> None:
+    """Redis 7.0 replays transactions as the default user: one that may do nothing loses all that is in them."""
+    (tmp_path / "users.acl").write_text(acl_file(PASSWORDS))
+    url = f"unix://gspo-api:{PASSWORDS['gspo-api'].replace(' ', '%20')}@{tmp_path / 'socket'}"
+    job = ""
+    for attempt in range(2):
+        server = _start(server_binary, tmp_path)
+        try:
+            async with connect(url) as redis:
+                store = Store(redis, jobs_dir=tmp_path / f"jobs-{attempt}")
+                if attempt == 0:
+                    await store.load_functions()
+                    job = (await store.create_job('{"kept":true}')).id
+                    async with redis.pipeline(transaction=True) as together:
+                        for number in range(3):
+                            together.hset("gspo:together", str(number), "kept")
+                        await together.execute()
+                else:
+                    assert (await store.get_job(job)).spec == '{"kept":true}'
+                    assert await redis.hlen("gspo:together") == 3
+        finally:
+            server.kill()
+            server.wait()
+
+
+def test_nobody_is_the_default_user(server_binary: Path, tmp_path: Path) -> None:
+    (tmp_path / "users.acl").write_text(acl_file(PASSWORDS))
+    server = _start(server_binary, tmp_path)
+    try:
+        for user, password in ((None, None), ("default", ""), ("default", "guessed")):
+            nobody = BlockingRedis(
+                unix_socket_path=str(tmp_path / "socket"),
+                username=user,
+                password=password,
+                retry=BlockingRetry(NoBackoff(), 0),
+            )
+            with pytest.raises(AuthenticationError):
+                nobody.get("gspo:x")
+            nobody.close()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _start(binary: Path, directory: Path) -> subprocess.Popen[bytes]:
+    program = [str(binary), "--port", "0", "--unixsocket", str(directory / "socket"), "--dir", str(directory)]
+    program += ["--aclfile", str(directory / "users.acl"), "--appendonly", "yes", "--appendfsync", "always"]
+    server = subprocess.Popen(program, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(directory / "socket"))
+            return server
+        assert time.monotonic() < deadline, "the server did not come up"
+        time.sleep(0.02)
