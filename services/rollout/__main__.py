@@ -11,6 +11,8 @@ import sys
 import time
 from functools import partial
 
+from redis.exceptions import NoPermissionError
+
 from services.bus import Bus
 from services.engine_client import EngineClient, open_http
 from services.environment_registry import Registry
@@ -29,10 +31,11 @@ from services.rollout.processes import watch
 from services.rollout.worker import Worker, WorkerConfig
 from services.settings import Settings, load_settings
 from services.store import Store
-from services.telemetry import configure_logging
+from services.telemetry import configure_logging, get_logger
 
 # Beyond the drain: closing sessions and handing back.
 LEAVING_S = 4.0
+FUNCTIONS_WAIT_S = (0.5, 8.0)
 
 
 async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) -> None:
@@ -41,7 +44,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
     # One connection per episode, and a few for watching.
     async with connect(settings.redis_url) as redis, open_http(max_connections=config.max_episodes + 8) as http:
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
-        await bus.load_functions()
+        await functions_there(bus)
         interpreters = Interpreters(settings.data_dir / "venvs", settings.env_install)
         sites = Sites(Registry(settings.data_dir / "environments"), settings.outbound_networks)
         runner = ErrandRunner(Errands(redis), sites, None if settings.env_hosts else interpreters, config.name)
@@ -62,6 +65,18 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
                     await worker.run(stop)
                 finally:
                     errands.cancel()
+
+
+async def functions_there(bus: Bus) -> None:
+    """A worker may not load them; the API and trainers do, and perhaps start after it."""
+    wait_s = FUNCTIONS_WAIT_S[0]
+    while True:
+        try:
+            return await bus.load_functions()
+        except NoPermissionError:
+            get_logger().info("waiting for the API or a trainer to load the functions", wait_s=wait_s)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, FUNCTIONS_WAIT_S[1])
 
 
 async def work_in_processes(settings: Settings, arguments: argparse.Namespace, stop: asyncio.Event) -> None:

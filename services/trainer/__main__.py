@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import socket
@@ -130,4 +131,6 @@ def device_for(spec: JobSpec) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_signalled(main))
+    parser = argparse.ArgumentParser(prog="python -m services.trainer", description="Trains jobs, one at a time.")
+    parser.add_argument("--grace-s", type=float, default=30.0, help="time to end a step when asked to leave")
+    sys.exit(run_until_signalled(main, grace_s=parser.parse_args().grace_s))

@@ -28,6 +28,7 @@ from tests.services.test_host import WORLDS, begun, call, gone, said
 
 TOKEN = "a token for the tests"
 DEADLINE_S = 15.0
+ROOT = Path(__file__).parents[2]
 
 Open = Callable[..., Awaitable[HostedEnvironment]]
 
@@ -50,7 +51,7 @@ class Service:
             "GSPO_ENV_TOKEN_SHA256": hashlib.sha256(TOKEN.encode()).hexdigest(),
             "GSPO_HEALTH_FILE": str(self._directory / "health"),
             "GSPO_LOG_FORMAT": "json",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONPATH": str(ROOT),
         }
         program = [sys.executable, "-m", "services.host_service", "--port", str(self.port)]
         self.process = subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, text=True)
@@ -210,11 +211,10 @@ async def test_a_service_that_is_away_is_waited_for_but_not_for_ever(tmp_path: P
 
 def test_its_probe_says_whether_it_lives(service: Service, tmp_path: Path) -> None:
     assert service.process is not None
-    probe = [sys.executable, "-m", "services.health", "--ready"]
 
     def status(file: Path) -> int:
-        environment = {"PATH": os.environ["PATH"], "GSPO_HEALTH_FILE": str(file)}
-        return subprocess.run(probe, env=environment, capture_output=True, check=False).returncode
+        probe = [sys.executable, "-m", "services.health", str(file), "--ready"]
+        return subprocess.run(probe, cwd=ROOT, capture_output=True, check=False).returncode
 
     assert status(service._directory / "health") == 0
     assert status(tmp_path / "none") == 1

@@ -1,0 +1,217 @@
+"""What a stack of containers must stand: `python -m tests.e2e.compose_check` while `docker compose up` is up.
+
+A job that is submitted to the published port learns while a rollout worker and Redis are killed; the wall around the
+environments is tried from inside; with ``--rolling`` every service is then restarted in turn under a second job. It
+needs `docker` and whatever that needs to find the engine, and, to kill from outside, to be root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_core.client import Client, ClientError
+from gspo_core.spec_file import load_job_spec
+
+ROOT = Path(__file__).parents[2]
+MODEL = "/app/models/calculator-tiny"
+POLL_S = 1.0
+TARGETS = {"redis": 6379, "engine": 30000, "api": 8000}
+"""What environments must not reach, and where it listens."""
+REACH = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).close(); print('REACHED')"
+ROLLING = ("environments", "rollout", "engine", "trainer", "api", "redis")
+
+
+class CheckFailed(Exception):
+    """What was seen is not what must be."""
+
+
+def compose(*words: str, check: bool = True) -> str:
+    done = subprocess.run(["docker", "compose", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise CheckFailed(f"docker compose {' '.join(words)}: {done.stderr.strip()[-1000:]}")
+    return done.stdout.strip() if check else done.stdout + done.stderr
+
+
+def containers(service: str) -> list[str]:
+    return compose("ps", "--quiet", service).split()
+
+
+def inspect(container: str, what: str) -> str:
+    done = subprocess.run(
+        ["docker", "inspect", "--format", what, container], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def kill(service: str) -> None:
+    """As a crash: from outside, so that the engine starts it again."""
+    container = containers(service)[0]
+    pid, before = int(inspect(container, "{{.State.Pid}}")), inspect(container, "{{.State.StartedAt}}")
+    os.kill(pid, signal.SIGKILL)
+    wait(f"{service} to come up again", lambda: inspect(container, "{{.State.StartedAt}}") != before, 60)
+    say(f"killed {service} (process {pid}); it was started again")
+
+
+def wait(what: str, is_so: Callable[[], bool], most_s: float) -> None:
+    deadline = time.monotonic() + most_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise CheckFailed(f"waited {most_s:.0f} s for {what}")
+        time.sleep(POLL_S)
+
+
+STARTED = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"[check {time.monotonic() - STARTED:5.0f}s] {text}", flush=True)
+
+
+class Run:
+    """One job and what became of it."""
+
+    def __init__(self, client: Client, seed: int, steps: int) -> None:
+        spec = load_job_spec(ROOT / "services" / "local" / "demo_job.yaml")
+        changes = {"model": MODEL, "seed": seed, "steps": steps, "evaluation": {"tasks": 64, "every": steps}}
+        self._client = client
+        self._steps = steps
+        self.id = client.create_job(spec.model_dump(mode="json", exclude_unset=True) | changes)["id"]
+        say(f"submitted {self.id}: {steps} steps")
+
+    def step(self) -> int:
+        try:
+            job = self._client.job(self.id)
+        except ClientError as error:  # while Redis is away
+            say(f"the API says: {error}")
+            return -1
+        if job["status"] in ("failed", "cancelled"):
+            raise CheckFailed(f"the job {job['status']}: {job['status_reason']}")
+        return self._steps if job["status"] == "succeeded" else min(int(job["step"]), self._steps - 1)
+
+    def reaches(self, step: int, most_s: float = 600) -> None:
+        wait(f"step {step}", lambda: self.step() >= step, most_s)
+        say(f"step {self.step()}")
+
+    def result(self) -> dict[str, Any]:
+        """Of the finished job: success before and after, and whether each step and group was settled once."""
+        events = list(self._client.events(self.id, after="0"))
+        evaluations = [event.data for event in events if event.type == "evaluation"]
+        rows = self._client.metrics(self.id)
+        numbers = [int(row["step"]) for row in rows]
+        if sorted(set(numbers)) != list(range(1, self._steps + 1)):
+            raise CheckFailed(f"steps that were reported: {numbers}")
+        groups = [group["group"] for group in self._client.groups(self.id)]
+        if len(set(groups)) != len(groups):
+            raise CheckFailed("a group was trained twice")
+        scores = [float(one["reward/mean"]) for one in evaluations]
+        return {"evaluations": evaluations, "scores": scores, "num_groups": len(groups), "events": events}
+
+
+def check_wall() -> None:
+    """From inside the service of environments nothing of the rest can be reached; from a rollout worker it can."""
+    for service, port in TARGETS.items():
+        addresses = [service]
+        for container in containers(service):
+            networks = json.loads(inspect(container, "{{json .NetworkSettings.Networks}}"))
+            addresses += [network["IPAddress"] for network in networks.values() if network["IPAddress"]]
+        for address in addresses:
+            said = compose("exec", "-T", "environments", "python", "-c", REACH, address, str(port), check=False)
+            if "REACHED" in said:
+                raise CheckFailed(f"an environment reaches {service} at {address}:{port}")
+        say(f"environments do not reach {service} ({', '.join(addresses)})")
+    for service in ("redis", "engine"):
+        said = compose("exec", "-T", "rollout", "python", "-c", REACH, service, str(TARGETS[service]), check=False)
+        if "REACHED" not in said:
+            raise CheckFailed(f"the probe itself does not work: a rollout worker does not reach {service}: {said}")
+    said = compose("exec", "-T", "environments", "python", "-c", REACH, "1.1.1.1", "53", check=False)
+    if "REACHED" in said:
+        raise CheckFailed("an environment reaches the internet")
+    held = compose("exec", "-T", "environments", "sh", "-c", "cat /proc/1/environ | tr '\\0' '\\n'; ls /secrets")
+    lines = [
+        line for line in held.splitlines() if any(word in line.lower() for word in ("redis", "api_key", "env_token"))
+    ]
+    if [line for line in lines if line != "gspo_env_token_sha256"]:
+        raise CheckFailed(f"the service of environments holds {lines}")
+    say("environments hold no secret and reach no other network")
+
+
+def check_hardening() -> None:
+    """Every running container of ours: not root, read-only root, no capabilities, no published port of Redis."""
+    for container in compose("ps", "--quiet").split():
+        name = inspect(container, "{{.Name}}")
+        config = json.loads(inspect(container, "{{json .HostConfig}}"))
+        user = inspect(container, "{{.Config.User}}")
+        if user in ("", "0", "root") or not config["ReadonlyRootfs"] or config["CapDrop"] != ["ALL"]:
+            raise CheckFailed(
+                f"{name} runs as {user!r}, read-only {config['ReadonlyRootfs']}, drops {config['CapDrop']}"
+            )
+        ports = {one["HostIp"] for bindings in (config["PortBindings"] or {}).values() for one in bindings}
+        if ports - {"127.0.0.1"} or ("redis" in name and ports):
+            raise CheckFailed(f"{name} publishes on {ports}")
+    say("every container runs as an ordinary user on a read-only root without capabilities")
+
+
+def learn_under_fire(client: Client, seed: int, steps: int, gain_points: float) -> None:
+    run = Run(client, seed, steps)
+    run.reaches(max(1, steps // 5))
+    kill("rollout")
+    run.reaches(max(2, steps // 2))
+    kill("redis")
+    run.reaches(steps)
+    result = run.result()
+    before, after = result["scores"][0], result["scores"][-1]
+    say(f"held-out success {before:.0%} before, {after:.0%} after {steps} steps; {result['num_groups']} groups")
+    if 100 * (after - before) < gain_points:
+        raise CheckFailed(f"it rose by {100 * (after - before):.0f} points; {gain_points:.0f} were expected")
+
+
+def rolling_restart(client: Client, seed: int) -> None:
+    """Every service is restarted in order while a job runs; nothing is lost, doubled or sampled again."""
+    steps = 2 * len(ROLLING) + 4
+    run = Run(client, seed, steps)
+    for number, service in enumerate(ROLLING):
+        run.reaches(2 * number + 1)
+        started = time.monotonic()
+        compose("restart", service)
+        say(f"restarted {service} in {time.monotonic() - started:.0f} s")
+    run.reaches(steps)
+    result = run.result()
+    say(f"{steps} steps, {result['num_groups']} groups over restarts of {', '.join(ROLLING)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.compose_check")
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gain", type=float, default=15.0, help="points of held-out success (default: %(default)s)")
+    parser.add_argument("--rolling", action="store_true", help="also restart every service under a second job")
+    given = parser.parse_args(arguments)
+    try:
+        check_hardening()
+        check_wall()
+        key = compose("exec", "-T", "api", "cat", "/secrets/gspo_api_keys")
+        with Client(given.url, key) as client:
+            learn_under_fire(client, given.seed, given.steps, given.gain)
+            check_wall()
+            if given.rolling:
+                rolling_restart(client, given.seed + 1)
+    except CheckFailed as error:
+        print(f"compose_check: {error}", file=sys.stderr)
+        print(compose("logs", "--tail", "15", check=False), file=sys.stderr)
+        return 1
+    say("all of it holds")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
