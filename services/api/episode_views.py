@@ -6,6 +6,7 @@ null in the other. It reads nothing.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -46,6 +47,9 @@ class EpisodeSummary(View):
     """Tokens that the policy sampled."""
     versions: list[int]
     """That sampled its tokens."""
+    timings: dict[str, float]
+    """Seconds until the newest segment, over all workers that had it: `engine_s`, `env_s`, `queue_s` (no engine could
+    take a request, or the environment had no place), `store_s`."""
 
 
 class GroupSummary(View):
@@ -142,6 +146,7 @@ def trained_episode(trajectory: Trajectory, advantage: float | None) -> EpisodeS
         num_tokens=sum(segment.num_tokens for segment in trajectory.segments),
         num_actions=trajectory.num_actions,
         versions=sorted(trajectory.versions),
+        timings=_timings_of_metrics(outcome.metrics),
     )
 
 
@@ -187,4 +192,20 @@ def open_episode(view: EpisodeView, segments: Sequence[Segment] | None = None) -
         num_tokens=None if segments is None else sum(one.num_tokens for one in known),
         num_actions=None if segments is None else sum(one.num_actions for one in known),
         versions=sorted({one.version for one in known if one.num_actions}),
+        timings=_timings_of_note(view.note) if outcome is None else _timings_of_metrics(outcome.metrics),
     )
+
+
+def _timings_of_note(note: str) -> dict[str, float]:
+    """What its worker wrote beside the newest segment."""
+    try:
+        told = json.loads(note) if note else {}
+    except ValueError:
+        told = {}
+    items = told.items() if isinstance(told, dict) else ()
+    return {name: float(value) for name, value in items if name.endswith("_s") and isinstance(value, int | float)}
+
+
+def _timings_of_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    named = {"engine_s": "model_s", "env_s": "env_s", "queue_s": "queue_s"}
+    return {shown: metrics[name] for shown, name in named.items() if name in metrics}

@@ -230,5 +230,6 @@ async def _leave_open(bus: Bus, player: Player, claim: Claim, group: int, versio
     for lease, is_cut in zip(leases, (False, True), strict=True):
         call, answer = replies_of(expression, 0, 1.0, random.Random(0))
         segments = await player.play(lease.key, group, [call, answer], [version, version])
-        appends = [Append(lease.key, 0, one.index, encode(one), one.is_final, one.version) for one in segments]
+        note = '{"turn": 0, "engine_s": 1.25, "env_s": 0.5, "queue_s": 0.0, "store_s": 0.125}'
+        appends = [Append(lease.key, 0, one.index, encode(one), one.is_final, one.version, note) for one in segments]
         await bus.append(job, token, appends[:1] if is_cut else appends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,8 @@ async def test_open_groups_and_their_episodes_are_seen_while_they_run(http: http
     running = (await http.get(f"/v1/episodes/{job.id}/{job.open_group}/1")).json()
     assert [turn["calls"][0]["name"] for turn in running["turns"]] == ["calculate"]
     assert running["stop_reason"] is None
+    assert running["timings"] == {"engine_s": 1.25, "env_s": 0.5, "queue_s": 0.0, "store_s": 0.125}
+    assert group["episodes"][1]["timings"] == running["timings"]
     queued = (await http.get(f"/v1/episodes/{job.id}/{job.open_group}/3")).json()
     assert (queued["status"], queued["turns"]) == ("queued", [])
 
@@ -217,6 +220,16 @@ async def test_prometheus_is_told_what_is_there(http: httpx.AsyncClient, job: Re
     assert f'gspo_job_groups{{fate="in_flight",job="{job.id}"}} 1.0' in text
     assert f'gspo_job_staleness_mean{{job="{job.id}"}} 1.7' in text
     assert "calculator" not in text
+
+
+async def test_prometheus_is_told_what_workers_do_and_where_time_goes(http: httpx.AsyncClient, store: Store):
+    counters = {"episodes/finished": 7, "time/engine_s": 12.5, "time/env_s": 0.25}
+    await store.register_worker({"id": "rollout-secret-host-1", "num_episodes": 3, "counters": counters})
+    text = (await http.get("/metrics")).text
+    (worker,) = set(re.findall(r'gspo_rollout_episodes{worker="(\w+)"} 3.0', text))
+    assert f'gspo_rollout_total{{kind="episodes/finished",worker="{worker}"}} 7.0' in text
+    assert f'gspo_rollout_seconds_total{{where="engine",worker="{worker}"}} 12.5' in text
+    assert "secret-host" not in text
 
 
 async def test_capabilities_name_what_is_not_there_yet(http: httpx.AsyncClient):

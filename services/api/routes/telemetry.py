@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
 from services.api.context import Context, ContextOf
 from services.jobs import Job, JobStatus
 
+Family = GaugeMetricFamily | CounterMetricFamily
 router = APIRouter(tags=["operations"])
 
 # A scrape is asked for every few seconds: jobs that are over are counted, not asked about.
@@ -36,7 +39,8 @@ SHOWN = {
     responses={200: {"content": {"text/plain": {}}, "description": "The exposition format of Prometheus"}},
 )
 async def exposition(context: ContextOf) -> Response:
-    """Counts of jobs, processes, groups by fate and requests; of the fifty newest open jobs also their progress."""
+    """Counts of jobs, processes, groups by fate and requests; what rollout workers did and where their time went; the
+    progress of the fifty newest open jobs."""
     async with asyncio.timeout(SCRAPE_TIMEOUT_S):
         families = await _families(context)
     registry = CollectorRegistry()
@@ -46,14 +50,14 @@ async def exposition(context: ContextOf) -> Response:
 
 
 class _Gathered(Collector):
-    def __init__(self, families: list[GaugeMetricFamily]) -> None:
+    def __init__(self, families: Sequence[Family]) -> None:
         self._families = families
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         yield from self._families
 
 
-async def _families(context: Context) -> list[GaugeMetricFamily]:
+async def _families(context: Context) -> list[Family]:
     jobs = await context.store.list_jobs(MAX_JOBS, order="desc")
     by_status = Counter(job.status for job in jobs)
     members = await context.presence.members()
@@ -65,7 +69,28 @@ async def _families(context: Context) -> list[GaugeMetricFamily]:
     for role, is_alive in [(role, is_alive) for role in ("trainer", "rollout", "engine") for is_alive in (True, False)]:
         processes.add_metric([role, str(is_alive).lower()], alive[role, is_alive])
     open_jobs = [job for job in jobs if not job.status.is_terminal][:MAX_JOBS_IN_DETAIL]
-    return [statuses, processes, *await _of_jobs(context, open_jobs)]
+    rollout = [one for one in members if one["role"] == "rollout" and one["alive"]]
+    return [statuses, processes, *_of_workers(rollout), *await _of_jobs(context, open_jobs)]
+
+
+def _of_workers(workers: Sequence[Mapping[str, Any]]) -> list[Family]:
+    """What rollout workers counted since they started, and where the seconds of their episodes went."""
+    held = GaugeMetricFamily("gspo_rollout_episodes", "Episodes that a worker holds", labels=["worker"])
+    counts = CounterMetricFamily("gspo_rollout", "What rollout workers did, by kind", labels=["worker", "kind"])
+    seconds = CounterMetricFamily(
+        "gspo_rollout_seconds", "Where the time of episodes went, over all of them", labels=["worker", "where"]
+    )
+    for record in workers:
+        # Names hold those of machines.
+        worker = hashlib.blake2b(str(record["id"]).encode(), digest_size=4).hexdigest()
+        held.add_metric([worker], record.get("num_episodes", 0))
+        for name, value in record.get("counters", {}).items():
+            where = name.removeprefix("time/")
+            if where != name:
+                seconds.add_metric([worker, where.removesuffix("_s")], value)
+            else:
+                counts.add_metric([worker, name], value)
+    return [held, counts, seconds]
 
 
 async def _of_jobs(context: Context, jobs: list[Job]) -> list[GaugeMetricFamily]:
