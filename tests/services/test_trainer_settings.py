@@ -60,7 +60,13 @@ def by_hand(loop: Loop, directory: Path) -> str:
     return fingerprint(plain_loop(tuning.spec, directory, learner=learner))
 
 
-@pytest.mark.parametrize("is_wiped", [False, True], ids=["redis stays", "redis is wiped"])
+@pytest.mark.parametrize(
+    "is_wiped",
+    [
+        pytest.param(False, id="redis stays", marks=pytest.mark.slow),
+        pytest.param(True, id="redis is wiped"),
+    ],
+)
 async def test_a_change_between_checkpoint_and_kill_is_resumed_bit_for_bit(
     redis_client: Redis,
     tmp_path: Path,

@@ -1,0 +1,226 @@
+"""Every way out of a job ends in a terminal state that says why, with what the user wanted to keep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from services.jobs import CancelManner, Job
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.run import JobRun
+from services.trainer.worker import TrainerWorker
+from tests.core.learner_support import write_model
+from tests.services.loop_kit import LEASE_S, Loop, a_loop, loop_spec
+
+DEADLINE_S = 120.0
+STEPS = 4
+
+# The others take as long and differ in nothing that is shown elsewhere.
+EVERY_MANNER = pytest.mark.parametrize(
+    "manner",
+    [
+        CancelManner.DRAIN_WITH_CHECKPOINT,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in list(CancelManner)[:3]),
+    ],
+)
+
+Hook = Callable[[JobRun, int], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
+    """What is put in here is done after each step, before the next one begins."""
+    original, hooks = JobRun._after_step, list[Hook]()
+
+    async def hooked(self: JobRun, *args: Any) -> None:
+        await original(self, *args)
+        for one in hooks:
+            await one(self, self._lineage.step)
+
+    monkeypatch.setattr(JobRun, "_after_step", hooked)
+    return hooks
+
+
+@pytest.fixture
+def loop_of(
+    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    def make(**changes: Any) -> Any:
+        given = {"steps": STEPS, "checkpoint_every": 100, "rollout": {"group_size": 3, "max_staleness": 1}}
+        return a_loop(redis_client, tmp_path / "jobs", loop_spec(model_dir, **(given | changes)), monkeypatch)
+
+    return make
+
+
+async def end_of(loop: Loop) -> Job:
+    """One trainer's process after the other, until the job is over."""
+    end = asyncio.Event()
+    worker = TrainerWorker(loop.store, "trainer", lambda claim, _spec: loop.run_of(claim), lease_s=LEASE_S)
+    serving = asyncio.create_task(worker.run(end))
+    async with asyncio.timeout(DEADLINE_S):
+        while not (job := await loop.store.get_job(loop.job)).status.is_terminal and not serving.done():
+            await asyncio.sleep(0.02)
+        end.set()
+        await serving
+    assert await loop.bus.open_groups(loop.job) == []
+    counts = await loop.bus.counters(loop.job)
+    assert counts["dispatched"] == sum(count for name, count in counts.items() if name != "dispatched")
+    return job
+
+
+def told(job: Job) -> tuple[str, str]:
+    assert job.status_reason is not None
+    return str(job.status), job.status_reason.code
+
+
+def checkpoints(loop: Loop) -> list[int]:
+    return [one.position.step for one in CheckpointStore(loop.job_dir).newest_first()]
+
+
+async def test_all_steps_are_done(loop_of: Any) -> None:
+    async with loop_of(steps=2) as loop:
+        job = await end_of(loop)
+    assert (told(job), job.step, checkpoints(loop)) == (("succeeded", "steps_done"), 2, [2])
+    assert [(one.code, one.step) for one in job.attempts] == [("steps_done", 2)]
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "step"),
+    [
+        ({"reward": {"at_least": 0.0, "times": 2}}, "reward_reached", 2),
+        ({"no_progress": {"values": 1, "min_gain": 1.0}}, "reward_stands_still", 2),
+        ({"wall_time_s": 1e-3}, "time_over", 0),
+    ],
+)
+async def test_a_condition_ends_the_job_in_order(loop_of: Any, stop: dict[str, Any], code: str, step: int) -> None:
+    async with loop_of(stop=stop) as loop:
+        job = await end_of(loop)
+    assert (told(job), job.step) == (("succeeded", code), step)
+    assert checkpoints(loop) == [step]
+
+
+@pytest.mark.slow
+async def test_conditions_that_are_not_met_end_nothing(loop_of: Any) -> None:
+    never = {"reward": {"at_least": 1.1}, "no_progress": {"values": 50}, "wall_time_s": 1e6}
+    async with loop_of(steps=2, stop=never) as loop:
+        assert told(await end_of(loop)) == ("succeeded", "steps_done")
+
+
+async def test_a_condition_may_come_while_the_job_runs_and_knows_what_was_before(
+    loop_of: Any, hook: list[Hook]
+) -> None:
+    async with loop_of() as loop:
+        values = {"stop.reward": {"at_least": 0.0, "times": 3}}
+
+        async def tell(_: JobRun, step: int) -> None:
+            if step == 3:
+                await loop.store.change_settings(loop.job, 0, values, values)
+
+        hook.append(tell)
+        job = await end_of(loop)
+    assert (told(job), job.step) == (("succeeded", "reward_reached"), 3)
+
+
+@pytest.mark.parametrize(
+    ("manner", "last_step", "kept"),
+    [
+        (CancelManner.NOW, {1}, []),
+        pytest.param(CancelManner.NOW_WITH_CHECKPOINT, {1}, [1], marks=pytest.mark.slow),
+        pytest.param(CancelManner.DRAIN, {2, 3}, [], marks=pytest.mark.slow),
+        (CancelManner.DRAIN_WITH_CHECKPOINT, {2, 3}, [2, 3]),
+    ],
+)
+async def test_a_running_job_is_cancelled_as_it_was_asked(
+    loop_of: Any, hook: list[Hook], manner: CancelManner, last_step: set[int], kept: list[int]
+) -> None:
+    """Two steps' worth of groups are under way at any moment: a drain trains these and no more."""
+    async with loop_of(steps=50) as loop:
+
+        async def cancel(run: JobRun, step: int) -> None:
+            if step == 1:
+                await loop.store.set_desired_state(loop.job, "cancelled", manner)
+                while manner is CancelManner.NOW or run.cancelled is None:  # until the worker has seen it
+                    await asyncio.sleep(0.01)
+
+        hook.append(cancel)
+        job = await end_of(loop)
+    assert told(job) == ("cancelled", "user_cancelled")
+    assert job.step in last_step
+    assert checkpoints(loop) == [step for step in kept if step == job.step]
+    assert bool(kept) == bool(checkpoints(loop))
+
+
+async def test_a_drain_that_takes_too_long_can_be_cut_short(loop_of: Any, hook: list[Hook]) -> None:
+    async with loop_of(steps=50) as loop:
+
+        async def cancel_twice(run: JobRun, step: int) -> None:
+            for manner in (CancelManner.DRAIN, CancelManner.NOW):
+                await loop.store.set_desired_state(loop.job, "cancelled", manner)
+                while manner is CancelManner.NOW or run.cancelled is None:
+                    await asyncio.sleep(0.01)
+
+        hook.append(cancel_twice)
+        job = await end_of(loop)
+    assert (told(job), job.step) == (("cancelled", "user_cancelled"), 1)
+
+
+@EVERY_MANNER
+async def test_a_paused_job_is_cancelled_in_every_manner(loop_of: Any, hook: list[Hook], manner: CancelManner) -> None:
+    async with loop_of(steps=50) as loop:
+
+        async def pause(_: JobRun, step: int) -> None:
+            if step == 1:
+                await loop.store.set_desired_state(loop.job, "paused")
+
+        async def cancel_once_paused() -> None:
+            while (await loop.store.get_job(loop.job)).status != "paused":
+                await asyncio.sleep(0.02)
+            await loop.store.set_desired_state(loop.job, "cancelled", manner)
+
+        hook.append(pause)
+        cancelling = asyncio.create_task(cancel_once_paused())
+        job = await end_of(loop)
+        await cancelling
+    assert told(job) == ("cancelled", "user_cancelled")
+
+
+@EVERY_MANNER
+async def test_a_job_that_waits_for_its_environments_is_cancelled_in_every_manner(
+    loop_of: Any, monkeypatch: pytest.MonkeyPatch, manner: CancelManner
+) -> None:
+    async with loop_of(environments=[{"ref": "made:Here"}, {"ref": "no:Worker"}]) as loop:
+
+        async def cancel_once_waiting() -> None:
+            while (reason := (await loop.store.get_job(loop.job)).status_reason) is None or reason.code != (
+                "waiting_for_workers"
+            ):
+                await asyncio.sleep(0.02)
+            while (await loop.store.get_job(loop.job)).status != "starting":
+                await asyncio.sleep(0.02)
+            await loop.store.set_desired_state(loop.job, "cancelled", manner)
+
+        cancelling = asyncio.create_task(cancel_once_waiting())
+        job = await end_of(loop)
+        await cancelling
+    assert (told(job), checkpoints(loop)) == (("cancelled", "user_cancelled"), [])
+
+
+async def test_an_error_fails_the_job_with_its_cause(loop_of: Any, hook: list[Hook]) -> None:
+    async def fail(_: JobRun, step: int) -> None:
+        raise ValueError("no such thing")
+
+    async with loop_of() as loop:
+        hook.append(fail)
+        job = await end_of(loop)
+    assert told(job) == ("failed", "internal")
+    assert job.attempts[-1].code == "internal"
