@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from gspo_core.chat import load_tokenizer
+from gspo_core.spec import JobSpec
 from services.api.transcript import token_texts
 from services.batch_log import BatchLog
 from services.bus import Bus
@@ -213,12 +214,14 @@ async def test_events_of_some_types(http: httpx.AsyncClient, job: RecordedJob):
     assert [one["type"] for one in found] == ["evaluation", "alert"]
 
 
-async def test_prometheus_is_told_what_is_there(http: httpx.AsyncClient, job: RecordedJob):
+async def test_prometheus_is_told_what_is_there(http: httpx.AsyncClient, store: Store, job: RecordedJob):
     text = (await http.get("/metrics")).text
     assert 'gspo_jobs{status="running"} 1.0' in text
     assert f'gspo_job_step{{job="{job.id}"}} 6.0' in text
     assert f'gspo_job_groups{{fate="in_flight",job="{job.id}"}} 1.0' in text
     assert f'gspo_job_staleness_mean{{job="{job.id}"}} 1.7' in text
+    wanted = JobSpec.model_validate_json((await store.get_job(job.id)).spec).groups_per_step
+    assert f'gspo_ready_groups_deficit{{job="{job.id}"}} {wanted}.0' in text  # none is ready
     assert "calculator" not in text
 
 

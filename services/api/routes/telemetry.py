@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
+from gspo_core.spec import JobSpec
 from services.api.context import Context, ContextOf
 from services.jobs import Job, JobStatus
 
@@ -99,6 +100,9 @@ async def _of_jobs(context: Context, jobs: list[Job]) -> list[GaugeMetricFamily]
         "gspo_job_groups", "Groups ever dispatched, by what became of them", labels=["job", "fate"]
     )
     size = GaugeMetricFamily("gspo_job_queue_bytes", "Payloads held in Redis", labels=["job"])
+    deficit = GaugeMetricFamily(
+        "gspo_ready_groups_deficit", "Groups that a running job's next step still lacks", labels=["job"]
+    )
     newest = {
         name: GaugeMetricFamily(f"gspo_job_{name.replace('/', '_')}", text, labels=["job"])
         for name, text in SHOWN.items()
@@ -108,8 +112,11 @@ async def _of_jobs(context: Context, jobs: list[Job]) -> list[GaugeMetricFamily]
         for fate, count in (await context.bus.counters(job.id)).items():
             groups.add_metric([job.id, fate], count)
         size.add_metric([job.id], (await context.bus.usage(job.id)).stored_bytes)
+        if job.status is JobStatus.RUNNING:
+            wanted = JobSpec.model_validate(job.spec_data).groups_per_step
+            deficit.add_metric([job.id], max(0, wanted - len(await context.bus.ready_groups(job.id))))
         rows = await context.store.read_metrics(job.id, job.step)
         for name, family in newest.items():
             if rows and name in rows[-1]:
                 family.add_metric([job.id], rows[-1][name])
-    return [steps, groups, size, *newest.values()]
+    return [steps, groups, size, deficit, *newest.values()]
