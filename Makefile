@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing (torch is large: this takes a few minutes the first time)"
 	@wheels="$(TORCH_WHEELS)"; \
 	if [ -z "$$wheels" ]; then from=""; elif [ -d "$$wheels" ]; then from="--find-links $$wheels"; else from="--extra-index-url $$wheels"; fi; \
-	$(BIN)/pip install --quiet --disable-pip-version-check $$from -c constraints.txt -e '.[service,train,lora,local,python-tool,openenv,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $$from -c constraints.txt -e '.[service,train,lora,local,python-tool,openenv,otel,dev]'
 	@mkdir -p $(@D) && touch $@
 
 check: $(STAMP)  ## lint, types, import order

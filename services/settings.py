@@ -99,6 +99,13 @@ class Settings(BaseSettings):
     """What one job may hold in Redis, reserved before an episode starts. Groups beyond one step's worth wait for room.
     Unset: no limit."""
 
+    trace_endpoint: str | None = None
+    """Where rollout workers send OpenTelemetry traces of their episodes: OTLP over HTTP, such as
+    ``http://127.0.0.1:4318/v1/traces``. Needs the extra ``otel``. Unset: nothing is traced."""
+
+    trace_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The share of the episodes that are traced."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe messages that are logged."""
 

@@ -32,6 +32,7 @@ from services.rollout.worker import Worker, WorkerConfig
 from services.settings import Settings, load_settings
 from services.store import Store
 from services.telemetry import configure_logging, get_logger
+from services.tracing import Traces, TracingUnavailable, open_traces
 
 # Beyond the drain: closing sessions and handing back.
 LEAVING_S = 4.0
@@ -48,6 +49,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
         interpreters = Interpreters(settings.data_dir / "venvs", settings.env_install)
         sites = Sites(Registry(settings.data_dir / "environments"), settings.outbound_networks)
         runner = ErrandRunner(Errands(redis), sites, None if settings.env_hosts else interpreters, config.name)
+        traces = traces_of(settings, config.name)
         worker = Worker(
             config,
             bus,
@@ -56,6 +58,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
             partial(load_job, boot=sites.booting(boot_for(settings))),
             clock=time.monotonic,
             rng=random.Random(),
+            spans=traces,
         )
         async with Health(settings.health_file, stop) as health:
             health.is_ready = True
@@ -65,6 +68,18 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
                     await worker.run(stop)
                 finally:
                     errands.cancel()
+                    if traces is not None:
+                        await asyncio.to_thread(traces.close)
+
+
+def traces_of(settings: Settings, worker: str) -> Traces | None:
+    if settings.trace_endpoint is None:
+        return None
+    identity = {"service.instance.id": worker}
+    try:
+        return open_traces(settings.trace_endpoint, "rollout", share=settings.trace_share, **identity)
+    except TracingUnavailable as error:
+        raise SystemExit(f"GSPO_TRACE_ENDPOINT is set, but {error}") from error
 
 
 async def functions_there(bus: Bus) -> None:

@@ -159,14 +159,15 @@ class Attempt:
         )
 
     async def _sample_chunk(self) -> None:
-        started = self._setting.clock()
-        sampled = await self._setting.policy.sample(
-            self._ledger.prompt(),
-            max_new_tokens=min(self._remaining_tokens(), self._order.chunk_tokens),
-            temperature=self._order.temperature,
-            stop_token_ids=self._setting.codec.stop_ids,
-            prefer_engine=self._ledger.last_engine,
-        )
+        started, turn = self._setting.clock(), len(self._ledger.turns) - 1
+        with self._setting.spans.span("engine", **{"gspo.turn": turn, "gspo.context_tokens": self._ledger.num_tokens}):
+            sampled = await self._setting.policy.sample(
+                self._ledger.prompt(),
+                max_new_tokens=min(self._remaining_tokens(), self._order.chunk_tokens),
+                temperature=self._order.temperature,
+                stop_token_ids=self._setting.codec.stop_ids,
+                prefer_engine=self._ledger.last_engine,
+            )
         clock, counters, timings = self._setting.clock, self._setting.counters, self._timings
         counters.add_s("time/engine_s", engine_s := max(0.0, (answered := clock()) - started - sampled.held_s))
         counters.add_s("time/queue_s", sampled.held_s)
@@ -174,7 +175,8 @@ class Attempt:
         timings.queue_s += sampled.held_s
         counters.add("tokens/sampled", len(sampled.output_ids))
         self._num_sampled_here += len(sampled.output_ids)
-        await self._setting.outbox.append(self._ledger.record(sampled), self._note())
+        with self._setting.spans.span("store", **{"gspo.tokens": len(sampled.output_ids)}):
+            await self._setting.outbox.append(self._ledger.record(sampled), self._note())
         counters.add_s("time/store_s", store_s := clock() - answered)
         timings.store_s += store_s
 
@@ -297,7 +299,8 @@ class Attempt:
     async def _in_environment(self, phase: Awaitable[T]) -> T:
         started = self._setting.clock()
         try:
-            return await phase
+            with self._setting.spans.span("environment", **{"gspo.phase": getattr(phase, "__name__", "")}):
+                return await phase
         finally:
             env_s = self._setting.clock() - started
             self._timings.env_s += env_s

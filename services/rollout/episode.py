@@ -56,7 +56,8 @@ class Episode:
             ledger = Ledger(self._order.key, self._attempt, self._order.temperature)
             try:
                 async with self._order.quarantine.entry(self._setting.leaving):
-                    outcome = await self._play(ledger, past)
+                    with self._setting.spans.trace("episode", str(self._order.key), **self._described()):
+                        outcome = await self._play(ledger, past)
                 await self._setting.outbox.append([ledger.close(outcome)])
             except (EnvironmentFailed, LedgerConflict, Conflict, SegmentRejected) as failure:
                 is_charged = self._is_charged(failure, past)
@@ -67,6 +68,11 @@ class Episode:
             else:
                 self._setting.counters.episode_finished(outcome.stop_reason, ledger)
                 return outcome.stop_reason
+
+    def _described(self) -> dict[str, str | int]:
+        lease = self._order.lease
+        task: dict[str, str | int] = {"gspo.split": str(lease.split), "gspo.task_index": lease.task_index}
+        return task | {"gspo.episode": str(lease.key), "gspo.job": lease.key.job, "gspo.attempt": self._attempt}
 
     def _is_charged(self, failure: Exception, past: Past) -> bool:
         """Whether it uses up one of the episode's retries; then it is counted as such."""

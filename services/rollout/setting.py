@@ -22,6 +22,7 @@ from services.rollout.outbox import Outbox
 from services.rollout.patience import Patience
 from services.rollout.policy import Policy
 from services.rollout.quarantine import Quarantine
+from services.tracing import NoSpans, Spans
 
 
 class EpisodeRecords(Protocol):
@@ -57,6 +58,8 @@ class Setting:
     """Set when the worker leaves or the job is no longer served: episodes stop at their next boundary."""
     others_wait: Callable[[], Awaitable[bool]] = nobody
     """Whether an episode that gives up its place makes room for another."""
+    spans: Spans = field(default_factory=NoSpans)
+    """What of all this is traced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from services.rollout.setting import Setting
 from services.rollout.shares import Want, divide
 from services.store import Store
 from services.telemetry import get_logger
+from services.tracing import NoSpans, Spans
 
 JOBS_POLL_S = 0.5
 # A beat is a fifth of the lease, so that four may be lost.
@@ -67,8 +68,10 @@ class Worker:
         *,
         clock: Callable[[], float],
         rng: random.Random,
+        spans: Spans | None = None,
     ) -> None:
         self._config = config
+        self._spans = spans or NoSpans()
         self._bus = bus
         self._store = store
         self._load = load
@@ -217,6 +220,7 @@ class Worker:
             counters=self.counters,
             clock=self._clock,
             leaving=leaving,
+            spans=self._spans,
         )
         return JobRollout(
             job,
