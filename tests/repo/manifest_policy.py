@@ -1,0 +1,359 @@
+"""What every rendered manifest must keep and no schema sees. ``problems(objects)`` names each thing that is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from services.first_secrets import ROLES
+from services.settings import PREFIX, Settings
+
+Object = Mapping[str, Any]
+
+SECRETS = {*(f"gspo-{role}" for role in ROLES), "gspo-environments", "gspo-redis"}
+"""Made by `services.first_secrets`; never in the tree."""
+SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
+OTHERS_VARIABLES = {
+    *("HOME", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    *("OMP_NUM_THREADS", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"),
+}
+SINGLETONS = {"redis", "trainer"}
+DRAIN_S = {"--drain-s": 10, "--grace-s": 10}
+"""Arguments that take seconds, and how much longer the pod has to be given."""
+SLOW_TO_START_S = 45 * 60
+UNITS = {"m": 1e-3, "": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "kb": 2**10, "mb": 2**20, "gb": 2**30}
+
+
+def quantity(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", str(text))
+    if match is None or match[2] not in UNITS:
+        raise ValueError(f"{text!r} is no quantity")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def workloads(objects: Sequence[Object]) -> Iterator[tuple[str, Object, Object]]:
+    """Name, what it is in, pod template: of everything that makes pods."""
+    for one in objects:
+        name, spec = one["metadata"]["name"], one.get("spec", {})
+        match one["kind"]:
+            case "Deployment" | "StatefulSet":
+                yield name, one, spec["template"]
+            case "JobSet":
+                for job in spec["replicatedJobs"]:
+                    yield name, one, job["template"]["spec"]["template"]
+            case "LeaderWorkerSet":
+                yield name, one, spec["leaderWorkerTemplate"]["leaderTemplate"]
+                yield f"{name} member", one, spec["leaderWorkerTemplate"]["workerTemplate"]
+
+
+def containers(template: Object) -> list[Object]:
+    return [*template["spec"].get("initContainers", ()), *template["spec"]["containers"]]
+
+
+def problems(objects: Sequence[Object], metrics: set[str]) -> list[str]:
+    """``metrics``: the names that the code exports."""
+    rules: list[Callable[[Sequence[Object]], Iterator[str]]] = [
+        _identity, _pods, _images, _selectors, _references, _resources,
+        _probes, _disruption, _networks, _walls, _redis, _gangs,
+    ]  # fmt: skip
+    found = [problem for rule in rules for problem in rule(objects)]
+    for one in objects:
+        found += _scaling(one, objects, metrics)
+    return found
+
+
+def _identity(objects: Sequence[Object]) -> Iterator[str]:
+    ids = [(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in objects]
+    yield from (f"{one} is there twice" for one in set(ids) if ids.count(one) > 1)
+    namespaces = [one for one in objects if one["kind"] == "Namespace"]
+    for one in namespaces:
+        labels = one["metadata"].get("labels", {})
+        for what in ("enforce", "audit", "warn"):
+            if labels.get(f"pod-security.kubernetes.io/{what}") != "restricted":
+                yield f"the namespace does not {what} restricted"
+    if len(namespaces) != 1:
+        yield "there is not one namespace"
+    for one in objects:
+        if one["kind"] != "Namespace" and one["metadata"].get("namespace") != "gspo":
+            yield f"{one['kind']} {one['metadata']['name']} is in no namespace of ours"
+        if one["kind"] == "Secret":
+            yield f"the secret {one['metadata']['name']} is in the tree"
+        if one["kind"] == "Service" and one["spec"].get("type", "ClusterIP") != "ClusterIP":
+            yield f"the service {one['metadata']['name']} leads out of the cluster"
+
+
+def _pods(objects: Sequence[Object]) -> Iterator[str]:
+    for name, _, template in workloads(objects):
+        pod = template["spec"]
+        security = pod.get("securityContext", {})
+        if not security.get("runAsNonRoot") or not security.get("runAsUser"):
+            yield f"{name} may run as root"
+        if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+            yield f"{name} has no seccomp profile"
+        if pod.get("automountServiceAccountToken") is not False:
+            yield f"{name} gets a token of the cluster"
+        if pod.get("enableServiceLinks") is not False:
+            yield f"{name} gets the addresses of all services"
+        for forbidden in ("hostNetwork", "hostPID", "hostIPC"):
+            if pod.get(forbidden):
+                yield f"{name} has {forbidden}"
+        for volume in pod.get("volumes", ()):
+            if not set(volume) - {"name"} <= {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}:
+                yield f"{name} mounts {volume}"
+            if "emptyDir" in volume and "sizeLimit" not in (volume["emptyDir"] or {}):
+                yield f"{name}: the volume {volume['name']} has no size"
+        for container in containers(template):
+            yield from _container(name, container)
+
+
+def _container(name: str, container: Object) -> Iterator[str]:
+    security = container.get("securityContext", {})
+    if security.get("allowPrivilegeEscalation") is not False or security.get("privileged"):
+        yield f"{name} may gain privileges"
+    if security.get("readOnlyRootFilesystem") is not True:
+        yield f"{name} can write to its root"
+    if security.get("capabilities", {}) != {"drop": ["ALL"]}:
+        yield f"{name} keeps capabilities"
+    for port in container.get("ports", ()):
+        if "hostPort" in port:
+            yield f"{name} takes a port of its node"
+    names = [variable["name"] for variable in container.get("env", ())]
+    yield from (f"{name}: {one} is set twice" for one in set(names) if names.count(one) > 1)
+    for one in names:
+        if one not in SETTINGS | OTHERS_VARIABLES:
+            yield f"{name}: {one} is no setting"
+    for variable in container.get("env", ()):
+        if re.search(r"PASSWORD|TOKEN$|KEYS?$", variable["name"]):
+            yield f"{name}: {variable['name']} is a secret in the tree"
+
+
+def _images(objects: Sequence[Object]) -> Iterator[str]:
+    for name, _, template in workloads(objects):
+        for container in containers(template):
+            image, _, tag = container["image"].rpartition(":")
+            if "@sha256" not in container["image"] and (not image or tag == "latest" or "/" in tag):
+                yield f"{name}: the image {container['image']} has no version"
+            if container.get("imagePullPolicy") != "IfNotPresent":
+                yield f"{name}: its image is pulled at every start"
+
+
+def _selectors(objects: Sequence[Object]) -> Iterator[str]:
+    templates = [template for _, _, template in workloads(objects)]
+    for one in objects:
+        if one["kind"] in ("Deployment", "StatefulSet"):
+            wanted = one["spec"]["selector"]["matchLabels"]
+            if not wanted.items() <= one["spec"]["template"]["metadata"]["labels"].items():
+                yield f"{one['metadata']['name']} does not select its own pods"
+        if one["kind"] == "Service":
+            wanted = one["spec"]["selector"]
+            chosen = [each for each in templates if wanted.items() <= each["metadata"]["labels"].items()]
+            if not chosen:
+                yield f"the service {one['metadata']['name']} selects nothing"
+            open_ports = {
+                p["name"]: p["containerPort"] for each in chosen for c in containers(each) for p in c.get("ports", ())
+            }
+            for port in one["spec"]["ports"]:
+                target = port.get("targetPort")
+                if target is not None and target not in open_ports:
+                    yield f"the service {one['metadata']['name']} leads to a port {target} that does not exist"
+        if one["kind"] == "PodDisruptionBudget" and not any(
+            one["spec"]["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items() for each in templates
+        ):
+            yield f"the budget {one['metadata']['name']} selects nothing"
+
+
+def _references(objects: Sequence[Object]) -> Iterator[str]:
+    def named(kind: str) -> set[str]:
+        return {one["metadata"]["name"] for one in objects if one["kind"] == kind}
+
+    for name, owner, template in workloads(objects):
+        pod = template["spec"]
+        claims = {one["metadata"]["name"] for one in owner["spec"].get("volumeClaimTemplates", ())}
+        if pod.get("serviceAccountName") not in named("ServiceAccount"):
+            yield f"{name} has no service account of its own"
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", ())}
+        for volume in volumes.values():
+            if "secret" in volume and volume["secret"]["secretName"] not in SECRETS:
+                yield f"{name} mounts an unknown secret"
+            if "persistentVolumeClaim" in volume:
+                claim = volume["persistentVolumeClaim"]["claimName"]
+                if claim not in named("PersistentVolumeClaim"):
+                    yield f"{name} mounts the claim {claim}, which does not exist"
+        for container in containers(template):
+            yield from _used(name, container, volumes.keys() | claims, named("ConfigMap"))
+    for one in objects:
+        if one["kind"] == "ConfigMap":
+            yield from (f"{key} is no setting" for key in one["data"] if key not in SETTINGS)
+
+
+def _used(name: str, container: Object, volumes: set[str], config_maps: set[str]) -> Iterator[str]:
+    for mount in container.get("volumeMounts", ()):
+        if mount["name"] not in volumes:
+            yield f"{name} mounts {mount['name']}, which is no volume"
+    for source in container.get("envFrom", ()):
+        if source["configMapRef"]["name"] not in config_maps:
+            yield f"{name} reads a config map that does not exist"
+
+
+def _resources(objects: Sequence[Object]) -> Iterator[str]:
+    for name, _, template in workloads(objects):
+        for container in containers(template):
+            requests = container.get("resources", {}).get("requests", {})
+            limits = container.get("resources", {}).get("limits", {})
+            try:
+                for what in ("cpu", "memory", "ephemeral-storage"):
+                    if what not in requests:
+                        yield f"{name} requests no {what}"
+                    if what != "cpu" and what not in limits:
+                        yield f"{name} has no limit of {what}"
+                    if what in limits and what in requests and quantity(requests[what]) > quantity(limits[what]):
+                        yield f"{name} requests more {what} than its limit"
+                if "cpu" in limits:
+                    yield f"{name} has a limit of cpu: beats would come late"
+                if requests.get("nvidia.com/gpu") != limits.get("nvidia.com/gpu"):
+                    yield f"{name}: requests and limits of GPUs differ"
+            except ValueError as error:
+                yield f"{name}: {error}"
+
+
+def _probes(objects: Sequence[Object]) -> Iterator[str]:
+    for name, _, template in workloads(objects):
+        for container in containers(template):
+            ports = {port["name"] for port in container.get("ports", ())}
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                probe = container.get(kind)
+                if probe is None:
+                    yield f"{name} has no {kind}"
+                    continue
+                port = (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port")
+                if port is not None and port not in ports:
+                    yield f"{name}: its {kind} asks a port {port} that does not exist"
+            live = str(container.get("livenessProbe"))
+            if "/readyz" in live or "--ready" in live:
+                yield f"{name}: whether it lives depends on others"
+            startup = container.get("startupProbe") or {}
+            takes_s = startup.get("periodSeconds", 10) * startup.get("failureThreshold", 3)
+            if name.split()[0] in ("trainer", "engine") and takes_s < SLOW_TO_START_S:
+                yield f"{name} has {takes_s} s to start"
+            given = dict(zip(container.get("args", ()), container.get("args", ())[1:], strict=False))
+            given |= dict(one.split("=", 1) for one in container.get("args", ()) if "=" in one)
+            grace_s = template["spec"].get("terminationGracePeriodSeconds", 30)
+            for argument, more_s in DRAIN_S.items():
+                if argument in given and float(given[argument]) + more_s > grace_s:
+                    yield f"{name} drains {given[argument]} s of {grace_s}"
+
+
+def _disruption(objects: Sequence[Object]) -> Iterator[str]:
+    budgets = [one["spec"] for one in objects if one["kind"] == "PodDisruptionBudget"]
+    for budget in budgets:
+        if budget.get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
+            yield "a budget lets a broken pod keep its node"
+    for name, owner, template in workloads(objects):
+        labels = template["metadata"]["labels"].items()
+        mine = [budget for budget in budgets if budget["selector"]["matchLabels"].items() <= labels]
+        if owner["kind"] == "Deployment" and owner["spec"].get("replicas", 1) >= 2 and not mine:
+            yield f"{name} has no budget"
+        if name in SINGLETONS and mine:
+            yield f"{name} is one, and keeps its node from being drained"
+        if any("minAvailable" in budget for budget in mine):
+            yield f"{name}: a budget with minAvailable"
+
+
+def _networks(objects: Sequence[Object]) -> Iterator[str]:
+    policies = _policies(objects)
+    deny = policies.get("default-deny", {})
+    if deny.get("podSelector") != {} or sorted(deny.get("policyTypes", ())) != ["Egress", "Ingress"]:
+        yield "nothing is denied by default"
+    for name, policy in policies.items():
+        for direction, peers in (("ingress", "from"), ("egress", "to")):
+            for rule in policy.get(direction, ()):
+                if not rule.get(peers) or {} in rule[peers]:
+                    yield f"the policy {name} lets everything in or out"
+    if not any(
+        rule.get("ports") == [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
+        for rule in policies.get("dns", {}).get("egress", ())
+    ):
+        yield "names are not resolved over UDP and TCP"
+    for name, _, template in workloads(objects):
+        labels = template["metadata"]["labels"]
+        if name != "redis" and not any(
+            (policy["podSelector"].get("matchLabels") or {"": ""}).items() <= labels.items()
+            for policy in policies.values()
+        ):
+            yield f"no rule is about {name}"
+
+
+def _walls(objects: Sequence[Object]) -> Iterator[str]:
+    policies = _policies(objects)
+    wall = policies.get("environments", {})
+    if wall.get("egress") != [] or "Egress" not in wall.get("policyTypes", ()):
+        yield "environments reach something"
+    if _callers(wall) != {"rollout"}:
+        yield f"environments are reached by {_callers(wall)}"
+    if "environments" not in str(policies.get("dns", {}).get("podSelector")):
+        yield "environments may ask for names"
+    if "redis" in policies and _callers(policies["redis"]) != {"api", "rollout", "trainer"}:
+        yield f"redis is reached by {_callers(policies['redis'])}"
+    if _callers(policies.get("engine", {})) - {"engine", "rollout", "trainer"}:
+        yield f"engines are reached by {_callers(policies['engine'])}"
+
+
+def _policies(objects: Sequence[Object]) -> Mapping[str, Any]:
+    return {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "NetworkPolicy"}
+
+
+def _callers(policy: Object) -> set[str]:
+    peers = [peer for rule in policy.get("ingress", ()) for peer in rule.get("from", ())]
+    return {peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/name", "?") for peer in peers}
+
+
+def _redis(objects: Sequence[Object]) -> Iterator[str]:
+    for name, _, template in workloads(objects):
+        if name != "redis":
+            continue
+        (container,) = containers(template)
+        for wanted in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction", "--aclfile "):
+            if not any(argument.startswith(wanted) for argument in container["args"]):
+                yield f"redis runs without {wanted}"
+        most = [one.split()[1] for one in container["args"] if one.startswith("--maxmemory ")]
+        if not most or quantity(most[0]) >= quantity(container["resources"]["limits"]["memory"]):
+            yield "redis may hold more than its pod"
+
+
+def _gangs(objects: Sequence[Object]) -> Iterator[str]:
+    for one in objects:
+        name, spec = one["metadata"]["name"], one.get("spec", {})
+        if one["kind"] == "JobSet":
+            (job,) = spec["replicatedJobs"]
+            inner, network = job["template"]["spec"], spec.get("network", {})
+            if inner.get("backoffLimit") != 0 or inner["template"]["spec"].get("restartPolicy") != "Never":
+                yield f"{name}: pods restart one by one"
+            if not network.get("enableDNSHostnames"):
+                yield f"{name}: its pods have no names"
+            args = inner["template"]["spec"]["containers"][0]["args"]
+            first = f"{name}-{job['name']}-0-0.{network.get('subdomain', name)}:29500"
+            if f"--rdzv-endpoint={first}" not in args or "--max-restarts=0" not in args:
+                yield f"{name}: ranks do not meet at {first}, or restart twice"
+            if f"--nnodes={inner['parallelism']}" not in args or inner["completions"] != inner["parallelism"]:
+                yield f"{name}: the number of nodes differs"
+            for rule in inner.get("podFailurePolicy", {}).get("rules", ()):
+                if any("status" not in condition for condition in rule.get("onPodConditions", ())):
+                    yield f"{name}: a condition without status"
+        restarts = spec.get("leaderWorkerTemplate", {}).get("restartPolicy")
+        if one["kind"] == "LeaderWorkerSet" and restarts != "RecreateGroupOnPodRestart":
+            yield f"{name}: a group with one restarted member hangs"
+
+
+def _scaling(one: Object, objects: Sequence[Object], metrics: set[str]) -> list[str]:
+    if one["kind"] not in ("HorizontalPodAutoscaler", "ScaledObject"):
+        return []
+    target = one["spec"]["scaleTargetRef"]["name"]
+    if one["kind"] == "ScaledObject":
+        used = set(re.findall(r"gspo_\w+", str(one["spec"]["triggers"])))
+    else:
+        used = {metric["external"]["metric"]["name"] for metric in one["spec"]["metrics"]}
+    found = [f"{name} is no metric of ours" for name in used - metrics] or ([] if used else ["it scales by nothing"])
+    if target not in {other["metadata"]["name"] for other in objects if other["kind"] == "Deployment"}:
+        found.append(f"{target}, which is to be scaled, does not exist")
+    return found + (["scaled by the lag of a stream"] if "lagCount" in str(one) else [])
