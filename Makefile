@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis demo up fmt bench clean
+.PHONY: help setup check test test-slow test-k8s verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -77,6 +77,24 @@ test-browser: $(STAMP)  ## every page of the viewer in a real chromium (installe
 	@command -v chromium >/dev/null || test -n "$$GSPO_TEST_CHROMIUM" || apt-get install -y --no-install-recommends chromium fonts-dejavu-core
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt playwright==$(PLAYWRIGHT)
 	$(BIN)/pytest -m browser
+
+# Schemas of Kubernetes for the manifests (120 MB), apart from ours.
+K8S_SCHEMAS := .make/k8s
+
+$(K8S_SCHEMAS)/ready: Makefile
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target $(K8S_SCHEMAS) kubernetes-validate==1.37.0
+	@touch $@
+
+test-k8s: $(STAMP) $(K8S_SCHEMAS)/ready  ## the manifests against the schemas of two versions of Kubernetes
+	PYTHONPATH=$(K8S_SCHEMAS) $(BIN)/pytest tests/repo/test_k8s.py
+
+# Who builds and starts the stack: called with the project, an address that must answer, and what to run meanwhile.
+# By default that is done with the Docker of this machine.
+COMPOSE_VERIFIER ?= tests/e2e/with_compose.sh
+COMPOSE_CHECK_FLAGS ?= --rolling
+
+verify-compose: $(STAMP)  ## build the images, start them, and see a job learn there while parts are killed
+	$(COMPOSE_VERIFIER) $(CURDIR) http://127.0.0.1:8000/healthz "$(BIN)/python -m tests.e2e.compose_check $(COMPOSE_CHECK_FLAGS)"
 
 debian-redis:  ## Debian's Redis beside the virtual environment, so that the tests run on it too
 	tests/services/get_debian_redis.sh .make/debian-redis
