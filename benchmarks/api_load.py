@@ -50,36 +50,76 @@ async def main() -> None:
                 claim = await store.claim_job("load")
                 assert claim is not None
                 await store.set_status(job.id, JobStatus.RUNNING, token=claim.token)
-                await _load(url, store, claim, options)
+                await _load(api, url, store, claim, options)
         finally:
             api.terminate()
             api.wait()
 
 
-async def _load(url: str, store: Store, claim: Claim, options: argparse.Namespace) -> None:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60.0, trust_env=False) as http:
-        reading = [asyncio.create_task(_read(http, claim.job_id)) for _ in range(options.readers)]
-        writing = asyncio.create_task(_write(store, claim, options.seconds))
-        latencies, failures = await _ask(http, claim.job_id, options.rate, options.seconds)
-        await writing
-        await store.set_status(claim.job_id, JobStatus.SUCCEEDED, token=claim.token)
-        seen = await asyncio.gather(*reading)
+async def _load(
+    api: subprocess.Popen[bytes], url: str, store: Store, claim: Claim, options: argparse.Namespace
+) -> None:
+    before = _cpu_s(api.pid), time.process_time()
+    at_start = os.getloadavg()[0]
+    lines = _Lines(url)
+    reading = [asyncio.create_task(_read(lines, claim.job_id)) for _ in range(options.readers)]
+    writing = asyncio.create_task(_write(store, claim, options.seconds))
+    latencies, failures = await _ask(lines, claim.job_id, options.rate, options.seconds)
+    await writing
+    await store.set_status(claim.job_id, JobStatus.SUCCEEDED, token=claim.token)
+    seen = await asyncio.gather(*reading)
+    used = _cpu_s(api.pid) - before[0], time.process_time() - before[1]
     wanted = [event.id for event in await store.read_events(claim.job_id, "0", count=20_000)]
     p50, p95, p99 = np.quantile(latencies, (0.5, 0.95, 0.99)) * 1000
     print(f"{options.readers} readers, {len(latencies) / options.seconds:.0f} requests/s for {options.seconds:g} s")
     print(f"latency ms: p50 {p50:.1f}  p95 {p95:.1f}  p99 {p99:.1f}  longest {max(latencies) * 1000:.1f}")
     print(f"failed requests: {failures} of {len(latencies)}")
     print(f"events: {len(wanted)} written, readers that missed or doubled one: {sum(ids != wanted for ids in seen)}")
+    print(f"CPU seconds: API {used[0]:.1f}, this client {used[1]:.1f}; load of the machine {at_start:.1f} at the start")
 
 
-async def _read(http: httpx.AsyncClient, job: str) -> list[str]:
-    lines = []
-    headers = {"Accept": "text/event-stream", "Last-Event-ID": "0"}
-    async with http.stream("GET", f"/v1/jobs/{job}/events", headers=headers) as answer:
-        async for line in answer.aiter_lines():
-            lines.append(line)
-    return [event.id for event in parse_events(lines) if event is not None and event.type != "end"]
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class _Lines:
+    """Connections that are kept open, with as little around them as will do: a client takes from who it measures."""
+
+    def __init__(self, url: str) -> None:
+        self._host, _, self._port = url.removeprefix("http://").partition(":")
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def get(self, path: str) -> int:
+        """The status of a whole answer."""
+        reader, writer = self._idle.pop() if self._idle else await self.open()
+        head = await self.send(reader, writer, path, "")
+        length = next(int(line.split(b":")[1]) for line in head if line.lower().startswith(b"content-length:"))
+        await reader.readexactly(length)
+        self._idle.append((reader, writer))
+        return int(head[0].split()[1])
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self._host, int(self._port))
+
+    async def send(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, headers: str
+    ) -> list[bytes]:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{headers}\r\n".encode())
+        return (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+
+
+async def _read(lines: _Lines, job: str) -> list[str]:
+    """The ids of a whole stream, in pieces of chunked encoding; read now, looked at when it is over."""
+    reader, writer = await lines.open()
+    await lines.send(reader, writer, f"/v1/jobs/{job}/events", "Accept: text/event-stream\r\nLast-Event-ID: 0\r\n")
+    pieces: list[bytes] = []
+    while size := int(await reader.readline(), 16):
+        pieces.append(await reader.readexactly(size))
+        await reader.readexactly(2)
+    writer.close()
+    text = b"".join(pieces).decode().split("\n")
+    return [event.id for event in parse_events(text) if event is not None and event.type != "end"]
 
 
 async def _write(store: Store, claim: Claim, seconds: float) -> None:
@@ -90,7 +130,7 @@ async def _write(store: Store, claim: Claim, seconds: float) -> None:
         await asyncio.sleep(1 / EVENTS_PER_S)
 
 
-async def _ask(http: httpx.AsyncClient, job: str, rate: float, seconds: float) -> tuple[list[float], int]:
+async def _ask(lines: _Lines, job: str, rate: float, seconds: float) -> tuple[list[float], int]:
     """An open loop: a slow answer does not slow the asking down. Latency counts from when the request was due."""
     latencies: list[float] = []
     failures = 0
@@ -98,9 +138,8 @@ async def _ask(http: httpx.AsyncClient, job: str, rate: float, seconds: float) -
     async def one(path: str, due: float) -> None:
         nonlocal failures
         try:
-            answer = await http.get(path.format(job=job))
-            failures += answer.status_code != 200
-        except httpx.TransportError:
+            failures += await lines.get(path.format(job=job)) != 200
+        except (OSError, EOFError):
             failures += 1
         latencies.append(time.perf_counter() - due)
 

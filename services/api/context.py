@@ -69,7 +69,8 @@ class Context:
     ping_s: float = PING_S
 
 
-def _context(request: Request) -> Context:
+async def _context(request: Request) -> Context:
+    # A coroutine: the framework runs plain functions in a thread, each time.
     return cast(Context, request.app.state.context)
 
 

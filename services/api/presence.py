@@ -23,6 +23,7 @@ class Presence:
         self._store = store
         self._lease_s = lease_s
         self._watch = BeatWatch(lease_s, clock)
+        self._looking: asyncio.Task[list[dict[str, Any]]] | None = None
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -32,7 +33,15 @@ class Presence:
             await asyncio.sleep(self._lease_s / LOOKS_PER_LEASE)
 
     async def members(self) -> list[dict[str, Any]]:
-        """Every registered process: its record, its role and whether it is alive."""
+        """Every registered process: its record, its role and whether it is alive. Who asks while somebody is being
+        answered gets the same answer."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="looking at processes")
+            # Who asked may have gone when it fails.
+            self._looking.add_done_callback(lambda looking: looking.cancelled() or looking.exception())
+        return await asyncio.shield(self._looking)
+
+    async def _look(self) -> list[dict[str, Any]]:
         trainers = await self._store.trainers()
         workers, engines = await self._store.workers(), await self._store.engines()
         return [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import signal
 import socket
 import time
@@ -90,3 +92,52 @@ def test_a_missing_redis_url_is_named():
     assert status == 2
     assert len(lines) == 1
     assert "GSPO_REDIS_URL is not set" in lines[0]
+
+
+async def test_a_hundred_posts_whose_answers_are_dropped_make_one_job(redis_server: RedisServer, store: Store):
+    """Cut by the client at every place: while it writes, at once after, in the middle of the answer."""
+    body = json.dumps(SPEC).encode()
+    generator = random.Random(7)
+    with ApiProcess(redis_server.url) as api:
+        host, _, port = api.url.removeprefix("http://").partition(":")
+        head = (
+            f"POST /v1/jobs HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+            f"Idempotency-Key: one-and-only\r\nContent-Length: {len(body)}\r\n\r\n"
+        ).encode()
+
+        async def post_and_drop(number: int) -> None:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            whole = head + body
+            writer.write(whole if number % 4 else whole[: generator.randrange(len(whole))])
+            await writer.drain()
+            if number % 4 > 1:
+                await reader.read(generator.randint(1, 200))
+            if number % 4 == 3:
+                writer.transport.abort()
+            writer.close()
+
+        for first in range(0, 100, 10):
+            await asyncio.gather(*(post_and_drop(number) for number in range(first, first + 10)))
+        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+            last = await http.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "one-and-only"})
+            jobs = (await http.get("/v1/jobs")).json()["data"]
+        assert last.headers["idempotent-replayed"] == "true"
+        assert [job["id"] for job in jobs] == [last.json()["id"]]
+        assert not [line for line in api.log() if "request failed" in line]
+
+
+async def test_an_answer_on_an_open_connection_does_not_wait_for_acknowledgements(redis_server: RedisServer):
+    """Head and body are two writes: without TCP_NODELAY each answer takes the 40 ms of a delayed acknowledgement."""
+    with ApiProcess(redis_server.url) as api:
+        host, _, port = api.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        took: list[float] = []
+        for _ in range(30):
+            begun = time.monotonic()
+            writer.write(f"GET /healthz HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+            headers = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(headers.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+            took.append(time.monotonic() - begun)
+        writer.close()
+    # The quickest ones: a busy machine delays some, this delayed all after the first few.
+    assert sorted(took)[10] < 0.035
