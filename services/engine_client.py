@@ -15,6 +15,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,6 +117,26 @@ class Generation:
     rid: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of everybody's requests; a paused engine may give an old one (``age_s``, where it says when)."""
+
+    num_running: int
+    num_waiting: int
+    age_s: float
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    timestamp: float | None = None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
+    timestamp: datetime | None = None
+
+
 class _Finish(msgspec.Struct):
     type: str
     message: str | None = None
@@ -154,6 +175,7 @@ class _Scored(msgspec.Struct):
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_loads = msgspec.json.Decoder(_Loads).decode
 _decode_scored = msgspec.json.Decoder(_Scored).decode
 
 
@@ -339,6 +361,21 @@ class EngineClient:
 
     async def loads(self) -> dict[str, Any]:
         return await self._json("/v1/loads")
+
+    async def load(self) -> EngineLoad:
+        """How busy it says it is."""
+        response = await self._call("GET", "/v1/loads")
+        try:
+            answer = _decode_loads(response.content)
+        except msgspec.DecodeError as error:
+            raise EngineProtocolError(f"{self.url}/v1/loads: {error}") from error
+        now = answer.timestamp.timestamp() if answer.timestamp else 0.0
+        taken = min((now if one.timestamp is None else one.timestamp for one in answer.loads), default=now)
+        return EngineLoad(
+            num_running=sum(one.num_running_reqs for one in answer.loads),
+            num_waiting=sum(one.num_waiting_reqs for one in answer.loads),
+            age_s=max(0.0, now - taken),
+        )
 
     async def is_ready(self) -> bool:
         """Whether new requests would run at once. False while paused, and for an engine that cannot be reached."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,8 @@ class _Handlers:
         )
 
     async def loads(self, _http: HttpRequest) -> Response:
-        return _json({"timestamp": time.time(), "version": PROTOCOL_VERSION, "loads": [self._engine.scheduler.load()]})
+        now = datetime.now(UTC).isoformat()
+        return _json({"timestamp": now, "version": PROTOCOL_VERSION, "loads": [self._engine.scheduler.load()]})
 
 
 async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, None]) -> bool:

@@ -9,7 +9,6 @@ elsewhere; here they are only watched and asked.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,7 +27,8 @@ REFRESH_S = 0.1
 LABEL_TIMEOUT_S = 2.0
 # How often engines are asked how busy they are.
 LOAD_S = 1.0
-# An episode leaves the engine that knows its prefix when that one has so many more requests than the idlest.
+# An episode leaves the engine that knows its prefix when that one has so many more requests than the idlest, for what
+# each may hold, or a quarter of that.
 MAX_IMBALANCE = 8
 # One that stays silent for longer than the longest load of weights is given up, with the requests that it holds.
 SILENCE_S = 120.0
@@ -54,6 +54,10 @@ class Engine:
     num_waiting: int = 0
     """Requests of anybody that waited in it when it was last asked."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
+    num_promised: int = 0
+    """Requests of this worker that may begin here and have not yet."""
+    num_wanted: int = 0
+    """Requests that wait for this one, since it knows their prefix."""
     last_answer: float = 0.0
     """When it last said what it holds."""
 
@@ -71,7 +75,12 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        return self.num_requests < self.limit.value
+        return self.num_requests + self.num_promised < self.limit.value
+
+    @property
+    def num_claims(self) -> int:
+        """Requests that it has or is to have."""
+        return self.num_requests + self.num_promised + self.num_wanted
 
     def serves(self, job: str) -> bool:
         return self.job == job and self.holder in (None, job) and self.state not in _UNUSABLE
@@ -184,18 +193,24 @@ async def _label_of(engine: Engine) -> str:
 
 
 async def _read_load(engine: Engine) -> None:
-    """A snapshot: good enough to give it no more than it runs. One that is older than the last says nothing new."""
+    """Good enough to give it no more than it runs. Nothing is learned from a pause."""
     try:
         async with asyncio.timeout(LABEL_TIMEOUT_S):
-            answer = await engine.client.loads()
+            load = await engine.client.load()
     except (EngineError, TimeoutError):
         return
-    loads = answer.get("loads", [])
-    engine.num_waiting = sum(int(load.get("num_waiting_reqs", 0)) for load in loads)
-    taken = min((float(load.get("timestamp", math.inf)) for load in loads), default=-math.inf)
-    if engine.state != "switching" and float(answer.get("timestamp", taken)) - taken <= LOAD_S:
-        num_running = sum(int(load.get("num_running_reqs", 0)) for load in loads)
-        engine.limit.report(num_ours=engine.num_requests, num_running=num_running, num_waiting=engine.num_waiting)
+    engine.num_waiting = load.num_waiting
+    if engine.state != "switching" and load.age_s <= LOAD_S:
+        engine.limit.report(num_ours=engine.num_requests, num_running=load.num_running, num_waiting=load.num_waiting)
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """A request that waits for an engine with room."""
+
+    prefer_engine: str
+    engine: asyncio.Future[Engine | None]
+    """None: the worker leaves."""
 
 
 class JobEngines:
@@ -227,10 +242,8 @@ class JobEngines:
         """Version -> step, for the versions that the store knows."""
         self._published: WeightsManifest | None = None
         self._avoided: set[Engine] = set()
-        self._room = asyncio.Condition()
-        """Notified when a request has ended, and with every refresh."""
-        self._num_queued = 0
-        """Requests that wait here for an engine."""
+        self._queue: list[_Turn] = []
+        """In the order in which they came."""
 
     async def watch(self) -> None:
         """Follows the published versions until cancelled."""
@@ -245,23 +258,14 @@ class JobEngines:
             self._steps = {manifest.version: manifest.step for manifest in manifests}
             self._published = current
         self._avoided.clear()
-        async with self._room:
-            self._room.notify_all()
+        self._serve_queue()
 
     def usable(self) -> list[Engine]:
         """Engines within ``max_staleness`` steps of the published version, the least busy for its size first."""
-        engines = [engine for engine in self._table.serving(self._job) if self._is_fresh(engine)]
-        return sorted(
-            engines,
-            key=lambda one: (one in self._avoided, one.state == "switching", one.num_requests / one.limit.value),
-        )
+        return sorted((one for one in self._table.serving(self._job) if self._is_fresh(one)), key=self._rank)
 
-    def _with_room(self) -> list[Engine]:
-        engines = self.usable()
-        for engine in engines:
-            if not engine.has_room:
-                engine.limit.reached()
-        return [engine for engine in engines if engine.has_room]
+    def _rank(self, engine: Engine) -> tuple[bool, bool, float]:
+        return engine in self._avoided, engine.state == "switching", engine.num_claims / engine.limit.value
 
     def has_room(self) -> bool:
         """Whether an episode that starts now would be served at once, as far as is known.
@@ -269,7 +273,7 @@ class JobEngines:
         What an engine says of its queue can be old; one that holds nothing of ours is always worth a try.
         """
         engines = [engine for engine in self.usable() if engine.has_room]
-        return not self._num_queued and any(not (one.num_waiting and one.num_requests) for one in engines)
+        return not self._queue and any(not (one.num_waiting and one.num_requests) for one in engines)
 
     def _is_fresh(self, engine: Engine) -> bool:
         published = self._published
@@ -303,7 +307,7 @@ class JobEngines:
                 try:
                     generation = await _answer_of(engine, request)
                 finally:
-                    await self._wake_next()
+                    self._serve_queue()
                 if generation is not None and generation.output_ids:
                     return self._checked(generation, engine, key, held_s=asked - started)
                 self._counters.add("engine/no_answers")
@@ -316,29 +320,59 @@ class JobEngines:
             await self._patience.pause(num_failures)
             num_failures += 1
 
-    async def _wake_next(self) -> None:
-        if self._num_queued:
-            async with self._room:
-                self._room.notify()
-
     async def _choose(self, prefer_engine: str) -> Engine:
-        """The preferred engine, else the least busy one. Waits for one that has room, behind those who wait already."""
-        engines = [] if self._num_queued else self._with_room()
-        if not engines:
-            self._num_queued += 1
-            try:
-                async with self._room:
-                    await self._room.wait_for(lambda: self._leaving.is_set() or bool(self._with_room()))
-            finally:
-                self._num_queued -= 1
-            engines = self._with_room()
-        if not engines:
+        """Waits for an engine with room, behind those who came before."""
+        turn = _Turn(prefer_engine, asyncio.get_running_loop().create_future())
+        self._queue.append(turn)
+        self._serve_queue()
+        try:
+            engine = await turn.engine
+        except asyncio.CancelledError:
+            if turn in self._queue:
+                self._queue.remove(turn)
+            elif not turn.engine.cancelled() and (promised := turn.engine.result()):
+                promised.num_promised -= 1
+            raise
+        if engine is None:
             raise Drained(f"{self._job}: no engine came before the worker left")
-        idlest = engines[0]
+        engine.num_promised -= 1
+        return engine
+
+    def _serve_queue(self) -> None:
+        """Gives what room there is to those who wait, first come first served."""
+        engines = self.usable()
         for engine in engines:
-            if engine.url == prefer_engine and engine not in self._avoided and engine.state != "switching":
-                return engine if engine.num_requests <= idlest.num_requests + MAX_IMBALANCE else idlest
-        return idlest
+            engine.num_wanted = 0
+        waiting, self._queue = [turn for turn in self._queue if not turn.engine.done()], []  # some were cancelled
+        for position, turn in enumerate(waiting):
+            if not any(engine.has_room for engine in engines):
+                self._queue += waiting[position:]
+                break
+            if chosen := self._engine_for(turn.prefer_engine, engines):
+                chosen.num_promised += 1
+                turn.engine.set_result(chosen)
+            else:
+                self._queue.append(turn)
+        if self._queue and not engines and self._leaving.is_set():
+            for turn in self._queue:
+                turn.engine.set_result(None)
+            self._queue = []
+        for full in [engine for engine in engines if self._queue and not engine.has_room]:
+            full.limit.reached()
+
+    def _engine_for(self, preferred_url: str, engines: Sequence[Engine]) -> Engine | None:
+        """The preferred one, also when room is yet to come, unless it is far busier than the idlest; else that one."""
+        idlest = min((engine for engine in engines if engine.has_room), key=self._rank)
+        preferred = next((one for one in engines if one.url == preferred_url), None)
+        if preferred is None or preferred in self._avoided or preferred.state == "switching":
+            return idlest
+        excess = min(MAX_IMBALANCE, preferred.limit.value / 4)
+        if (preferred.num_claims - excess) / preferred.limit.value > idlest.num_claims / idlest.limit.value:
+            return idlest
+        if preferred.has_room:
+            return preferred
+        preferred.num_wanted += 1
+        return None
 
     def _checked(self, generation: Generation, engine: Engine, key: str, held_s: float) -> Sampled:
         spans = []

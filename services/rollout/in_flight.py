@@ -2,18 +2,19 @@
 
 Rule: a request that would only wait in an engine waits here, where it can still go to another one, keeps nobody's
 prefix out of the cache and is not computed anew by a weight update. What runs while nothing waits is known to fit. What
-is reached while nothing waits grows: doubled until an engine was full for the first time, by an eighth afterwards. What
-waits in two reports in a row is too much (in one it may be a burst or a pause), and the limit falls to what runs.
+is reached while nothing waits grows: doubled until an engine was full for the first time, by an eighth afterwards. A
+queue of up to a quarter keeps the engine full. More than that in two reports in a row is too much (in one it may be a
+burst or a pause), and the limit falls to what runs and an eighth more.
 """
 
 from __future__ import annotations
 
 import math
 
-_START = 32
+_START = 64
 _CROWDED_REPORTS = 2
-# A queue of so small a part of the limit hides the way from here to the engine.
-_SLACK = 16
+# Parts of the limit.
+_SLACK = 4
 _GROWTH = 8
 
 
@@ -40,7 +41,8 @@ class InFlightLimit:
             self._num_crowded += 1
             if self._num_crowded >= _CROWDED_REPORTS:
                 self._was_ever_crowded = True
-                self.value = max(1, math.ceil(num_ours * num_running / (num_running + num_waiting)))
+                running = num_ours * num_running / (num_running + num_waiting)
+                self.value = max(1, math.ceil(running * (1 + 1 / _GROWTH)))
         else:
             self._num_crowded = 0
             if not num_waiting:

@@ -226,3 +226,31 @@ async def test_no_episode_is_begun_while_requests_queue_up(place: Place) -> None
     assert len(engine.waiting) == 2
     await asyncio.gather(*calls)
     await until(worker.engines.has_room)
+
+
+async def test_requests_beyond_what_an_engine_runs_wait_here_and_go_to_another(place: Place) -> None:
+    """One engine runs three at once, which nobody told us; another one comes later."""
+    place.add("small", max_running=3, tick_s=0.01)
+    worker = place.worker()
+    await worker.until_usable(1)
+    calls = [worker.ask(30, prompt=number) for number in range(110)]
+    await until(lambda: worker.engines.usable()[0].limit.value <= 5)
+    late = place.add("late", max_running=40)
+    await asyncio.gather(*calls)
+    assert late.num_generated > 30 * 20, "most of those that were not in the small one yet"
+    assert worker.engines.has_room()
+
+
+async def test_those_who_wait_longest_are_next(place: Place) -> None:
+    place.add("e", max_running=1)
+    worker = place.worker()
+    await worker.until_usable(1)
+    worker.engines.usable()[0].limit.value = 1
+    order: list[int] = []
+
+    async def ask(number: int) -> None:
+        await worker.ask(3, prompt=number)
+        order.append(number)
+
+    await asyncio.gather(*(ask(number) for number in range(8)))
+    assert order == list(range(8))

@@ -88,7 +88,11 @@ class Ask:
 
 
 class ScriptedEngine:
-    """``tick_s`` seconds pass between two tokens; None: only when a test says ``advance``."""
+    """``tick_s`` seconds pass between two tokens; None: only when a test says ``advance``.
+
+    With ``max_tokens`` it has memory for so many keys and values: what does not fit waits, and what grows beyond it is
+    retracted, the youngest first. A token that is read takes ``prefill_s``.
+    """
 
     def __init__(
         self,
@@ -98,6 +102,8 @@ class ScriptedEngine:
         vocab_size: int = 300,
         context_length: int = 512,
         max_running: int = 64,
+        max_tokens: int | None = None,
+        prefill_s: float = 0.0,
         profile: str = "0.5.23",
         tick_s: float | None = 0.0,
         script: Script | None = None,
@@ -121,6 +127,7 @@ class ScriptedEngine:
         self.waiting: list[Ask] = []
         self.num_ticks = self.num_prefilled = self.num_generated = 0
         self._seed, self._tick_s, self._max_running = seed, tick_s, max_running
+        self._max_tokens, self._prefill_s = max_tokens, prefill_s
         self._prefixes: list[tuple[str | None, list[int], list[bytes]]] = []
         self._admitting = True
         self._changed = asyncio.Condition()
@@ -130,8 +137,9 @@ class ScriptedEngine:
         while self._tick_s is not None:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._has_work()))
-            await asyncio.sleep(self._tick_s)
+            num_before = self.num_prefilled
             await self.advance(1)
+            await asyncio.sleep(self._tick_s + self._prefill_s * (self.num_prefilled - num_before))
 
     async def advance(self, num_ticks: int) -> None:
         """So many tokens for everything that runs."""
@@ -183,8 +191,7 @@ class ScriptedEngine:
                 self._finish(ask, _ABORTED)
         elif mode == "retract":
             for ask in self.running:
-                ask.state, ask.states = None, []
-                ask.num_retractions += 1
+                self._retract(ask)
             self.waiting[:0] = self.running
             self.running.clear()
         await self._notify()
@@ -237,7 +244,7 @@ class ScriptedEngine:
             "dp_rank": 0,
             "num_running_reqs": len(self.running),
             "num_waiting_reqs": len(self.waiting),
-            "num_used_tokens": sum(len(ask.prompt) + len(ask.output_ids) for ask in self.running),
+            "num_used_tokens": self._num_used(),
             "max_running_requests": self._max_running,
         }
 
@@ -249,12 +256,29 @@ class ScriptedEngine:
 
     def _tick(self) -> None:
         self.num_ticks += 1
-        while self._admitting and self.waiting and len(self.running) < self._max_running:
+        while self._admitting and self.waiting and self._fits(self.waiting[0]):
             ask = self.waiting.pop(0)
             self._prefill(ask)
             self.running.append(ask)
         for ask in list(self.running):
             self._sample(ask)
+        while self._max_tokens is not None and len(self.running) > 1 and self._num_used() > self._max_tokens:
+            self._retract(ask := self.running.pop())
+            self.waiting.insert(0, ask)
+
+    def _num_used(self) -> int:
+        return sum(len(ask.prompt) + len(ask.output_ids) for ask in self.running)
+
+    def _fits(self, ask: Ask) -> bool:
+        if self._max_tokens is not None and self.running:
+            num = len(ask.prompt) + len(ask.output_ids) + len(self.running) + 1
+            if self._num_used() + num > self._max_tokens:
+                return False
+        return len(self.running) < self._max_running
+
+    def _retract(self, ask: Ask) -> None:
+        ask.state, ask.states = None, []
+        ask.num_retractions += 1
 
     def _prefill(self, ask: Ask) -> None:
         tokens = [*ask.prompt, *ask.output_ids]

@@ -10,6 +10,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,7 @@ async def _server_info(engine: ScriptedEngine, _body: dict[str, Any], _query: Ma
 
 
 async def _loads(engine: ScriptedEngine, _body: dict[str, Any], _query: Mapping[str, str]) -> Answer:
-    return _json({"timestamp": time.time(), "loads": [engine.load()]})
+    return _json({"timestamp": datetime.now(UTC).isoformat(), "loads": [engine.load()]})
 
 
 _Handler = Callable[[ScriptedEngine, dict[str, Any], Mapping[str, str]], Awaitable[Answer]]

@@ -522,6 +522,15 @@ async def test_many_requests_at_once_keep_their_own_logprobs(subject: Subject) -
     )
 
 
+async def test_30_its_load_is_read(subject: Subject) -> None:
+    running = subject.start(prompt_of(30), subject.long)
+    await subject.until_running(num_tokens=35)
+    load = await subject.client.load()
+    assert (load.num_running, load.num_waiting) == (1, 0)
+    assert load.age_s < 5
+    running.cancel()
+
+
 async def test_29_the_self_test_finds_nothing_wrong(subject: Subject) -> None:
     assert await problem_of(subject.client) is None
 
