@@ -114,6 +114,12 @@ class Limits(Documented):
     on_truncation: Literal["score", "zero"] | None = None
     """The reward of an episode that ran into a limit: `score` asks the environment as usual, `zero` is 0.
     Default score."""
+    max_repetition_tokens: Annotated[int, Field(ge=8)] | None = None
+    """A turn that repeats one piece of at most 64 tokens for so many tokens ends the episode with `repetition`, which
+    is a limit like the others. Looked at after every `chunk_tokens`. Default none."""
+    overlong_tokens: PositiveInt | None = None
+    """The last so many of `max_episode_tokens` cost: the reward falls evenly over them, by 1 at the limit. Held-out
+    episodes keep their reward. Default none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,8 @@ class EpisodeLimits:
     retries: int = 2
     on_parse_error: ParseErrorPolicy = field(default_factory=ParseErrorPolicy)
     on_truncation: Literal["score", "zero"] = "score"
+    max_repetition_tokens: int | None = None
+    overlong_tokens: int | None = None
 
     @classmethod
     def resolve(cls, *layers: Limits) -> Self:

@@ -59,6 +59,7 @@ class StopReason(StrEnum):
     ENV_CRASH = "env_crash"
     ENV_ERROR = "env_error"
     EPISODE_TIMEOUT = "episode_timeout"
+    REPETITION = "repetition"
     CANCELLED = "cancelled"
     STALE = "stale"
 

@@ -16,10 +16,11 @@ from typing import TypeVar
 
 from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Session, ToolSchema
 from gspo_core.messages import ForkReason
-from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
+from gspo_core.types import InvalidValue, Outcome, Segment, Split, StopReason
 from services.bus import Snapshot
 from services.rollout.ledger import Ledger, LedgerConflict
 from services.rollout.policy import Drained, Interrupted
+from services.rollout.repetition import goes_in_circles
 from services.rollout.setting import Order, Setting
 from services.rollout.timings import Timings
 from services.rollout.worlds import World, WorldNotKept
@@ -33,6 +34,7 @@ TRUNCATED = frozenset(
         StopReason.MAX_TOOL_CALLS,
         StopReason.CONTEXT_OVERFLOW,
         StopReason.EPISODE_TIMEOUT,
+        StopReason.REPETITION,
     }
 )
 PROVOKED = frozenset({StopReason.TOOL_TIMEOUT, StopReason.ENV_CRASH})
@@ -132,6 +134,9 @@ class Attempt:
             raise Drained(str(self._order.key))
         if self._timings.own_s > self._order.limits.episode_timeout_s:
             return StopReason.EPISODE_TIMEOUT
+        circle = self._order.limits.max_repetition_tokens
+        if circle is not None and goes_in_circles(self._ledger.turns[-1].sampled, circle):
+            return StopReason.REPETITION
         if self._ledger.num_tokens >= self._order.max_context_tokens:
             return StopReason.CONTEXT_OVERFLOW
         return StopReason.MAX_TOKENS if self._remaining_tokens() <= 0 else None
@@ -279,7 +284,16 @@ class Attempt:
         if stop in PROVOKED:
             return self._order.broken_reward, {}
         reward, parts = await self._in_environment(self._session.score())
-        return reward + self._turn_rewards, parts
+        reward += self._turn_rewards
+        cost = self._cost_of_length()
+        return (reward - cost, {**parts, "overlong": -cost}) if cost else (reward, parts)
+
+    def _cost_of_length(self) -> float:
+        limits = self._order.limits
+        if limits.overlong_tokens is None or self._order.lease.split is not Split.TRAIN:
+            return 0.0
+        over = self._ledger.num_sampled - (limits.max_episode_tokens - limits.overlong_tokens)
+        return min(1.0, max(0.0, over / limits.overlong_tokens))
 
     def _metrics(self) -> dict[str, float]:
         ledger = self._ledger

@@ -255,7 +255,8 @@ def test_stated_defaults_of_limits_are_the_defaults_that_hold():
     for name in docs.keys() - {"max_context_tokens", "on_parse_error"}:
         stated = re.search(r"Default (\w+)\.$", docs[name])
         assert stated is not None, name
-        assert stated[1] == (f"{defaults[name]:g}" if isinstance(defaults[name], float | int) else defaults[name])
+        held = "none" if defaults[name] is None else defaults[name]
+        assert stated[1] == (f"{held:g}" if isinstance(held, float | int) else held)
     assert "feedback 2, then end" in docs["on_parse_error"]
 
 
