@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_control(commands)
     _add_episodes(commands)
     _add_env(commands)
+    _add_launch(commands)
     doctor = commands.add_parser("doctor", help="look for what is missing or wrong on this machine")
     _add_server(doctor)
     doctor.set_defaults(run=_doctor)
@@ -145,6 +146,24 @@ def _add_episodes(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     episodes.set_defaults(run=_episodes)
 
 
+def _add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    launch = commands.add_parser("launch", help="run the whole stack elsewhere")
+    places = launch.add_subparsers(title="places", metavar="PLACE", required=True)
+    slurm = places.add_parser("slurm", help="write a batch script that runs the stack over an allocation")
+    slurm.add_argument("--project", default=".", help="checkout of the project, with its .venv (default: here)")
+    slurm.add_argument("--data-dir", required=True, help="directory that all nodes share")
+    slurm.add_argument("--model", required=True, help="model that the engines start with, on every node")
+    slurm.add_argument("--engine", help="command of an engine, with {model} and {port} (default: the embedded one)")
+    slurm.add_argument("--job", metavar="FILE", help="submit this job; when it ends, the allocation does")
+    slurm.add_argument("--nodes", type=int, default=1)
+    slurm.add_argument("--time", default="24:00:00")
+    slurm.add_argument("--partition")
+    slurm.add_argument("--gpus-per-node", type=int, default=0)
+    slurm.add_argument("--rollout-workers", type=int, default=1, help="on each node (default: 1)")
+    slurm.add_argument("--output", metavar="FILE", help="where to write it (default: the terminal)")
+    slurm.set_defaults(run=_launch_slurm)
+
+
 def _no_command(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         if arguments.version:
@@ -173,6 +192,27 @@ def _up(arguments: argparse.Namespace) -> int:
         rollout_workers=arguments.rollout_workers,
     )
     return status
+
+
+def _launch_slurm(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli.launch import EMBEDDED, Allocation, slurm_script, write
+
+    allocation = Allocation(
+        nodes=arguments.nodes,
+        time=arguments.time,
+        partition=arguments.partition,
+        gpus_per_node=arguments.gpus_per_node,
+        rollout_workers=arguments.rollout_workers,
+    )
+    script = slurm_script(
+        allocation,
+        project=os.path.abspath(arguments.project),
+        data_dir=os.path.abspath(arguments.data_dir),
+        model=arguments.model,
+        engine=arguments.engine or EMBEDDED,
+        job=os.path.abspath(arguments.job) if arguments.job else None,
+    )
+    return write(script, arguments.output)
 
 
 def _submit(arguments: argparse.Namespace) -> int:

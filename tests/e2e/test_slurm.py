@@ -1,0 +1,131 @@
+"""The batch script of `gspo launch slurm`: clean, and with a stand-in for srun the stack that it starts trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gspo_core.cli import main
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+# Everything runs here, as the process that Slurm would start elsewhere.
+SRUN = """#!/bin/bash
+output=/dev/null
+while [[ ${1:-} == --* ]]; do
+  [[ $1 == --output=* ]] && output=${1#--output=}
+  shift
+done
+exec "$@" >> "$output" 2>&1
+"""
+SCONTROL = "#!/bin/bash\necho 127.0.0.1\n"
+STEPS = 12
+
+
+def script(tmp_path: Path, *more: str) -> Path:
+    path = tmp_path / "gspo.sbatch"
+    arguments = [
+        "--project",
+        str(ROOT),
+        "--data-dir",
+        str(tmp_path / "data with a blank"),
+        "--output",
+        str(path),
+        *more,
+    ]
+    assert main(["launch", "slurm", *arguments]) == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--model", "/models/a model"),
+        ("--model", "m", "--nodes", "4", "--gpus-per-node", "8", "--partition", "gpu", "--job", "job's.yaml"),
+        ("--model", "m", "--engine", "python3 -m sglang.launch_server --model-path {model} --port {port}"),
+    ],
+)
+def test_the_script_is_clean(tmp_path: Path, more: tuple[str, ...]) -> None:
+    path = script(tmp_path, *more)
+    done = subprocess.run([BIN / "shellcheck", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert shlex.quote(more[1]) in path.read_text()
+
+
+@pytest.mark.slow
+def test_the_stack_that_it_starts_trains_a_job_and_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
+    spec = yaml.safe_load((ROOT / "services" / "local" / "demo_job.yaml").read_text())
+    changes = {"model": str(model_dir), "steps": STEPS, "evaluation": {"tasks": 64, "every": STEPS}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec | changes))
+    path = script(tmp_path, "--model", str(model_dir), "--job", str(tmp_path / "job.yaml"))
+    done = run(path, tmp_path)
+    output, _ = done.communicate(timeout=900)
+    logs = {log.name: log.read_text()[-500:] for log in (tmp_path / "data with a blank" / "logs").iterdir()}
+    assert done.returncode == 0, (output, logs)
+    (job,) = (tmp_path / "data with a blank" / "jobs").iterdir()
+    rows = [json.loads(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(row["step"] for row in rows) == list(range(1, STEPS + 1))
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-4:]) > sum(rewards[:4]), rewards
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_who_is_told_to_leave_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
+    done = run(script(tmp_path, "--model", str(model_dir)), tmp_path)
+    deadline = time.monotonic() + 120
+    assert done.stdout is not None
+    for line in done.stdout:
+        assert time.monotonic() < deadline
+        if line.startswith("API: "):
+            break
+    done.send_signal(signal.SIGTERM)
+    done.communicate(timeout=120)
+    assert done.returncode == 143
+    assert processes_of(tmp_path) == []
+
+
+def run(path: Path, tmp_path: Path) -> subprocess.Popen[str]:
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (fakes / name).write_text(text)
+        (fakes / name).chmod(0o755)
+    kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
+    ports = dict(zip(("REDIS_PORT", "API_PORT", "ENGINE_PORT"), map(str, free_ports(3)), strict=True))
+    environment = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        ["bash", path], env=kept | ports | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def processes_of(tmp_path: Path) -> list[str]:
+    """Those whose environment or command names the directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(tmp_path).encode() in text:
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+    return found
