@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+import random
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,14 +14,18 @@ from typing import Any
 import httpx
 import pytest
 
-from gspo_core.chat import load_tokenizer
+from gspo_core.chat import load_codec, load_tokenizer
+from gspo_core.codec import encode
+from gspo_core.env import load_environment
 from gspo_core.spec import JobSpec
+from gspo_core.types import Segment, Split
+from services.api.routes.episodes import DetailQuery, follow_episode, get_episode
 from services.api.transcript import token_texts
 from services.batch_log import BatchLog
-from services.bus import Bus
+from services.bus import Append, Bus
 from services.store import Store
-from tests.services.api_kit import application, error_of, http_to
-from tests.services.recorded_job import GROUP_SIZE, RecordedJob, record_job, write_model
+from tests.services.api_kit import application, error_of, http_to, parse_frames
+from tests.services.recorded_job import GROUP_SIZE, REF, Player, RecordedJob, record_job, replies_of, write_model
 
 
 @pytest.fixture(scope="module")
@@ -248,3 +256,90 @@ def test_the_texts_of_tokens_join_to_the_whole_text(model_dir: Path):
     texts = token_texts(tokenizer, ids)
     assert len(texts) == len(ids) > 12
     assert "".join(texts) == text
+
+
+# Export
+
+
+async def test_an_export_holds_every_trained_episode_once_as_it_is_shown(http: httpx.AsyncClient, job: RecordedJob):
+    answer = await http.get(f"/v1/jobs/{job.id}/episodes.jsonl")
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert len(lines) == len({one["id"] for one in lines}) == 6 * 2 * GROUP_SIZE
+    assert [one["step"] for one in lines] == sorted(one["step"] for one in lines)
+    shown = (await http.get(f"/v1/episodes/{lines[17]['id']}")).json()
+    assert lines[17] == shown
+    assert shown["tokens"] is None
+    some = (await http.get(f"/v1/jobs/{job.id}/episodes.jsonl?from_step=3&to_step=4&include=tokens")).text.splitlines()
+    assert {json.loads(line)["step"] for line in some} == {3, 4}
+    tokens = json.loads(some[0])["tokens"]
+    assert len(tokens["logprob"]) == len(tokens["version"]) == len(tokens["id"]) > 0
+
+
+# Live
+
+
+def blocks(text: str) -> list[dict[str, str]]:
+    return [one for one in parse_frames(text.split("\n")) if "event" in one]
+
+
+async def test_a_trained_episode_is_told_to_its_end_from_any_position(http: httpx.AsyncClient, job: RecordedJob):
+    url, headers = f"/v1/episodes/{job.id}/2/2/events", {"Accept": "text/event-stream"}
+    whole = blocks((await http.get(url, headers=headers)).text)
+    shown = (await http.get(f"/v1/episodes/{job.id}/2/2")).json()
+    assert [json.loads(one["data"]) for one in whole if one["event"] == "turn"] == shown["turns"]
+    assert [one["event"] for one in whole[-2:]] == ["outcome", "end"]
+    assert json.loads(whole[-2]["data"])["reward"] == shown["reward"]
+    for number, one in enumerate(whole[:-2]):
+        rest = blocks((await http.get(url, headers=headers | {"Last-Event-ID": one["id"]})).text)
+        assert rest == whole[number + 1 :]
+    listed = (await http.get(url)).json()["data"]
+    assert [one["type"] for one in listed] == [one["event"] for one in whole[:-1]]
+    refused = await http.get(url, headers=headers | {"Last-Event-ID": "x"})
+    assert error_of(refused)["code"] == "invalid_cursor"
+
+
+async def test_an_episode_is_followed_while_it_is_played_and_when_it_starts_again(
+    store: Store, bus: Bus, job: RecordedJob, tmp_path: Path, model_dir: Path
+):
+    """Segment after segment is appended by a worker; each is seen before the next one is there."""
+    group = job.open_group + 1
+    await bus.dispatch(job.id, job.claim.token, group, size=1, split=Split.TRAIN, task_index=0)
+    token = await bus.join("rollout-1")
+    held = [lease for lease in await bus.lease(job.id, "rollout-1", token, 10) if lease.key.group == group]
+    player = Player(load_codec(model_dir), load_environment(REF))
+    replies = replies_of(await player.expression(0), 2, 1.0, random.Random(0))
+    segments = await player.play(held[0].key, 0, replies, [6] * len(replies))
+    key = held[0].key
+
+    async def append(segment: Segment, attempt: int = 0) -> None:
+        sent = dataclasses.replace(segment, attempt=attempt)
+        await bus.append(job.id, token, [Append(key, attempt, sent.index, encode(sent), sent.is_final, sent.version)])
+
+    async with application(store, jobs_dir=tmp_path) as app:
+        context = app.state.context
+        request = {"job": job.id, "group": group, "member": 0, "context": context, "accept": "text/event-stream"}
+        answer = await follow_episode(**request, last_event_id=None)
+        stream = answer.body_iterator
+        seen: list[dict[str, str]] = []
+
+        async def until(kind: str, count: int) -> None:
+            async with asyncio.timeout(20):
+                while sum(one["event"] == kind for one in seen) < count:
+                    seen.extend(blocks((await anext(stream)).decode()))
+
+        await append(segments[0])
+        await until("turn", 1)
+        await bus.restart(key, token, 1)
+        await until("attempt", 1)
+        for number, segment in enumerate(segments[:-1]):
+            await append(segment, attempt=1)
+            await until("turn", 2 + number)
+        await append(segments[-1], attempt=1)
+        await until("end", 1)
+        shown = (await get_episode(job.id, group, 0, DetailQuery(), context)).turns
+        cut = await follow_episode(**request, last_event_id=seen[0]["id"])
+        rest = [one async for part in cut.body_iterator for one in blocks(part.decode())]
+    assert [one["event"] for one in seen] == ["turn", "attempt", *["turn"] * len(replies), "outcome", "end"]
+    assert [json.loads(one["data"]) for one in seen[2:-2]] == json.loads(json.dumps(shown))
+    assert rest == seen[1:]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Header, Path, Query
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.responses import Response, StreamingResponse
 
 from gspo_core.chat import ToolSchema
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import MAX_COUNT, EpisodeKey, Segment
+from services.api import sse
 from services.api.context import Context, ContextOf
+from services.api.episode_stream import frames, happenings, parse_position
 from services.api.episode_views import (
     EpisodeDetail,
     EpisodeSummary,
@@ -26,8 +29,8 @@ from services.api.episode_views import (
 from services.api.errors import ApiError
 from services.api.history import EpisodeNotKept
 from services.api.transcript import tokens_view, turns_view
-from services.api.views import Page, page
-from services.batch_log import BatchLogNotFound, LoggedBatch
+from services.api.views import Page, View, page
+from services.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.bus import EpisodeView, GroupView, Stage
 from services.jobs import Job
 
@@ -35,6 +38,7 @@ router = APIRouter(tags=["episodes"])
 
 Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 
+NDJSON = "application/x-ndjson"
 # A search goes back so far; `step` reaches everything.
 MAX_STEPS_SEARCHED = 500
 GroupNumber = Annotated[int, Path(ge=0, le=2**53)]
@@ -68,6 +72,27 @@ class EpisodeQuery(_Query):
     """Only episodes with at most this reward."""
     version: Annotated[int, Field(ge=0)] | None = None
     """Only episodes with tokens of this version."""
+
+
+class ExportQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    from_step: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """The first step wanted."""
+    to_step: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    """The last step wanted."""
+    include: Literal["tokens"] | None = None
+    """`tokens`: every token with its text, log-prob and version."""
+
+
+class EpisodeEventView(View):
+    """Something that happened in an episode: a `turn`, another `attempt`, its `outcome`."""
+
+    object: Literal["episode.event"] = "episode.event"
+    id: str
+    """Resume after it; empty for the outcome, which is told again."""
+    type: str
+    data: dict[str, Any]
 
 
 class DetailQuery(BaseModel):
@@ -109,6 +134,18 @@ async def list_episodes(id: str, query: Annotated[EpisodeQuery, Query()], contex
     return page(found, query.limit)
 
 
+@router.get(
+    "/jobs/{id}/episodes.jsonl",
+    response_class=StreamingResponse,
+    responses={200: {"content": {NDJSON: {"schema": {"type": "string"}}}, "description": "One episode a line"}},
+)
+async def export_episodes(id: str, query: Annotated[ExportQuery, Query()], context: ContextOf) -> Response:
+    """Every episode that was trained, turn by turn, the oldest step first: one JSON object a line."""
+    job = await context.store.get_job(id)
+    tools = await _sole_tools(context, job)
+    return StreamingResponse(_lines(context, job, tools, query), media_type=NDJSON)
+
+
 @router.get("/groups/{job}/{group}")
 async def get_group(job: str, group: GroupNumber, context: ContextOf) -> GroupSummary:
     """One group with its episodes."""
@@ -120,6 +157,43 @@ async def get_group(job: str, group: GroupNumber, context: ContextOf) -> GroupSu
     position, _ = await asyncio.to_thread(context.history.find, record, group)
     summaries = await asyncio.to_thread(_of_batch, context, record, position)
     return next(one for one in summaries if one.group == group)
+
+
+@router.get(
+    "/episodes/{job}/{group}/{member}/events",
+    response_model=Page[EpisodeEventView],
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def follow_episode(
+    job: str,
+    group: GroupNumber,
+    member: MemberNumber,
+    context: ContextOf,
+    accept: Annotated[str, Header()] = "",
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Page[EpisodeEventView] | Response:
+    """Its turns so far, or with `Accept: text/event-stream` turn by turn until it is over.
+
+    A stream is resumed after `Last-Event-ID`. A turn that grows comes again; `attempt` says that it starts anew.
+    """
+    after = None if last_event_id is None else parse_position(last_event_id)
+    if last_event_id is not None and after is None:
+        raise ApiError(400, "invalid_cursor", f"{last_event_id[:80]!r} is no position", param="last-event-id")
+
+    async def read() -> EpisodeDetail:
+        return await get_episode(job, group, member, DetailQuery(), context)
+
+    async def look() -> object:
+        view = await _open(context, await context.store.get_job(job), group)
+        episode = view.episodes[member] if view is not None and member < len(view.episodes) else None
+        return "settled" if episode is None else (episode.attempt, episode.num_segments, episode.stage)
+
+    detail = await read()
+    if "text/event-stream" not in accept.lower():
+        found = [EpisodeEventView(id=one.id, type=one.type, data=one.data) for one in happenings(detail, after)]
+        return page(found, max(1, len(found)))
+    stream = frames(read, look, context.stopping, context.clock, after, context.ping_s)
+    return StreamingResponse(stream, media_type="text/event-stream", headers=sse.HEADERS)
 
 
 @router.get("/episodes/{job}/{group}/{member}")
@@ -148,15 +222,37 @@ async def _trained_detail(context: Context, job: Job, key: EpisodeKey, query: De
     found = [one for one in group if one.key.member == key.member]
     if not found:
         raise EpisodeNotKept(key)
-    # A log does not say which environment a group was of; where there is one there is no doubt.
-    sole = len(job.spec_data.get("environments", ())) == 1
-    environment = await context.store.environment_description(job.id, 0) if sole else None
-    tools = None if environment is None else environment.get("tools")
+    tools = await _sole_tools(context, job)
     summaries = await asyncio.to_thread(_of_batch, context, job, position)
     base = next(one for one in summaries if one.group == key.group)
     episode = next(one for one in base.episodes if one.member == key.member)
     segments = found[0].segments
     return await asyncio.to_thread(_detail, context, job, base, episode, segments, tools, query.include == "tokens")
+
+
+async def _sole_tools(context: Context, job: Job) -> list[ToolSchema] | None:
+    """A log does not say which environment a group was of; where there is one there is no doubt."""
+    sole = len(job.spec_data.get("environments", ())) == 1
+    environment = await context.store.environment_description(job.id, 0) if sole else None
+    return None if environment is None else environment.get("tools")
+
+
+def _lines(context: Context, job: Job, tools: list[ToolSchema] | None, query: ExportQuery) -> Iterator[bytes]:
+    """Blocking, batch after batch as they are asked for: the framework takes each from a thread."""
+    for position in reversed(context.history.positions(job)):
+        if position.step < query.from_step or (query.to_step is not None and position.step > query.to_step):
+            continue
+        try:
+            batch = context.history.batch(job, position)
+        except (BatchLogNotFound, DamagedBatchLog):  # what can be read is worth having
+            continue
+        trajectories = {one.key: one for group in batch.groups for one in group}
+        for group in trained_groups(job.id, batch, _spec(job)):
+            for episode in group.episodes:
+                segments = trajectories[EpisodeKey(job.id, group.group, episode.member)].segments
+                with_tokens = query.include == "tokens"
+                detail = _detail(context, job, group, episode, segments, tools, with_tokens)
+                yield detail.model_dump_json().encode() + b"\n"
 
 
 def _detail(
