@@ -56,6 +56,11 @@ class RemoteHosts:
 
     async def boot(self, order: HostOrder) -> RemoteHost:
         """Tries again until ``boot_timeout_s``. Raises ``InvalidEnvironment`` or ``BootFailed``."""
+        if order.paths:
+            raise InvalidEnvironment(
+                f"{order.ref} was uploaded: its files are here, and the services in GSPO_ENV_HOSTS cannot read them. "
+                "Put them where those services can, and name them as path/to/file.py:Class"
+            )
         wait_s, reason = RETRY_S[0], "no address"
         try:
             async with asyncio.timeout(order.boot_timeout_s):
@@ -136,7 +141,9 @@ class RemoteHost(asyncio.Protocol):
     async def load(self, token: str) -> None:
         order = self._order
         self.send({"token": token})
-        self.send({"boot": {"ref": order.ref, "config": dict(order.config), "hosting": dict(order.hosting)}})
+        networks = None if order.networks is None else list(order.networks)
+        boot = {"ref": order.ref, "config": dict(order.config), "hosting": dict(order.hosting), "networks": networks}
+        self.send({"boot": boot})
         self._pinging = self._loop.create_task(self._ping())
         self.description = await self._ready
 

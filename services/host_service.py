@@ -112,8 +112,15 @@ class Guest:
                 process_here = self._processes.pop(number, None)
                 if process_here is not None:
                     process_here.condemn(Death(Cause.CLOSED))
-            case {"boot": {"ref": str(ref), "config": dict(config), "hosting": dict(hosting)}} if self._host is None:
-                self._start(self._boot(HostOrder(ref, config, hosting)))
+            case {
+                "boot": {
+                    "ref": str(ref),
+                    "config": dict(config),
+                    "hosting": dict(hosting),
+                    "networks": (None | list()) as networks,
+                }
+            } if self._host is None:
+                self._start(self._boot(HostOrder(ref, config, hosting, networks=networks)))
             case {"ping": _}:
                 self._say({"pong": True})
             case _:

@@ -185,7 +185,10 @@ def rolling_restart(client: Client, seed: int) -> None:
         say(f"restarted {service} in {time.monotonic() - started:.0f} s")
     run.reaches(steps)
     result = run.result()
-    say(f"{steps} steps, {result['num_groups']} groups over restarts of {', '.join(ROLLING)}")
+    attempts = [int(episode["attempt"]) for episode in client.episodes(run.id)]
+    if any(attempts):
+        raise CheckFailed(f"{sum(map(bool, attempts))} of {len(attempts)} episodes started again")
+    say(f"{steps} steps, {result['num_groups']} groups, no episode started again: {', '.join(ROLLING)} were restarted")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

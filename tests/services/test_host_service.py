@@ -30,6 +30,32 @@ TOKEN = "a token for the tests"
 DEADLINE_S = 15.0
 ROOT = Path(__file__).parents[2]
 
+CALLER = """
+import socket
+
+class Caller:
+    tasks = [{}]
+    replayable = True
+
+    def reset(self):
+        return "Call."
+
+    def reach(self, port: int) -> str:
+        \"\"\"Connect.
+
+        Args:
+            port: where to
+        \"\"\"
+        try:
+            socket.create_connection(("127.0.0.1", port), 5).close()
+        except Exception as error:
+            return type(error).__name__
+        return "reached"
+
+    def get_reward(self):
+        return 0.0
+"""
+
 Open = Callable[..., Awaitable[HostedEnvironment]]
 
 
@@ -196,6 +222,23 @@ async def test_an_environment_that_cannot_be_loaded_is_named(service: Service) -
     order = HostOrder("environments.calculator:NoSuchClass", boot_timeout_s=DEADLINE_S)
     with pytest.raises(InvalidEnvironment, match="NoSuchClass"):
         await HostedEnvironment.open(order, boot=service.hosts().boot)
+
+
+async def test_uploaded_files_are_refused_with_what_to_do(service: Service, tmp_path: Path) -> None:
+    order = HostOrder("world:World", paths=[str(tmp_path)])
+    with pytest.raises(InvalidEnvironment, match=r"path/to/file\.py:Class"):
+        await HostedEnvironment.open(order, boot=service.hosts().boot)
+
+
+async def test_networks_that_an_environment_may_reach_are_kept(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "caller.py").write_text(CALLER)
+    for networks, answer in ((None, "reached"), ([], "AddressRefused"), (["127.0.0.0/8"], "reached")):
+        order = HostOrder(f"{tmp_path}/caller.py:Caller", networks=networks, boot_timeout_s=DEADLINE_S)
+        environment = await HostedEnvironment.open(order, boot=service.hosts().boot)
+        session = await begun(environment)
+        assert answer in said(await session.act(call("reach", port=service.port))), networks
+        await session.close()
+        await environment.close()
 
 
 async def test_a_service_that_is_away_is_waited_for_but_not_for_ever(tmp_path: Path) -> None:
