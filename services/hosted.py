@@ -206,7 +206,7 @@ class HostedSession:
         self._snapshot = base64.b64encode(state).decode()
         self._first = ()
         try:
-            await self._be_seated()
+            await self._bring_back()
         except Died as died:
             self._leave()
             raise SessionLost("restore", str(died.death)) from died
@@ -314,6 +314,9 @@ class HostedSession:
         self._leave()
         if not self._may_go_on:
             raise SessionLost("host", str(lost or "the session lost its process"))
+        await self._bring_back()
+
+    async def _bring_back(self) -> None:
         await self.admit()
         if self._snapshot is not None:
             await self._call("restore", self._limits.reset_timeout_s * 2, **self._begin, state=self._snapshot)

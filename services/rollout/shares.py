@@ -19,15 +19,17 @@ class Want:
 
 def divide(num_places: int, wants: Mapping[str, Want]) -> dict[str, int]:
     """Places for each job; together no more than ``num_places``, and no more than it wants."""
+    hungry = [job for job, want in wants.items() if want.num_places > 0]
+    given = dict.fromkeys(wants, 0)
+    left, weight = num_places, sum(wants[job].priority for job in hungry)
+    # Who is owed less than one place gets one, before the rest is divided.
+    for job in sorted(hungry, key=lambda job: (wants[job].priority, job)):
+        if left > 0 and left * wants[job].priority < weight:
+            given[job] = 1
+            left -= 1
     # Who needs least for its priority comes first, so that what it leaves is divided among the others.
-    hungry = sorted(
-        (job for job, want in wants.items() if want.num_places > 0),
-        key=lambda job: (wants[job].num_places / wants[job].priority, job),
-    )
-    given = dict.fromkeys(wants, 0) | dict.fromkeys(hungry[:num_places], 1)
-    left, weight = num_places - sum(given.values()), sum(wants[job].priority for job in hungry)
-    for job in hungry:
-        more = min(wants[job].num_places - 1, round(left * wants[job].priority / weight), left)
+    for job in sorted(hungry, key=lambda job: ((wants[job].num_places - given[job]) / wants[job].priority, job)):
+        more = min(wants[job].num_places - given[job], round(left * wants[job].priority / weight), left)
         given[job] += more
         left, weight = left - more, weight - wants[job].priority
     return given

@@ -68,6 +68,18 @@ class Talk:
         return 1.0 - self.left / self.total
 
 
+class Remembers(Talk):
+    """Keep talking."""
+
+    replayable = False
+
+    def snapshot(self):
+        return bytes([self.left, self.total])
+
+    def restore(self, state):
+        self.left, self.total = state
+
+
 class Away:
     """Cannot be started before its server is there."""
 
@@ -385,6 +397,63 @@ async def test_another_worker_finishes_what_a_killed_one_had_begun_and_nothing_i
     for trajectory in await stage.trajectories(claim, 12):
         assert trajectory.attempt == 0
         assert_stitched(trajectory, stage.place.codec, {"replies": 15})
+
+
+async def test_kept_worlds_survive_the_worker_that_is_killed(stage: Stage) -> None:
+    claim = await stage.submit("Remembers", {"replies": 15})
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 12)
+    victim = stage.process()
+
+    async def halfway() -> bool:
+        return await stage.num_segments(claim) > 80
+
+    await until(halfway, 60.0)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    async with stage.working(stage.worker("survivor")) as survivor:
+        await stage.all_ready(claim, 12)
+        counters = survivor.counters
+        assert counters["episodes/resumed_from_a_world"] > 0
+        # Only those that the death met between an action and the keeping of the world start again.
+        assert counters["tokens/resumed"] > counters["tokens/thrown_away"]
+    for trajectory in await stage.trajectories(claim, 12):
+        assert_stitched(trajectory, stage.place.codec, {"replies": 15})
+
+
+async def test_episodes_take_turns_where_there_are_fewer_places_and_no_token_is_sampled_twice(stage: Stage) -> None:
+    claim = await stage.submit(
+        config={"replies": 6}, rollout={"group_size": 2, "max_staleness": 1, "lease_tokens": 20, "chunk_tokens": 10}
+    )
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 3)
+    async with stage.working(stage.worker(max_episodes=2)) as worker:
+        await stage.all_ready(claim, 3)
+        await until(lambda: worker.counters["episodes/finished"] == 6)
+    trajectories = await stage.trajectories(claim, 3)
+    for trajectory in trajectories:
+        assert trajectory.attempt == 0
+        assert_stitched(trajectory, stage.place.codec, {"replies": 6})
+    counters = worker.counters
+    assert counters["episodes/interrupted"] > 0
+    assert counters["episodes/resumed"] == counters["episodes/interrupted"]
+    assert counters["tokens/thrown_away"] == 0
+    assert counters["tokens/sampled"] == sum(trajectory.num_actions for trajectory in trajectories)
+
+
+async def test_places_go_to_jobs_by_priority_and_the_idle_ones_share_to_the_busy(stage: Stage) -> None:
+    class Stub:
+        def __init__(self, priority: float, num_wanted: int) -> None:
+            self.priority, self._num_wanted = priority, num_wanted
+
+        def num_wanted(self, spare: int) -> int:
+            return self._num_wanted
+
+    worker = stage.worker(max_episodes=16)
+    worker._jobs = {"high": Stub(3.0, 99), "low": Stub(1.0, 99)}  # type: ignore[dict-item]
+    assert (worker._share("high"), worker._share("low"), worker._share("gone")) == (12, 4, 0)
+    worker._jobs["high"] = Stub(3.0, 2)  # type: ignore[assignment]
+    assert (worker._share("high"), worker._share("low")) == (2, 14)
 
 
 async def test_a_redis_that_is_killed_and_started_again_costs_no_token(place: Place, tmp_path: Path) -> None:
