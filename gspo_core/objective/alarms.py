@@ -47,7 +47,7 @@ class AlarmKind(StrEnum):
 
 
 # Steps in a row before it is worth an event, since one batch may be odd; all others are at once.
-PATIENCE: Mapping[AlarmKind, int] = dict.fromkeys(
+PATIENCE: Mapping[StrEnum, int] = dict.fromkeys(
     (AlarmKind.OVER_CLIP, AlarmKind.ONE_SIDED_CLIP, AlarmKind.GATE_PRESSURE, AlarmKind.NO_SIGNAL), 3
 )
 # Of the groups of a batch, those whose members must differ in reward for the batch to teach something.
@@ -59,7 +59,8 @@ STEPS_UNTIL_REPEATED = 10
 class Alarm:
     """A metric beyond its bound."""
 
-    kind: AlarmKind
+    kind: StrEnum
+    """An ``AlarmKind`` here; whoever watches other things has kinds of its own."""
     metric: str
     value: float
     bound: float
@@ -73,7 +74,8 @@ class Alarm:
 class AlarmPatience:
     """Lets an alarm through once it has been raised in enough steps in a row, and again while it lasts, but rarely."""
 
-    steps: dict[AlarmKind, int] = field(default_factory=dict)
+    steps: dict[StrEnum, int] = field(default_factory=dict)
+    patience: Mapping[StrEnum, int] = field(default_factory=lambda: PATIENCE)
 
     def ripe(self, alarms: Sequence[Alarm]) -> list[Alarm]:
         """Give it the alarms of every step, also when there are none."""
@@ -81,8 +83,8 @@ class AlarmPatience:
         self.steps = {kind: self.steps.get(kind, 0) + 1 for kind in raised}
         return [alarm for alarm in alarms if self._is_due(alarm.kind)]
 
-    def _is_due(self, kind: AlarmKind) -> bool:
-        overdue = self.steps[kind] - PATIENCE.get(kind, 1)
+    def _is_due(self, kind: StrEnum) -> bool:
+        overdue = self.steps[kind] - self.patience.get(kind, 1)
         return overdue >= 0 and overdue % STEPS_UNTIL_REPEATED == 0
 
 

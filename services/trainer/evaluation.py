@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 
 from gspo_core.spec import JobSpec
 from gspo_core.types import Group, Split
@@ -18,13 +19,21 @@ class Evaluator:
     """Plays the same held-out tasks in every round. Does nothing when the job asks for no evaluation."""
 
     def __init__(
-        self, claim: Claim, spec: JobSpec, bus: Bus, store: Store, intake: Intake, num_tasks: list[int]
+        self,
+        claim: Claim,
+        spec: JobSpec,
+        bus: Bus,
+        store: Store,
+        intake: Intake,
+        num_tasks: list[int],
+        report: Callable[[int, Mapping[str, float]], Awaitable[None]],
     ) -> None:
         self._claim = claim
         self._settings = spec.evaluation
         self._bus = bus
         self._store = store
         self._intake = intake
+        self._report = report
         self._tasks = evaluation_tasks(num_tasks, spec.evaluation.tasks) if spec.evaluation else []
         self._round = 0
         self._pending: set[asyncio.Task[None]] = set()
@@ -72,7 +81,9 @@ class Evaluator:
         groups = await self._intake.wait_for(Split.EVAL, len(numbers), among=numbers)
         await self._bus.commit(self._claim.job_id, self._claim.token, step, numbers, reason="evaluated")
         self._intake.forget(numbers)
-        record = {"step": step, "version": version, **version_range(groups), **group_metrics(groups)}
+        metrics = group_metrics(groups)
+        record = {"step": step, "version": version, **version_range(groups), **metrics}
+        await self._report(step, metrics)
         await self._store.add_event(self._claim.job_id, "evaluation", record, token=self._claim.token)
         get_logger().info("evaluation", **record)
 

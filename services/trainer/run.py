@@ -16,16 +16,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.learner import Learner
-from gspo_core.objective import AlarmPatience, group_alarms
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position, groups_admissible, in_history, token_staleness
 from gspo_core.types import Group, Split, StepReport, WeightsManifest
@@ -43,6 +41,7 @@ from services.trainer.lineage import Lineage
 from services.trainer.parity import ParityGate
 from services.trainer.race import first_to_end
 from services.trainer.replay import replay
+from services.trainer.reports import Listener, Reports, disk_metrics
 from services.trainer.selection import Selection, nothing_to_train, refusal
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
 from services.trainer.status import JobStatusBoard
@@ -72,6 +71,8 @@ class Services:
     budget_bytes: int | None = None
     """What the job may hold in Redis."""
     clock: Callable[[], float] = time.monotonic
+    listeners: Sequence[Listener] = ()
+    """Who is told every number, besides the store and the files of the job."""
 
 
 # Of an encoded segment: id, log-prob and mask of a token, and its share of the header.
@@ -110,7 +111,9 @@ class JobRun:
         self._dropped_in_a_row: Counter[str] = Counter()
         self._dropped_since: dict[str, list[int]] = {}
         """Groups by reason, since the last batch."""
-        self._patience = AlarmPatience()
+        self._num_dropped: dict[str, float] = {}
+        """The same in numbers, as the last batch was logged."""
+        self._reports = Reports(services.store, claim, services.metrics_path, services.listeners)
         self._gate = ParityGate(services.engines, spec.rollout.max_engine_k3)
         self._stopping = StopConditions(services.store, claim.job_id)
         self._saved_step = -1
@@ -157,8 +160,7 @@ class JobRun:
         return "" if self._services.engines.ready() else "no engine is ready"
 
     async def _warn(self, message: str) -> None:
-        data = {"step": self._lineage.step, "kind": "no_progress", "message": message}
-        await self._services.store.add_event(self._job, "alert", data, token=self._claim.token)
+        await self._reports.stands_still(self._lineage.step, message)
 
     async def _train(self) -> None:
         services, spec, status = self._services, self._spec, self._services.status
@@ -172,7 +174,15 @@ class JobRun:
         await self._publish(learner)
         num_tasks = await DescribedEnvironments(services.store, self._job, status).num_tasks(len(spec.environments))
         schedule = TaskSchedule(spec.seed, num_tasks[Split.TRAIN], [one.weight for one in spec.environments])
-        evaluator = Evaluator(self._claim, spec, services.bus, services.store, services.intake, num_tasks[Split.EVAL])
+        evaluator = Evaluator(
+            self._claim,
+            spec,
+            services.bus,
+            services.store,
+            services.intake,
+            num_tasks[Split.EVAL],
+            self._report_evaluation,
+        )
         try:
             await self._loop(learner, schedule, evaluator)
         finally:
@@ -301,13 +311,19 @@ class JobRun:
             "time/engine_paused_s": services.engines.last_switch_s(),
             **services.engines.metrics(),
             **self._gate.metrics(),
+            **self._num_dropped,
+            **await asyncio.to_thread(disk_metrics, services.metrics_path.parent, self._newest),
             "settings/version": float(self._tuning.version),
             "throughput/tokens_per_s": metrics["tokens/trained"] / (ended - started),
         }
-        await self._report(StepReport(self._lineage.step, self._newest.version, self._claim.epoch, metrics))
-        for alarm in self._patience.ripe([*learner.alarms, *group_alarms(metrics)]):
-            data = {"step": self._lineage.step, "kind": alarm.kind, "message": str(alarm)}
-            await services.store.add_event(self._job, "alert", data, token=self._claim.token)
+        self._stopping.note(self._lineage.step, metrics)
+        report = StepReport(self._lineage.step, self._newest.version, self._claim.epoch, metrics)
+        await self._reports.step(report, learner.alarms)
+
+    async def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {f"eval/{name}": value for name, value in metrics.items()}
+        self._stopping.note(step, values)
+        await self._reports.evaluation(step, values)
 
     async def _after_step(self, learner: Learner, evaluator: Evaluator) -> None:
         step, spec = self._lineage.step, self._spec
@@ -367,6 +383,9 @@ class JobRun:
             "settings": self._tuning.logged(),
         }
         await asyncio.to_thread(services.batch_log.write, self._claim.epoch, step, chosen, extra)
+        self._num_dropped = {
+            f"dropped/{name.removeprefix('dropped_')}": len(of) for name, of in self._dropped_since.items()
+        }
         self._dropped_since = {}
         await services.bus.commit(self._job, self._claim.token, step, numbers)
         self._forget(numbers, are_trained=True)
@@ -471,14 +490,3 @@ class JobRun:
         await self._gate.remember(learner, manifest)
         newest = sorted(self._positions)[-self._spec.checkpoints.keep_versions :]
         await asyncio.to_thread(services.weights.collect, {*newest, *services.engines.versions_in_use()})
-
-    async def _report(self, report: StepReport) -> None:
-        record = {"step": report.step, "version": report.version, "epoch": report.epoch, **report.metrics}
-        store, token = self._services.store, self._claim.token
-        # Fenced, hence first: the file is what a wiped server is told, and a line of a dead epoch would be the newest.
-        await store.add_metrics(self._job, report.step, report.metrics, token=token)
-        self._stopping.note(report.step, report.metrics)
-        with self._services.metrics_path.open("ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
-        await store.add_event(self._job, "step", record, token=token)
-        get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))

@@ -84,6 +84,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "episodes/mixed_versions_share": _mean([len(t.versions) > 1 for t in trajectories]),
         "episodes/turns_mean": _mean([t.num_turns for t in trajectories]),
         "episodes/actions_mean": _mean([t.num_actions for t in trajectories]),
+        "sampling/entropy": _entropy(trajectories),
     }
     if rewards.size:
         metrics |= {
@@ -104,7 +105,15 @@ def staleness_metrics(sequences: Sequence[TrainSequence], cap: int) -> dict[str,
         "tokens/trained": float((tokens <= cap).sum()),
         "staleness/mean": float(tokens.mean()) if tokens.size else 0.0,
         "staleness/max": float(tokens.max()) if tokens.size else 0.0,
+        "staleness/beyond_cap_frac": float((tokens > cap).mean()) if tokens.size else 0.0,
     }
+
+
+def _entropy(trajectories: Sequence[Trajectory]) -> float:
+    """Of the distribution that a token was drawn from, on average; estimated from the tokens that were drawn."""
+    drawn = [one.behavior_logprobs[one.action_mask] for episode in trajectories for one in episode.segments]
+    values = np.concatenate(drawn) if drawn else np.zeros(0)
+    return -float(values.mean(dtype=np.float64)) if values.size else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -25,7 +25,12 @@ def test_each_token_keeps_the_staleness_of_the_version_that_sampled_it() -> None
     (first, _), _ = train_sequences([group(0, [1.0, 0.0], versions=[3, 7])], ages, AdvantageConfig())
     assert first.staleness[first.action_mask].tolist() == [6, 6, 6, 2, 2, 2]
     assert first.behavior_logprobs[first.action_mask].tolist() == [-0.5] * 3 + [-1.5] * 3
-    assert staleness_metrics([first], cap=4) == {"tokens/trained": 3.0, "staleness/mean": 4.0, "staleness/max": 6.0}
+    assert staleness_metrics([first], cap=4) == {
+        "tokens/trained": 3.0,
+        "staleness/mean": 4.0,
+        "staleness/max": 6.0,
+        "staleness/beyond_cap_frac": 0.5,
+    }
 
 
 def test_advantages_are_compared_within_a_group_only() -> None:

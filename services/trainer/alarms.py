@@ -1,0 +1,134 @@
+"""What about a run is going wrong, beside its loss: as alarms, each with what to do about it.
+
+The rule kept here: an alarm compares numbers of a step with a bound, or with how the job began, and says both. Alarms
+of the loss are those of ``gspo_core.objective``; how long something must last is counted there too. It stops nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from gspo_core.objective import Alarm, AlarmKind, AlarmPatience, group_alarms
+from gspo_core.objective.alarms import PATIENCE
+
+
+class RunAlarm(StrEnum):
+    """What is wrong."""
+
+    ENTROPY_COLLAPSE = "entropy_collapse"
+    REWARD_COLLAPSE = "reward_collapse"
+    ALL_REWARDS_EQUAL = "all_rewards_equal"
+    STALE_BACKLOG = "stale_backlog"
+    DISK_NEARLY_FULL = "disk_nearly_full"
+    NO_PROGRESS = "no_progress"
+
+
+# What the job was like when it began: the mean of so many first steps.
+BASELINE_STEPS = 5
+# Of that, what must be left.
+MIN_SHARE_LEFT = 0.1
+MAX_BEYOND_CAP = 0.2
+MIN_DISK_FREE = 0.05
+# A checkpoint holds the weights and two moments in float32, and a version is written beside it.
+VERSIONS_THAT_MUST_FIT = 8
+# Steps in a row.
+RUN_PATIENCE: Mapping[StrEnum, int] = {
+    **PATIENCE,
+    RunAlarm.ENTROPY_COLLAPSE: 3,
+    RunAlarm.REWARD_COLLAPSE: 3,
+    RunAlarm.ALL_REWARDS_EQUAL: 3,
+    RunAlarm.STALE_BACKLOG: 3,
+}
+
+ADVICE: Mapping[StrEnum, str] = {
+    AlarmKind.INERT_CLIP: "look at objective.anchor and minibatches: the ratio must be able to differ from 1",
+    AlarmKind.OVER_CLIP: "lower optimizer.lr, or widen objective.clip_low and clip_high",
+    AlarmKind.ONE_SIDED_CLIP: "use anchor: proximal; else compare the clip with the spread of the log ratio",
+    AlarmKind.MISMATCH_FLOOR: "compare the engine's model, dtype, template and temperature with the trainer's",
+    AlarmKind.CORRECTION_COLLAPSE: "lower rollout.max_staleness or optimizer.lr",
+    AlarmKind.WEIGHT_DRIFT: "something changes log-probs between engine and trainer: top_p, temperature, a stale cache",
+    AlarmKind.GATE_PRESSURE: "find out why the gate withholds so much before it is widened",
+    AlarmKind.NO_SIGNAL: "choose tasks that the policy sometimes solves, or advantage.zero_variance: drop",
+    RunAlarm.ENTROPY_COLLAPSE: "lower optimizer.lr, raise objective.clip_high, or go back to an earlier checkpoint",
+    RunAlarm.REWARD_COLLAPSE: "read some episodes: unless all are solved, the policy does one thing for any task",
+    RunAlarm.ALL_REWARDS_EQUAL: "look at the reward: it is the same whatever the policy does, or all tasks are solved",
+    RunAlarm.STALE_BACKLOG: "lower rollout.max_staleness, give the trainer more, or bound the length of episodes",
+    RunAlarm.DISK_NEARLY_FULL: "make room in the data directory, or keep fewer checkpoints, versions and batches",
+    RunAlarm.NO_PROGRESS: "look whether rollout workers, engines and environments live, and at their logs",
+}
+
+
+class Alarms:
+    """Of one run; is given the metrics of every step."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, Mapping[str, float]] = {}
+        self._patience = AlarmPatience(patience=RUN_PATIENCE)
+
+    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """What was reported before this trainer took the job."""
+        for row in rows:
+            self._note(int(row["step"]), row)
+
+    def due(self, step: int, metrics: Mapping[str, float], of_the_loss: Sequence[Alarm]) -> list[Alarm]:
+        """Those that have lasted long enough to be told."""
+        self._note(step, metrics)
+        found = [*_shrunk(metrics, self._at_first(step)), *_rewards(metrics), *_backlog(metrics), *_disk(metrics)]
+        return self._patience.ripe([*of_the_loss, *group_alarms(metrics), *found])
+
+    def _note(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if 1 <= step <= BASELINE_STEPS and "reward/std" in metrics:
+            self._first[step] = {name: float(metrics[name]) for name in _COMPARED if name in metrics}
+
+    def _at_first(self, step: int) -> Mapping[str, float]:
+        """Empty until the job is old enough to be compared with its beginning."""
+        if step <= BASELINE_STEPS or len(self._first) < BASELINE_STEPS:
+            return {}
+        return {name: sum(one.get(name, 0.0) for one in self._first.values()) / len(self._first) for name in _COMPARED}
+
+
+_COMPARED: Mapping[str, tuple[RunAlarm, str]] = {
+    "sampling/entropy": (RunAlarm.ENTROPY_COLLAPSE, "the policy hardly varies what it says any more"),
+    "reward/std": (RunAlarm.REWARD_COLLAPSE, "episodes hardly differ in reward any more"),
+}
+
+
+def _shrunk(metrics: Mapping[str, float], at_first: Mapping[str, float]) -> list[Alarm]:
+    found = []
+    for name, before in at_first.items():
+        kind, meaning = _COMPARED[name]
+        value, bound = metrics.get(name, before), MIN_SHARE_LEFT * before
+        if value < bound:
+            found.append(Alarm(kind, name, value, bound, f"{meaning}; in the first steps it was {before:.3g}"))
+    return found
+
+
+def _rewards(metrics: Mapping[str, float]) -> list[Alarm]:
+    lowest, highest = metrics.get("reward/min"), metrics.get("reward/max")
+    if lowest is None or lowest != highest or metrics["episodes/count"] < 2:
+        return []
+    meaning = f"all {metrics['episodes/count']:.0f} episodes of the batch have the reward {lowest:g}"
+    return [Alarm(RunAlarm.ALL_REWARDS_EQUAL, "reward/max - reward/min", 0.0, 0.0, meaning)]
+
+
+def _backlog(metrics: Mapping[str, float]) -> list[Alarm]:
+    beyond = metrics.get("staleness/beyond_cap_frac", 0.0)
+    num_dropped, num_trained = metrics.get("dropped/stale", 0.0), metrics["groups/total"]
+    dropped = num_dropped / max(1.0, num_dropped + num_trained)
+    meaning = "much of what is sampled is too old when its turn comes"
+    names = {"staleness/beyond_cap_frac": beyond, "dropped/stale of all groups": dropped}
+    return [
+        Alarm(RunAlarm.STALE_BACKLOG, name, value, MAX_BEYOND_CAP, meaning)
+        for name, value in names.items()
+        if value > MAX_BEYOND_CAP
+    ][:1]
+
+
+def _disk(metrics: Mapping[str, float]) -> list[Alarm]:
+    free, total = metrics.get("disk/free_bytes"), metrics.get("disk/total_bytes", 0.0)
+    needed = max(MIN_DISK_FREE * total, VERSIONS_THAT_MUST_FIT * metrics.get("disk/version_bytes", 0.0))
+    if free is None or free >= needed:
+        return []
+    return [Alarm(RunAlarm.DISK_NEARLY_FULL, "disk/free_bytes", free, needed, "the data directory is nearly full")]
