@@ -2,4 +2,6 @@
 
 Read in this order: ``worker`` (claims jobs), ``run`` (one job, step by step), ``tasks`` (what is
 sampled), ``intake`` (what arrives), ``sequences`` (what is trained), ``engines`` (who samples with which weights).
+Beside these: ``tuning`` (what a user has changed), ``stopping`` (when it is over), ``watchdog`` (when nothing moves),
+``reports`` and ``alarms`` (what is told).
 """
