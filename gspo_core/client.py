@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, Self, TypedDict
@@ -24,6 +24,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
 # The service pings twice in this time; a connection that stays silent longer is dead without having said so.
 STREAM_SILENCE_S = 40.0
+# What a rollout worker is asked takes as long as an environment does.
+EXAMINATION_S = 150.0
 RETRIES = 4
 # About half a minute: an API that restarts, or is replaced by another, is back by then.
 STREAM_RETRIES = 8
@@ -61,6 +63,20 @@ class Job(TypedDict):
     settings: dict[str, Any]
     attempts: list[dict[str, Any]]
     links: dict[str, str]
+
+
+class RegisteredEnvironment(TypedDict):
+    """A version of an environment; a job names it by its ``id``."""
+
+    object: str
+    id: str
+    name: str
+    version: int
+    status: str
+    source: dict[str, Any]
+    digest: str
+    created_at: str
+    failures: list[str]
 
 
 class Plan(TypedDict):
@@ -230,6 +246,112 @@ class Client:
         """The published versions of a job's weights, newest first."""
         yield from self._pages(_job_path(job_id, "/versions"), {"limit": "100"})
 
+    def export_episodes(
+        self, job_id: str, from_step: int = 0, to_step: int | None = None, *, tokens: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """Every trained episode turn by turn, the oldest step first. A connection that breaks ends it with Unreachable:
+        go on with the step of the last one."""
+        given = {"from_step": from_step, "to_step": to_step, "include": "tokens" if tokens else None}
+        params = {name: str(value) for name, value in given.items() if value is not None}
+        try:
+            with self._http.stream("GET", _job_path(job_id, "/episodes.jsonl"), params=params) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise _api_error(answer)
+                for line in answer.iter_lines():
+                    yield json.loads(line)
+        except self._httpx.TransportError as error:
+            raise _unreachable(self._http, error) from error
+
+    def checkpoints(self, job_id: str) -> Iterator[dict[str, Any]]:
+        """The checkpoints of a job that are kept, newest first."""
+        yield from self._pages(_job_path(job_id, "/checkpoints"), {"limit": "100"})
+
+    def checkpoint(self, checkpoint_id: str) -> dict[str, Any]:
+        """One checkpoint with its files, by its id ``JOB/EPOCH/STEP``; ``export`` says what became of its export."""
+        found: dict[str, Any] = self._ask("GET", f"/v1/checkpoints/{_path(checkpoint_id)}")
+        return found
+
+    def export_checkpoint(self, checkpoint_id: str) -> dict[str, Any]:
+        """Have its weights written as a plain model directory; ask for the checkpoint until its export is ready."""
+        found: dict[str, Any] = self._ask("POST", f"/v1/checkpoints/{_path(checkpoint_id)}/export")
+        return found
+
+    def remove_checkpoint(self, checkpoint_id: str) -> None:
+        """Gone already is as good."""
+        self._remove(f"/v1/checkpoints/{_path(checkpoint_id)}", "checkpoint_not_found")
+
+    def register_environment(self, name: str, source: Mapping[str, Any]) -> RegisteredEnvironment:
+        """A version with this content; the same content is the same version."""
+        body = {"name": name, "source": dict(source)}
+        environment: RegisteredEnvironment = self._ask("POST", "/v1/environments", json=body)
+        return environment
+
+    def upload_environment(self, name: str, ref: str, content: bytes, *, kind: str) -> RegisteredEnvironment:
+        """``kind``: ``text/x-python`` for a file, ``application/zip``, ``application/gzip`` or ``application/x-tar``
+        for a package. ``ref`` is ``file.py:Class`` or ``package.module:Class`` in it."""
+        environment: RegisteredEnvironment = self._ask(
+            "POST",
+            "/v1/environments/uploads",
+            params={"name": name, "ref": ref},
+            content=content,
+            headers={"Content-Type": kind},
+        )
+        return environment
+
+    def environments(self, *, name: str | None = None) -> Iterator[RegisteredEnvironment]:
+        """Registered versions by name."""
+        yield from self._pages("/v1/environments", {"limit": "100"} | ({"name": name} if name else {}))
+
+    def environment(self, reference: str) -> RegisteredEnvironment:
+        """`name@version`, or the newest version of a `name`."""
+        environment: RegisteredEnvironment = self._ask("GET", _environment_path(reference))
+        return environment
+
+    def remove_environment(self, reference: str) -> None:
+        """Gone already is as good."""
+        self._remove(_environment_path(reference), "environment_not_found")
+
+    def validate_environment(self, reference: str) -> dict[str, Any]:
+        """What a rollout worker finds when it examines it: ``ok`` and ``checks``. It takes a while."""
+        report: dict[str, Any] = self._ask("POST", _environment_path(reference, "/validate"), timeout=EXAMINATION_S)
+        return report
+
+    def try_environment(
+        self,
+        reference: str,
+        turns: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        task: int = 0,
+        split: str = "train",
+        seed: int = 0,
+    ) -> dict[str, Any]:
+        """One episode with these turns (``text``, ``calls``), or with those of its oracle."""
+        body = {
+            "split": split,
+            "task": task,
+            "seed": seed,
+            "turns": None if turns is None else [dict(t) for t in turns],
+        }
+        played: dict[str, Any] = self._ask(
+            "POST", _environment_path(reference, "/try"), json=body, timeout=EXAMINATION_S
+        )
+        return played
+
+    def environment_tasks(
+        self, reference: str, first: int = 0, count: int = 20, *, split: str = "train"
+    ) -> list[dict[str, Any]]:
+        params = {"split": split, "first": str(first), "limit": str(count)}
+        answer = self._ask("GET", _environment_path(reference, "/tasks"), params=params, timeout=EXAMINATION_S)
+        tasks: list[dict[str, Any]] = answer["tasks"]
+        return tasks
+
+    def environment_schema(self, reference: str) -> dict[str, Any]:
+        """Its tools and limits, as a policy sees them."""
+        answer = self._ask("GET", _environment_path(reference, "/schema"), timeout=EXAMINATION_S)
+        description: dict[str, Any] = answer["description"]
+        return description
+
     def workers(self) -> list[dict[str, Any]]:
         """The processes that are registered."""
         workers: list[dict[str, Any]] = self._ask("GET", "/v1/workers")["data"]
@@ -274,6 +396,13 @@ class Client:
                 raise _api_error(answer)
             yield from parse_events(answer.iter_lines())
 
+    def _remove(self, path: str, gone: str) -> None:
+        try:
+            self._ask("DELETE", path)
+        except ApiError as error:
+            if error.code != gone:
+                raise
+
     def _pages(self, path: str, params: dict[str, str]) -> Iterator[Any]:
         while True:
             page = self._ask("GET", path, params=params)
@@ -294,7 +423,7 @@ class Client:
                     raise _unreachable(self._http, error) from error
             else:
                 if answer.is_success:
-                    return answer.json()
+                    return answer.json() if answer.content else None
                 if is_last or answer.status_code not in RETRIED:
                     raise _api_error(answer)
             self._sleep(_delay(attempt))
@@ -339,6 +468,12 @@ def _path(episode_id: str) -> str:
     from urllib.parse import quote
 
     return quote(episode_id, safe="/")
+
+
+def _environment_path(reference: str, rest: str = "") -> str:
+    from urllib.parse import quote
+
+    return f"/v1/environments/{quote(reference, safe='@')}{rest}"
 
 
 def _texts(filters: Mapping[str, str | float]) -> dict[str, str]:

@@ -105,6 +105,7 @@ def create_app(
                 while not watching.done():
                     watching.cancel()
                     await asyncio.wait({watching}, timeout=CANCEL_AGAIN_S)
+                await presence.close()
 
     app = FastAPI(
         title="GSPO",

@@ -16,6 +16,7 @@ from services.leases import BeatWatch
 from services.store import Store
 
 LOOKS_PER_LEASE = 5
+CANCEL_AGAIN_S = 0.1
 
 
 class Presence:
@@ -40,6 +41,12 @@ class Presence:
             # Who asked may have gone when it fails.
             self._looking.add_done_callback(lambda looking: looking.cancelled() or looking.exception())
         return await asyncio.shield(self._looking)
+
+    async def close(self) -> None:
+        """Nobody waits for an answer any more."""
+        while self._looking is not None and not self._looking.done():
+            self._looking.cancel()
+            await asyncio.wait({self._looking}, timeout=CANCEL_AGAIN_S)
 
     async def _look(self) -> list[dict[str, Any]]:
         trainers = await self._store.trainers()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
+import subprocess
 import sys
 import time
 import zipfile
@@ -14,18 +17,21 @@ from typing import Any
 import httpx
 import pytest
 
+from gspo_core.client import ApiError, Client
 from gspo_core.outbound import parse_networks
 from services.api.key_ring import KeyRing
 from services.bus import Bus
+from services.children import die_with_parent
 from services.environment_registry import Registry
 from services.errands import Errands
 from services.host_server import ForkServer, HostOrder
 from services.host_sites import Sites
 from services.host_venv import Interpreters
 from services.hosted import HostedEnvironment
+from services.redis_server import RedisServer
 from services.rollout.errands import ErrandRunner
 from services.store import Store
-from tests.services.api_kit import SPEC, application, error_of, http_to
+from tests.services.api_kit import SPEC, ApiProcess, application, error_of, http_to
 
 REF = "environments.calculator:Calculator"
 SUMS: dict[str, Any] = {"name": "sums", "source": {"type": "reference", "ref": REF}}
@@ -313,3 +319,41 @@ async def test_what_belongs_to_others_is_not_there(store: Store, jobs_dir: Path,
         async with http_to(app, key=bob) as http:
             assert (await http.get("/v1/environments/shared")).status_code == 200
             assert (await http.delete("/v1/environments/shared@1")).status_code == 404
+
+
+# Processes
+
+
+def test_the_client_registers_uploads_and_tries_with_a_worker_in_a_process_of_its_own(
+    redis_server: RedisServer, store: Store, tmp_path: Path
+):
+    settings = {"GSPO_DATA_DIR": str(tmp_path), "GSPO_ENV_UPLOADS": "true", "GSPO_API_KEYS": "k"}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
+    with ApiProcess(redis_server.url, **settings) as api, Client(api.url, "k") as client:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "services.rollout"],
+            env=own | {"GSPO_REDIS_URL": redis_server.url, "GSPO_DATA_DIR": str(tmp_path)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),
+        )
+        try:
+            assert client.register_environment("sums", SUMS["source"])["id"] == "sums@1"
+            uploaded = client.upload_environment("guess", "guess.py:Guess", SOURCE.encode(), kind="text/x-python")
+            assert uploaded["id"] == "guess@1"
+            assert client.validate_environment("sums")["ok"]
+            assert client.try_environment("guess", task=1)["reward"] == 1.0
+            assert client.try_environment("guess", [{"text": "no"}])["reward"] == 0.0
+            assert client.environment_tasks("guess", 1) == [{"number": 5}]
+            assert client.environment_schema("guess@1")["tools"][0]["function"]["name"] == "guess"
+            assert [one["id"] for one in client.environments()] == ["guess@1", "sums@1"]
+            assert client.environment("sums")["status"] == "ready"
+            client.remove_environment("sums@1")
+            client.remove_environment("sums@1")
+            assert [one["id"] for one in client.environments(name="sums")] == []
+            with pytest.raises(ApiError, match="environment_not_found"):
+                client.environment("sums")
+        finally:
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(30) == 0
+        assert not [line for line in api.log() if "request failed" in line]

@@ -69,6 +69,7 @@ ROUTES = (
     ("GET", "/v1/jobs/{job}/groups", "episodes:read"),
     ("GET", "/v1/jobs/{job}/episodes", "episodes:read"),
     ("GET", "/v1/jobs/{job}/episodes.jsonl", "episodes:read"),
+    ("PATCH", "/v1/jobs/{job}", "jobs:write"),
     ("GET", "/v1/groups/{job}/0", "episodes:read"),
     ("GET", "/v1/episodes/{job}/0/0/events", "episodes:read"),
     ("GET", "/v1/episodes/{job}/0/0", "episodes:read"),
