@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gspo_core.env import EnvironmentFailed
+from services.hosted import SessionLost
 from services.rollout.policy import Drained
 
 # So many failed attempts in a row, over all episodes, without one that came to its end.
@@ -50,6 +51,8 @@ class Quarantine:
         await self._wait(leaving)
         try:
             yield
+        except SessionLost:
+            raise  # its process died with all that sat in it: that says nothing of the environment
         except EnvironmentFailed as failure:
             await self._failed(str(failure))
             raise
