@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from services.bus import Bus
+from services.environment_registry import Registry
+from services.errands import Errands
+from services.host_sites import Sites
+from services.host_venv import Interpreters
 from services.redis_server import RedisServer
+from services.rollout.errands import ErrandRunner
 from services.store import Store
 from tests.services.api_kit import ApiProcess
 from tests.services.recorded_job import record_job, write_model
@@ -35,6 +40,10 @@ async def test_no_server_error_and_no_undocumented_answer(
     redis_server: RedisServer, store: Store, bus: Bus, tmp_path: Path, key: str | None
 ):
     with ApiProcess(redis_server.url, **({"GSPO_API_KEYS": KEY} if key else {})) as api:
+        # What is asked of rollout workers is answered: without one it is 503, truly.
+        sites = Sites(Registry(api.jobs_dir.parent / "environments"))
+        runner = ErrandRunner(Errands(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
+        running = asyncio.create_task(runner.run())
         job = await record_job(store, bus, api.jobs_dir, write_model(tmp_path / "model"), num_steps=2)
         report = tmp_path / "report.txt"
         # Streams have no end; the job is real, so that what is behind it is reached too.
@@ -56,5 +65,7 @@ async def test_no_server_error_and_no_undocumented_answer(
                 timeout=800,
                 check=False,
             )
+        running.cancel()
+        await asyncio.wait({running})
         assert done.returncode == 0, report.read_text()[-6000:]
         assert not [line for line in api.log() if "request failed" in line]

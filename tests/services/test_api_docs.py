@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from services.api.app import create_app
+from services.redis_server import RedisServer
+from services.store import Store
+from tests.services.api_kit import ApiProcess
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -42,3 +47,32 @@ def test_every_error_code_is_on_the_page_and_no_other():
     shown = {word for word in re.findall(r"`([a-z_]+)`", table)}
     assert shown == used
     assert len(used) > 15
+
+
+def commands() -> list[str]:
+    """The shell commands of the page, one a line."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def test_every_command_on_the_page_works(redis_server: RedisServer, store: Store, tmp_path: Path):
+    """In order, as somebody types them. What a rollout worker is asked is 503 here, with the reason."""
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    job = ""
+    with ApiProcess(redis_server.url, GSPO_ENV_UPLOADS="true") as api:
+        assert len(commands()) >= 6
+        for command in commands():
+            assert command.startswith("curl "), command
+            # A stream has no end before its job has.
+            options = f"-m {2 if '/events' in command else 60} -w '\\n%{{http_code}}'"
+            typed = command.replace("curl ", f"curl {options} ", 1).replace("$JOB", job)
+            typed = typed.replace("localhost:8000", api.url.removeprefix("http://"))
+            done = subprocess.run(["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True, check=False)
+            body, _, status = done.stdout.rpartition("\n")
+            if re.search(r"/(tasks|try)\b", command):
+                assert (status, json.loads(body)["error"]["code"]) == ("503", "no_worker"), command
+            else:
+                assert status in ("200", "201"), (command, done.stdout, done.stderr)
+            if "/v1/jobs " in command:
+                job = json.loads(body)["id"]
+    assert job
