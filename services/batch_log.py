@@ -52,6 +52,10 @@ class DamagedBatchLog(Exception):
         self.path = path
 
 
+class UnknownLogSchema(DamagedBatchLog):
+    """A batch log that another release wrote, or segments in it, and this one cannot read."""
+
+
 @dataclass(frozen=True, eq=False)
 class LoggedBatch:
     """The content of one file."""
@@ -178,6 +182,8 @@ def read_batch(path: Path) -> LoggedBatch:
     payloads = _cut(data, start, lengths)
     try:
         groups = tuple(_group(indexed, payloads) for indexed in index.groups)
+    except codec.UnknownSchema as error:
+        raise UnknownLogSchema(path, str(error)) from error
     except (codec.SegmentRejected, InvalidValue) as error:
         raise DamagedBatchLog(path, f"{type(error).__name__}: {error}") from error
     return LoggedBatch(epoch=index.epoch, step=index.step, groups=groups, extra=index.extra)
@@ -229,7 +235,7 @@ def _checked_index(path: Path, data: bytes) -> tuple[_Index, int]:
         raise DamagedBatchLog(path, f"is cut off after {len(data)} bytes")
     _, schema, index_length = _HEADER.unpack_from(data)
     if schema != SCHEMA:
-        raise DamagedBatchLog(path, f"has schema {schema}; this release reads schema {SCHEMA}")
+        raise UnknownLogSchema(path, f"has schema {schema}; this release reads schema {SCHEMA}")
     body = memoryview(data)[:-_DIGEST_BYTES]
     if hashlib.sha256(body).digest() != data[-_DIGEST_BYTES:]:
         raise DamagedBatchLog(path, "the sha256 does not match: the file is cut off or its bytes were changed")

@@ -6,6 +6,7 @@ It knows nothing about what the files mean.
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterable
@@ -60,3 +61,16 @@ def write_once(path: Path, pieces: Iterable[bytes]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     flush_directory(path.parent)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append ``line`` to a file of lines; one that does not fit on the disk leaves nothing behind."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            num_written = file.write(line + b"\n")
+            if num_written != len(line) + 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            os.truncate(path, size)
+            raise

@@ -67,7 +67,7 @@ class PolicyModel(nn.Module):
         for parameter in self.model.parameters():
             gathered = whole(parameter.detach())
             if keep:
-                copies[id(parameter)] = gathered.to("cpu", self.dtype)
+                copies[id(parameter)] = gathered.to("cpu", self.dtype, copy=True)
         additions = low_rank_additions(self.model, whole)
         if not keep:
             return {}

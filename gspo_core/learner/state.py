@@ -32,6 +32,10 @@ class InvalidState(ValueError):
     """A directory that holds no complete state, or one that does not fit this learner."""
 
 
+class UnknownFormat(InvalidState):
+    """A state that another release wrote and this one cannot read."""
+
+
 def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
@@ -142,7 +146,10 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidState(f"{directory / MANIFEST} is damaged: {error}") from None
     if manifest.get("format") != FORMAT:
-        raise InvalidState(f"{directory} has the format {manifest.get('format')}, not {FORMAT}")
+        raise UnknownFormat(
+            f"{directory} has the format {manifest.get('format')}, this release reads {FORMAT}: go on with the release "
+            "that wrote it"
+        )
     return manifest
 
 

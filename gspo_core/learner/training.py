@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,14 @@ class Counters:
     num_updates: int = 0
     num_skipped_updates: int = 0
     """Updates that changed nothing because the gradient was not finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """Weights or a state as they were at one moment."""
+
+    write: Callable[[Path], None]
+    """Into a directory. With one rank it may run in another thread while the learner goes on."""
 
 
 @dataclasses.dataclass
@@ -144,28 +152,46 @@ class Learner:
 
     def save_weights(self, directory: Path) -> None:
         """A plain Hugging Face directory, in the dtype that this learner computes in."""
-        tensors = self._policy.export_tensors(whole, keep=self._ranks.is_first)
-        if self._ranks.is_first:
-            export_model(self._policy.model, tensors, Path(directory), source=self._model_dir, dtype=self._policy.dtype)
-        self._ranks.wait()
+        self.copy_weights().write(directory)
+
+    def copy_weights(self) -> Copy:
+        """What `save_weights` would write now."""
+        policy, ranks = self._policy, self._ranks
+        tensors = policy.export_tensors(whole, keep=ranks.is_first)
+
+        def write(directory: Path) -> None:
+            if ranks.is_first:
+                export_model(policy.model, tensors, Path(directory), source=self._model_dir, dtype=policy.dtype)
+            ranks.wait()
+
+        return Copy(write)
 
     def save_state(self, directory: Path) -> None:
         """All that `load_state` needs to go on exactly; its files are on disk when this returns.
 
         Weights that are not trained are left out: they are those of the model directory.
         """
-        tensors = state.training_tensors(self._policy, self._optimizer, self._device)
-        state.write_shard(Path(directory), self._ranks.rank, tensors)
-        self._ranks.wait()
-        if self._ranks.is_first:
-            content: dict[str, Any] = {
-                "counters": dataclasses.asdict(self.counters),
-                "model": fingerprint(self._model_dir),
-            }
-            if self.config.lora is not None:
-                content["lora_alpha"] = self.config.lora.alpha
-            state.write_manifest(Path(directory), self._ranks.num_ranks, content)
-        self._ranks.wait()
+        self.copy_state().write(directory)
+
+    def copy_state(self) -> Copy:
+        """What `save_state` would write now."""
+        ranks, found = self._ranks, state.training_tensors(self._policy, self._optimizer, self._device)
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
+        content: dict[str, Any] = {
+            "counters": dataclasses.asdict(self.counters),
+            "model": fingerprint(self._model_dir),
+        }
+        if self.config.lora is not None:
+            content["lora_alpha"] = self.config.lora.alpha
+
+        def write(directory: Path) -> None:
+            state.write_shard(Path(directory), ranks.rank, tensors)
+            ranks.wait()
+            if ranks.is_first:
+                state.write_manifest(Path(directory), ranks.num_ranks, content)
+            ranks.wait()
+
+        return Copy(write)
 
     def load_state(self, directory: Path) -> None:
         """The inverse of `save_state`; refuses a damaged or unfitting state and then leaves this learner as it was."""

@@ -1,12 +1,17 @@
 """Checkpoints of a job: learner state and lineage in one directory, ``checkpoints/ep<E>-step<S>``, written once.
 
-The rule it keeps: what has its name is complete and on disk. Each epoch leaves a write-once record of where it forked
-off, so that the age of a version of a dead epoch can always be told.
+The rule it keeps: what has its name is complete and on disk, and what is read is what was written: ``checkpoint.json``
+carries its own sha256 and that of the learner's manifest, which carries those of the tensors. What is damaged is passed
+over and told; what another release wrote is refused by name, because passing over it would start the job anew. Each
+epoch leaves a write-once record of where it forked off, so that the age of a version of a dead epoch can be told.
+
+    checkpoint.json   learner/learner.json   learner/rank-00000.safetensors      (format 1 had lineage.json alone)
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import shutil
@@ -14,6 +19,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gspo_core.staleness import Position, in_history
 from services.durable import (
@@ -27,9 +33,15 @@ from services.durable import (
 from services.telemetry import get_logger
 from services.trainer.lineage import Lineage
 
+FORMAT = 2
+_MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"ep(\d+)-step(\d+)")
 _EPOCH_NAME = re.compile(r"epoch(\d+)\.json")
 _LEFT_NAME = re.compile(re.escape(TEMPORARY_PREFIX) + r"ep(\d+)-")
+
+
+class UnknownFormat(Exception):
+    """A checkpoint that another release wrote and this one cannot read."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,10 @@ class Checkpoint:
     position: Position
     lineage: Lineage
     learner_dir: Path
+
+
+def _log_skipped(path: Path, problem: str) -> None:
+    get_logger().warning("checkpoint skipped", path=str(path), error=problem)
 
 
 class CheckpointStore:
@@ -49,7 +65,7 @@ class CheckpointStore:
         temporary.mkdir()
         try:
             save(temporary / "learner")
-            write_flushed(temporary / "lineage.json", json.dumps(lineage.to_dict()).encode())
+            write_flushed(temporary / _MANIFEST, _manifest(position, lineage, temporary))
             flush_tree(temporary)
             temporary.rename(self._path(position))
         except BaseException:
@@ -57,10 +73,20 @@ class CheckpointStore:
             raise
         flush_directory(self._root)
 
-    def newest_first(self) -> list[Checkpoint]:
-        """Complete checkpoints; whether a learner state is intact shows when it is loaded."""
-        found = (self._read(position) for position in reversed(self._positions()))
-        return [checkpoint for checkpoint in found if checkpoint is not None]
+    def newest_first(self, skipped: Callable[[Path, str], None] = _log_skipped) -> list[Checkpoint]:
+        """Complete checkpoints; whether the tensors of one are intact shows when they are loaded.
+
+        ``skipped`` is told which are damaged, and how. Raises UnknownFormat.
+        """
+        found = []
+        for position in reversed(self._positions()):
+            try:
+                found.append(
+                    Checkpoint(position, _read(self._path(position), position), self._path(position) / "learner")
+                )
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                skipped(self._path(position), f"{type(error).__name__}: {error}")
+        return found
 
     def collect(self, keep: int) -> None:
         """Remove all but the newest ``keep`` of the run so far.
@@ -113,11 +139,40 @@ class CheckpointStore:
     def _temporary(self, epoch: int) -> Path:
         return self._root / f"{TEMPORARY_PREFIX}ep{epoch:06d}-{uuid.uuid4().hex}"
 
-    def _read(self, position: Position) -> Checkpoint | None:
-        path = self._path(position)
-        try:
-            lineage = Lineage.from_dict(json.loads((path / "lineage.json").read_bytes()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            get_logger().warning("checkpoint skipped", path=str(path), error=repr(error))
-            return None
-        return Checkpoint(position, lineage, path / "learner")
+
+def _manifest(position: Position, lineage: Lineage, directory: Path) -> bytes:
+    record = {
+        "format": FORMAT,
+        "epoch": position.epoch,
+        "step": position.step,
+        "lineage": lineage.to_dict(),
+        "learner": _sha256(directory / "learner" / "learner.json"),
+    }
+    return json.dumps({**record, "sha256": _digest(record)}, indent=1).encode()
+
+
+def _read(path: Path, position: Position) -> Lineage:
+    """What the checkpoint says of its groups. Raises ValueError and the like where it is not what was written."""
+    if (path / "lineage.json").is_file() and not (path / _MANIFEST).exists():  # format 1
+        return Lineage.from_dict(json.loads((path / "lineage.json").read_bytes()))
+    record: dict[str, Any] = json.loads((path / _MANIFEST).read_bytes())
+    if record.pop("sha256") != _digest(record):
+        raise ValueError(f"the sha256 of {_MANIFEST} does not match: it is cut off or was changed")
+    if record["format"] != FORMAT:
+        raise UnknownFormat(
+            f"{path} has the format {record['format']}, this release reads 1 and {FORMAT}: go on with the release that "
+            "wrote it"
+        )
+    if (record["epoch"], record["step"]) != (position.epoch, position.step):
+        raise ValueError(f"it holds epoch {record['epoch']} step {record['step']}: it was renamed")
+    if record["learner"] != _sha256(path / "learner" / "learner.json"):
+        raise ValueError("the learner's manifest is not the one that was written")
+    return Lineage.from_dict(record["lineage"])
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

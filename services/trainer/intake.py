@@ -1,7 +1,7 @@
 """Segments as they arrive, assembled into groups: the trainer's view of every unfinished episode at every moment.
 
-A segment that cannot be decoded is refused, counted and logged. Its group never completes here, and the job waits for
-it: better than training on something else than what was sampled.
+A segment that cannot be decoded is refused, counted and logged, with the reason. Its group never completes here, and
+``unreadable`` names it once it is ready: better another group than training on something else than what was sampled.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Intake:
         """Read so far."""
         self._taken: set[int] = set()
         self.rejected: Counter[str] = Counter()
+        self.refusals: dict[str, str] = {}
+        """What was said of the first one of each reason, until somebody takes it."""
 
     async def run(self) -> None:
         """Read until cancelled."""
@@ -53,6 +55,7 @@ class Intake:
         except SegmentRejected as error:
             reason = type(error).__name__
             self.rejected[reason] += 1
+            self.refusals.setdefault(reason, str(error))
             get_logger().warning("segment refused", reason=reason, error=str(error))
 
     async def wait_for(self, split: Split, count: int, *, among: Collection[int] | None = None) -> list[Group]:
@@ -84,6 +87,23 @@ class Intake:
         wanted.sort(key=lambda one: one.group)
         groups = (self._assemble(one) for one in wanted)
         return [group for group in groups if group is not None]
+
+    async def unreadable(self, *, among: Collection[int]) -> list[int]:
+        """Ready groups with a segment that was refused, as of another release: they never become complete."""
+        if not self.rejected:
+            return []
+        ready = await self._bus.ready_groups(self._job)
+        waiting = [one for one in ready if one.group in among and self._assemble(one) is None]
+        return [one.group for one in waiting if await self._is_refused(one)]
+
+    async def _is_refused(self, one: ReadyGroup) -> bool:
+        for member in set(range(one.size)) - set(one.dead):
+            for payload in await self._bus.read_episode(EpisodeKey(self._job, one.group, member)):
+                try:
+                    decode(payload)
+                except SegmentRejected:
+                    return True
+        return False
 
     def versions(self, group: int) -> frozenset[int]:
         """Those that sampled what has arrived of ``group``, finished or not."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.batch import TrainSequence
-from gspo_core.types import Branch, CacheMode, Group, WeightsManifest
+from gspo_core.types import Branch, CacheMode, Group
 from services.engine_client import EngineError
 from services.telemetry import get_logger
 from services.trainer.engine_switch import BoundEngine
@@ -40,6 +41,14 @@ _MAX_LOG_RATIO = 20.0
 def engine_mismatch(message: str) -> JobFailure:
     """Engine and trainer disagree beyond the bound; the job does not train."""
     return JobFailure("engine_mismatch", message)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the weights of a learner are published as."""
+
+    version: int
+    label: str
 
 
 class Learner(Protocol):
@@ -93,21 +102,21 @@ class ParityGate:
         sources = {(one.engine_id, one.version) for trajectory in group for one in trajectory.segments}
         return "dropped_mismatch" if sources & self._distrusted else None
 
-    async def check(self, learner: Learner, groups: Sequence[Group], newest: WeightsManifest) -> None:
+    async def check(self, learner: Learner, groups: Sequence[Group], held: Held) -> None:
         """Raises JobFailure before anything is trained on tokens whose log-probs are not true."""
         branches = [branch for group in groups for trajectory in group for branch in trajectory.branches]
-        for url, of_engine in _fresh_by_engine(branches, newest.version).items():
+        for url, of_engine in _fresh_by_engine(branches, held.version).items():
             if url not in self._known:
-                await self._compare(learner, url, of_engine[:MAX_BRANCHES], newest)
+                await self._compare(learner, url, of_engine[:MAX_BRANCHES], held)
         if not self._probes:
             self._probes = [_probe(branch) for branch in branches[:NUM_PROBES]]
-            await self.remember(learner, newest)
+            await self.remember(learner, held)
 
-    async def remember(self, learner: Learner, manifest: WeightsManifest) -> None:
+    async def remember(self, learner: Learner, held: Held) -> None:
         """What engines have to say under this version, which the learner holds now."""
         if self._probes:
             self._expected = await asyncio.to_thread(learner.logprobs, self._probes)
-            self._label = manifest.label
+            self._label = held.label
 
     async def run(self) -> None:
         """Until cancelled. Raises JobFailure."""
@@ -120,17 +129,17 @@ class ParityGate:
         return engine.label == self._label != "" and self._judged.get(engine.url) != self._label
 
     async def _compare(
-        self, learner: Learner, url: str, fresh: list[tuple[Branch, NDArray[np.bool_]]], newest: WeightsManifest
+        self, learner: Learner, url: str, fresh: list[tuple[Branch, NDArray[np.bool_]]], held: Held
     ) -> None:
         sequences = [_sequence(branch, branch.segments[0].temperature) for branch, _ in fresh]
         ours = await asyncio.to_thread(learner.logprobs, sequences)
         trainer = np.concatenate([values[mask] for values, (_, mask) in zip(ours, fresh, strict=True)])
         engine = np.concatenate([branch.behavior_logprobs[mask] for branch, mask in fresh])
         found = k3(trainer, engine)
-        get_logger().info("parity", engine=url, label=newest.label, k3=found, num_tokens=len(trainer))
+        get_logger().info("parity", engine=url, label=held.label, k3=found, num_tokens=len(trainer))
         if not found <= self._max_k3:
             raise engine_mismatch(
-                f"on {len(trainer)} tokens sampled by {url} under {newest.label}, engine and trainer differ by "
+                f"on {len(trainer)} tokens sampled by {url} under {held.label}, engine and trainer differ by "
                 f"k3 = {found:.3g} per token, more than rollout.max_engine_k3 ({self._max_k3:g}): other weights, "
                 "another temperature or template, or other numerics"
             )

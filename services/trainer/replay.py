@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gspo_core.learner import Learner
 from gspo_core.staleness import Position
-from services.batch_log import BatchLog, DamagedBatchLog, LoggedBatch, batches_after
+from services.batch_log import BatchLog, DamagedBatchLog, LoggedBatch, UnknownLogSchema, batches_after
 from services.telemetry import get_logger
 from services.trainer.lineage import Lineage
 from services.trainer.sequences import train_sequences
@@ -27,22 +27,23 @@ def replay(
     log: BatchLog,
     forks: Mapping[int, Position],
     tuning: Tuning,
-) -> Position:
-    """Train what follows the checkpoint ``start``; returns the last step of the run so far.
+) -> tuple[Position, str | None]:
+    """Train what follows the checkpoint ``start``; returns the last step of the run so far, and what cut it short.
 
     ``forks`` is where each epoch that was begun forked off. A damaged log ends the row: the groups of that step and
-    those after it are owed again.
+    those after it are owed again. Raises UnknownLogSchema.
     """
     for position in batches_after(start, log.steps(), max(forks, default=start.epoch), forks):
         try:
             batch = log.read(position.epoch, position.step)
+        except UnknownLogSchema:
+            raise
         except DamagedBatchLog as error:
-            get_logger().warning("replay ends early", path=str(error.path), error=str(error))
-            break
+            return start, str(error)
         train_again(learner, lineage, batch, tuning)
         get_logger().info("step replayed", epoch=position.epoch, step=position.step)
         start = position
-    return start
+    return start, None
 
 
 def train_again(learner: Learner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> None:

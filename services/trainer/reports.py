@@ -17,6 +17,7 @@ import msgspec
 
 from gspo_core.objective import Alarm
 from gspo_core.types import StepReport, WeightsManifest
+from services.durable import append_line
 from services.store import Claim, Store
 from services.telemetry import get_logger
 from services.trainer.alarms import ADVICE, Alarms, RunAlarm
@@ -72,8 +73,7 @@ class Reports:
         await asyncio.to_thread(self._write_files, step, metrics, record)
 
     def _write_files(self, step: int, metrics: Mapping[str, float], record: Mapping[str, Any]) -> None:
-        with self._metrics_path.open("ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+        append_line(self._metrics_path, msgspec.json.encode(record))
         for listener in list(self._listeners):
             try:
                 listener.add(step, metrics)

@@ -4,7 +4,9 @@ The rule it keeps: a batch is written to the batch log before it is committed, a
 what was taken from the queue can always be found again. Everything that this process says to Redis carries the token
 of its claim; who lost the claim is answered ``Fenced`` and stops.
 
-    wait for groups -> batch log -> commit -> update -> publish weights -> admit new groups -> (evaluate) -> again
+    wait for groups -> batch log -> commit -> update -> again
+                                                   `-> publish weights -> admit new groups -> report
+                                                   `-> (checkpoint)
 
 A trainer that takes a job over goes on from the newest checkpoint and trains what was logged after it again, so that
 nothing is sampled twice. Only steps whose logs are lost are sampled anew.
@@ -17,30 +19,32 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.learner import Learner
+from gspo_core.learner import Copy, Learner
+from gspo_core.objective import Alarm
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position, groups_admissible, in_history, token_staleness
+from gspo_core.staleness import Position, groups_admissible, token_staleness
 from gspo_core.types import Group, Split, StepReport, WeightsManifest
 from services.batch_log import BatchLog, retained
 from services.bus import Bus, Full
 from services.store import CancelManner, Claim, StatusReason, Store
-from services.telemetry import get_logger
+from services.trainer.behind import Behind
 from services.trainer.census import Census
 from services.trainer.checkpoints import CheckpointStore
+from services.trainer.disk import PatientDisk
 from services.trainer.engines import Engines
 from services.trainer.environments import DescribedEnvironments
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
 from services.trainer.lineage import Lineage
-from services.trainer.parity import ParityGate
+from services.trainer.parity import Held, ParityGate
 from services.trainer.race import first_to_end
-from services.trainer.replay import replay
+from services.trainer.recovery import recover
 from services.trainer.reports import Listener, Reports, disk_metrics
 from services.trainer.selection import Selection, nothing_to_train, refusal
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
@@ -105,6 +109,13 @@ class JobRun:
         """Of every version that may have sampled a token."""
         self._forks: dict[int, Position] = {}
         self._newest: WeightsManifest
+        self._held: Held
+        """What the learner's weights are, or will be, published as."""
+        self._num_unpublished = 0
+        """Groups inside the learner's weights and in none that are published."""
+        self._disk = PatientDisk(self._alert)
+        self._publishing, self._saving = Behind(), Behind()
+        self._admitting = asyncio.Lock()
         self._dispatched_steps: dict[int, int] = {}
         """Of open groups: the step whose weights were published when it was dispatched by this process."""
         self._census = Census(services.intake, claim.job_id)
@@ -162,16 +173,19 @@ class JobRun:
     async def _warn(self, message: str) -> None:
         await self._reports.stands_still(self._lineage.step, message)
 
+    async def _alert(self, kind: str, message: str) -> None:
+        data = {"step": self._lineage.step, "kind": kind, "message": message}
+        await self._services.store.add_event(self._job, "alert", data, token=self._claim.token)
+
     async def _train(self) -> None:
         services, spec, status = self._services, self._spec, self._services.status
         await status.begin()
         await status.explain("loading_model", f"loading {spec.model}")
         learner = await asyncio.to_thread(self._make_learner)
-        if await asyncio.to_thread(self._resume, learner):
-            # Else whoever is lost after us would train all of it once more, and the last step would never be saved.
-            await self._checkpoint(learner)
+        await self._resume(learner)
         await self._recall_versions()
-        await self._publish(learner)
+        await self._hold(learner)
+        await self._publish(await asyncio.to_thread(learner.copy_weights), self._held.version, self._lineage.step)
         num_tasks = await DescribedEnvironments(services.store, self._job, status).num_tasks(len(spec.environments))
         schedule = TaskSchedule(spec.seed, num_tasks[Split.TRAIN], [one.weight for one in spec.environments])
         evaluator = Evaluator(
@@ -187,6 +201,8 @@ class JobRun:
             await self._loop(learner, schedule, evaluator)
         finally:
             evaluator.cancel()
+            for behind in (self._publishing, self._saving):
+                await behind.end()
 
     async def _loop(self, learner: Learner, schedule: TaskSchedule, evaluator: Evaluator) -> None:
         services, status = self._services, self._services.status
@@ -202,8 +218,10 @@ class JobRun:
         with contextlib.suppress(WoundUp):
             await self._take_steps(learner, schedule, evaluator)
         self._is_stepping = False
+        await self._publishing.finish()
         if self._saved_step < self._lineage.step and (self.cancelled is None or self.cancelled.saves):
             await self._checkpoint(learner)
+        await self._saving.finish()
         if self.cancelled is not None:
             return
         await services.engines.wait_for(self._newest)
@@ -248,29 +266,18 @@ class JobRun:
         if left:
             await bus.commit(self._job, self._claim.token, self._lineage.step, left, reason="dropped_job_over")
 
-    def _resume(self, learner: Learner) -> bool:
-        """Load the newest intact checkpoint, train what was logged after it, and record where this epoch forks off.
-
-        Returns whether the weights are further than that checkpoint.
-        """
-        checkpoints, log = self._services.checkpoints, self._services.batch_log
-        parent, forks = Position(self._claim.epoch - 1, 0), checkpoints.forks()
-        for checkpoint in checkpoints.newest_first():
-            if not in_history(checkpoint.position, max(forks, default=self._claim.epoch), forks):
-                get_logger().warning("checkpoint of a dead epoch skipped", path=str(checkpoint.learner_dir))
-                continue
-            try:
-                learner.load_state(checkpoint.learner_dir)
-            except ValueError as error:
-                get_logger().warning("checkpoint skipped", path=str(checkpoint.learner_dir), error=str(error))
-                continue
-            self._lineage, parent = checkpoint.lineage, checkpoint.position
-            self._saved_step = parent.step
-            break
-        reached = replay(learner, self._lineage, parent, log, forks, self._tuning)
-        checkpoints.begin_epoch(self._claim.epoch, reached)
-        self._forks = checkpoints.forks()
-        return reached != parent
+    async def _resume(self, learner: Learner) -> None:
+        """Go on where the epochs before have come, and record where this one forks off."""
+        services, epoch = self._services, self._claim.epoch
+        found = await asyncio.to_thread(recover, learner, services.checkpoints, services.batch_log, epoch, self._tuning)
+        self._lineage, self._saved_step = found.lineage, found.saved.step or -1
+        await self._disk.write("the record of this attempt", services.checkpoints.begin_epoch, epoch, found.reached)
+        self._forks = await asyncio.to_thread(services.checkpoints.forks)
+        for remark in found.remarks:
+            await self._alert(remark.kind, remark.message)
+        if found.reached != found.saved:
+            # Else whoever is lost after us would train all of it once more, and the last step would never be saved.
+            await self._checkpoint(learner)
 
     async def _recall_versions(self) -> None:
         manifests = await self._services.store.versions(self._job)
@@ -289,7 +296,7 @@ class JobRun:
             await self._dispatch(schedule, group)
 
     async def _step(self, learner: Learner, schedule: TaskSchedule) -> None:
-        services, clock = self._services, self._services.clock
+        clock = self._services.clock
         started = clock()
         groups = await self._take_groups(learner, schedule)
         taken = clock()
@@ -299,26 +306,45 @@ class JobRun:
         metrics |= await asyncio.to_thread(learner.step, sequences)
         trained = clock()
         self._lineage.step += 1
-        self._lineage.num_published += len(groups)
-        await self._publish(learner)
-        await self._admit(schedule)
+        self._num_unpublished += len(groups)
+        await self._hold(learner)
+        weights = await asyncio.to_thread(learner.copy_weights)
+        copied = clock()
+        await self._publishing.finish()
         ended = clock()
         metrics |= {
             "time/wait_s": taken - started,
             "time/train_s": trained - taken,
-            "time/publish_s": ended - trained,
+            "time/copy_s": copied - trained,
+            "time/behind_s": ended - copied,
             "time/step_s": ended - started,
-            "time/engine_paused_s": services.engines.last_switch_s(),
-            **services.engines.metrics(),
-            **self._gate.metrics(),
             **self._num_dropped,
-            **await asyncio.to_thread(disk_metrics, services.metrics_path.parent, self._newest),
             "settings/version": float(self._tuning.version),
             "throughput/tokens_per_s": metrics["tokens/trained"] / (ended - started),
         }
         self._stopping.note(self._lineage.step, metrics)
-        report = StepReport(self._lineage.step, self._newest.version, self._claim.epoch, metrics)
-        await self._reports.step(report, learner.alarms)
+        report = StepReport(self._lineage.step, self._held.version, self._claim.epoch, metrics)
+        await self._publishing.start(self._publish_step(weights, report, len(groups), learner.alarms, schedule))
+
+    async def _publish_step(
+        self, weights: Copy, report: StepReport, num_groups: int, alarms: Sequence[Alarm], schedule: TaskSchedule
+    ) -> None:
+        """What becomes of a step that was trained; the next one is trained meanwhile."""
+        services, started = self._services, self._services.clock()
+        await self._publish(weights, report.version, report.step)
+        self._lineage.num_published += num_groups
+        self._num_unpublished -= num_groups
+        await self._admit(schedule)
+        metrics = {
+            **report.metrics,
+            "time/publish_s": services.clock() - started,
+            "time/engine_paused_s": services.engines.last_switch_s(),
+            **services.engines.metrics(),
+            **self._gate.metrics(),
+            **await asyncio.to_thread(disk_metrics, services.metrics_path.parent, self._newest),
+        }
+        report = replace(report, metrics=metrics)
+        await self._disk.wait_for_room(f"the metrics of step {report.step}", lambda: self._reports.step(report, alarms))
 
     async def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {f"eval/{name}": value for name, value in metrics.items()}
@@ -328,16 +354,29 @@ class JobRun:
     async def _after_step(self, learner: Learner, evaluator: Evaluator) -> None:
         step, spec = self._lineage.step, self._spec
         if spec.evaluation and step % spec.evaluation.every == 0 and step < spec.steps:
+            await self._publishing.finish()
             await evaluator.start(step, self._newest.version)
         if step % spec.checkpoint_every == 0:
             await self._checkpoint(learner)
 
     async def _checkpoint(self, learner: Learner) -> None:
-        checkpoints, position = self._services.checkpoints, Position(self._claim.epoch, self._lineage.step)
-        await asyncio.to_thread(checkpoints.write, position, self._lineage, learner.save_state)
+        """Save what the learner holds now, while it goes on."""
+        position, lineage = Position(self._claim.epoch, self._lineage.step), self._lineage
+        # Whoever goes on from it publishes these weights first.
+        lineage = replace(
+            lineage, settled=set(lineage.settled), num_published=lineage.num_published + self._num_unpublished
+        )
+        self._saved_step = position.step
+        state = await asyncio.to_thread(learner.copy_state)
+        await self._saving.start(self._save(position, lineage, state))
+
+    async def _save(self, position: Position, lineage: Lineage, state: Copy) -> None:
+        checkpoints = self._services.checkpoints
+        await self._disk.write(
+            f"the checkpoint of step {position.step}", checkpoints.write, position, lineage, state.write
+        )
         await asyncio.to_thread(checkpoints.collect, self._spec.checkpoints.keep)
         await asyncio.to_thread(self._collect_batches)
-        self._saved_step = position.step
         data = {"step": position.step, "epoch": position.epoch}
         await self._services.store.add_event(self._job, "checkpoint", data, token=self._claim.token)
 
@@ -354,6 +393,8 @@ class JobRun:
         selection = Selection(spec, services.intake, services.status, services.clock, self._dispatched_steps)
         while True:
             self._leave_if_wound_up()
+            self._publishing.check()
+            self._saving.check()
             num_segments = services.intake.num_segments
             ready = await self._trainable(schedule)
             choice = selection.choose(list(lineage.owed()), ready, lineage.step, self._staleness_of)
@@ -361,7 +402,7 @@ class JobRun:
                 await self._drop(group, "dropped_stale")
             if choice.train:
                 chosen = [ready[group] for group in sorted(choice.train)]
-                await self._gate.check(learner, chosen, self._newest)
+                await self._gate.check(learner, chosen, self._held)
                 if not any(self._gate.refusal(group) for group in chosen):
                     break
                 continue  # an engine was found wrong meanwhile
@@ -376,13 +417,14 @@ class JobRun:
         numbers = [group.group for group in chosen]
         step = lineage.step + 1
         extra = {
-            "version": self._newest.version,
+            "version": self._held.version,
             "num_dispatched": lineage.num_dispatched,
             "dropped": self._dropped_since,
             "staleness": self._ages_of(chosen),
             "settings": self._tuning.logged(),
         }
-        await asyncio.to_thread(services.batch_log.write, self._claim.epoch, step, chosen, extra)
+        epoch = self._claim.epoch
+        await self._disk.write(f"the batch of step {step}", services.batch_log.write, epoch, step, chosen, extra)
         self._num_dropped = {
             f"dropped/{name.removeprefix('dropped_')}": len(of) for name, of in self._dropped_since.items()
         }
@@ -394,8 +436,12 @@ class JobRun:
 
     async def _trainable(self, schedule: TaskSchedule) -> dict[int, Group]:
         """Complete groups; those that will never be trained are dropped, and others started in their place."""
-        complete = await self._services.intake.complete(Split.TRAIN, among=set(self._lineage.owed()))
-        refused = [
+        intake, owed = self._services.intake, set(self._lineage.owed())
+        complete = await intake.complete(Split.TRAIN, among=owed)
+        refused = [(number, "dropped_unreadable") for number in await intake.unreadable(among=owed)]
+        while intake.refusals:
+            await self._alert("segment_refused", ": ".join(intake.refusals.popitem()))
+        refused += [
             (group.group, reason)
             for group in complete
             if (reason := refusal(group, self._spec) or self._gate.refusal(group))
@@ -436,6 +482,10 @@ class JobRun:
 
     async def _admit(self, schedule: TaskSchedule) -> None:
         """Start as many groups as pacing allows, and no more than the job will train."""
+        async with self._admitting:
+            await self._admit_now(schedule)
+
+    async def _admit_now(self, schedule: TaskSchedule) -> None:
         spec, lineage = self._spec, self._lineage
         allowed = groups_admissible(
             max_staleness=spec.rollout.max_staleness,
@@ -477,16 +527,21 @@ class JobRun:
         )
         self._dispatched_steps[group] = self._lineage.step
 
-    async def _publish(self, learner: Learner) -> None:
-        services, claim, step = self._services, self._claim, self._lineage.step
-        version = await services.store.next_version(self._job, claim.token)
-        manifest = await asyncio.to_thread(services.weights.write, version, claim.epoch, step, learner.save_weights)
+    async def _hold(self, learner: Learner) -> None:
+        """Name what the learner holds now."""
+        version = await self._services.store.next_version(self._job, self._claim.token)
+        self._held = Held(version, f"{self._job}/{self._claim.epoch}/{version}")
+        await self._gate.remember(learner, self._held)
+
+    async def _publish(self, weights: Copy, version: int, step: int) -> None:
+        services, claim = self._services, self._claim
+        what = f"version {version}"
+        manifest = await self._disk.write(what, services.weights.write, version, claim.epoch, step, weights.write)
         # Known here before anyone can sample from it.
         self._positions[version] = Position(claim.epoch, step)
         self._newest = manifest
-        await services.store.publish_version(self._job, claim.token, manifest)
+        await self._disk.wait_for_room(what, lambda: services.store.publish_version(self._job, claim.token, manifest))
         await services.store.update_progress(self._job, claim.token, step, version)
         await services.engines.publish(manifest)
-        await self._gate.remember(learner, manifest)
         newest = sorted(self._positions)[-self._spec.checkpoints.keep_versions :]
         await asyncio.to_thread(services.weights.collect, {*newest, *services.engines.versions_in_use()})

@@ -38,11 +38,13 @@ def nothing_to_train(dropped: Counter[str]) -> JobFailure:
         "dropped_partial": "env_unhealthy",
         "dropped_zero_variance": "all_rewards_equal",
         "dropped_mismatch": "engine_mismatch",
+        "dropped_unreadable": "incompatible_release",
     }
     advice = {
         "dropped_partial": "their episodes failed for reasons outside the policy: see the env.health events",
         "dropped_zero_variance": "all members of each had the same reward: the tasks are too easy or too hard",
         "dropped_mismatch": "an engine sampled them with other weights than it said",
+        "dropped_unreadable": "this release cannot read what rollout workers sent: see the segment_refused alert",
         "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise the cap",
     }
     ((reason, _),) = dropped.most_common(1)

@@ -37,7 +37,7 @@ from services.batch_log import BatchLog
 from services.bus import Append, Bus, EpisodeLease, Fenced
 from services.engine.scripted import ScriptedEngine, ScriptedTransport, language
 from services.engine_client import EngineClient, EngineError
-from services.store import Claim, Store
+from services.store import Claim, JobNotFound, Store
 from services.trainer.__main__ import make_learner
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
@@ -249,6 +249,8 @@ class Loop:
             with contextlib.suppress(Fenced):
                 token = await self.bus.join("player")
                 while True:
+                    with contextlib.suppress(JobNotFound):  # a server that was wiped is given its jobs back later
+                        await self.store.describe_environment(self.job, 0, DESCRIPTION)
                     await self.bus.beat("player", token)
                     await self.bus.reap(self.job)
                     for lease in await self.bus.lease(self.job, "player", token, 8):

@@ -71,8 +71,8 @@ def test_a_checkpoint_whose_lineage_is_damaged_is_passed_over(tmp_path: Path) ->
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         store.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
-    (tmp_path / "checkpoints" / "ep000001-step000003" / "lineage.json").write_text("")
-    (tmp_path / "checkpoints" / "ep000001-step000002" / "lineage.json").unlink()
+    (tmp_path / "checkpoints" / "ep000001-step000003" / "checkpoint.json").write_text("")
+    (tmp_path / "checkpoints" / "ep000001-step000002" / "checkpoint.json").unlink()
     assert [one.position for one in store.newest_first()] == [Position(1, 1)]
 
 
@@ -86,7 +86,7 @@ def test_a_trainer_killed_while_it_collects_or_writes_leaves_nothing_that_looks_
         store.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
 
     def dies(directory: Path, **_: object) -> None:
-        (Path(directory) / "lineage.json").unlink(missing_ok=True)
+        (Path(directory) / "checkpoint.json").unlink(missing_ok=True)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core import codec
 from gspo_core.codec import encode
 from gspo_core.types import Split
 from services.bus import Append, Bus, ReadyGroup
@@ -84,3 +85,29 @@ async def test_a_group_whose_last_open_episode_is_given_up_is_handed_out_without
     assert [trajectory.key.member for trajectory in group] == [0]
     assert group.size == 2
     await stop(reading)
+
+
+async def test_a_group_with_a_segment_of_another_release_is_named_instead_of_waited_for(
+    bus: SlowAnswers, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus.arrive.set()
+    job = claim.job_id
+    for number in (0, 1):
+        await bus.dispatch(job, claim.token, number, size=1, split=Split.TRAIN, task_index=0, bytes_per_episode=1000)
+    token = await bus.join("worker")
+    for lease in await bus.lease(job, "worker", token, 2):
+        played = [replace(one, key=lease.key) for one in episode(0, 0, 1.0, [0, 0]).segments]
+        with monkeypatch.context() as other_release:
+            if lease.key.group == 0:
+                other_release.setattr(codec, "SCHEMA", codec.SCHEMA - 1)
+            appends = [Append(lease.key, 0, one.index, encode(one), one.is_final, 0) for one in played]
+        await bus.append(job, token, appends)
+    intake = Intake(bus, job)
+    reading = asyncio.create_task(intake.run())
+    try:
+        assert [one.group for one in await intake.wait_for(Split.TRAIN, 1)] == [1]
+        assert await intake.unreadable(among={0, 1}) == [0]
+    finally:
+        await stop(reading)
+    assert intake.rejected == {"UnknownSchema": 2}
+    assert "schema 0" in intake.refusals["UnknownSchema"]

@@ -88,7 +88,7 @@ def test_the_same_weights_come_out_and_every_group_is_accounted_for(
     heir = make_learner(model_dir)
     heir.load_state(tmp_path / "checkpoint")
     recovered = Lineage.from_dict(saved)
-    assert replay(heir, recovered, Position(1, 1), log, FORKS, tuning()) == Position(1, 3)
+    assert replay(heir, recovered, Position(1, 1), log, FORKS, tuning())[0] == Position(1, 3)
     assert largest_difference(weights(heir), weights(first)) == 0
     assert recovered == lineage
     assert (recovered.step, recovered.num_published, recovered.num_dropped) == (3, 4, 1)
@@ -114,7 +114,7 @@ def test_the_log_of_a_dead_epoch_is_not_trained(model_dir: Path, log: BatchLog) 
     forks = {**FORKS, 2: Position(1, 1)}
     logged(log, 2, 2, [group(5, [1.0, 0.0])])
     lineage = Lineage()
-    assert replay(make_learner(model_dir), lineage, Position(1, 0), log, forks, tuning()) == Position(2, 2)
+    assert replay(make_learner(model_dir), lineage, Position(1, 0), log, forks, tuning())[0] == Position(2, 2)
     assert lineage.is_settled(5)
     assert not lineage.is_settled(3)
     assert not lineage.is_settled(4)
@@ -124,5 +124,5 @@ def test_a_damaged_log_ends_the_row_and_its_groups_are_owed_again(model_dir: Pat
     path = log.path(1, 2)
     path.write_bytes(path.read_bytes()[:-1])
     lineage = Lineage()
-    assert replay(make_learner(model_dir), lineage, Position(1, 0), log, FORKS, tuning()) == Position(1, 1)
+    assert replay(make_learner(model_dir), lineage, Position(1, 0), log, FORKS, tuning())[0] == Position(1, 1)
     assert list(lineage.owed()) == [2, 3, 4, 5, 6, 7]

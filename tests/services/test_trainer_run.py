@@ -21,7 +21,7 @@ from services.trainer.checkpoints import CheckpointStore
 from services.trainer.evaluation import Evaluator
 from services.trainer.failure import JobFailure
 from services.trainer.intake import Intake
-from services.trainer.parity import engine_mismatch
+from services.trainer.parity import Held, engine_mismatch
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
 from services.trainer.tasks import TaskSchedule
@@ -133,6 +133,7 @@ async def test_what_the_parity_gate_refuses_is_not_logged(
     run: Any = run_of(claim, store, bus, tmp_path, model_dir)
     job, schedule = claim.job_id, TaskSchedule(0, [4], [1.0])
     run._positions[0] = Position(claim.epoch, 0)
+    run._held = Held(0, f"{job}/{claim.epoch}/0")
     run._newest = WeightsManifest(job, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
     await run._admit(schedule)
     token = await bus.join("worker")

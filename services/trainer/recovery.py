@@ -1,0 +1,83 @@
+"""Where a trainer goes on: the newest intact checkpoint of the run so far, and what was logged after it trained again.
+
+The rule kept here: it reads files alone, and whatever it passes over it says. What is damaged is passed over for the
+next older one, whose logs lead to the same weights; what a dead epoch wrote never counts; what another release wrote
+is refused, because going on without it would quietly throw the run away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gspo_core.learner import Learner
+from gspo_core.learner.state import UnknownFormat as UnknownState
+from gspo_core.staleness import Position, in_history
+from services.batch_log import BatchLog, UnknownLogSchema
+from services.telemetry import get_logger
+from services.trainer.checkpoints import CheckpointStore, UnknownFormat
+from services.trainer.failure import JobFailure
+from services.trainer.lineage import Lineage
+from services.trainer.replay import replay
+from services.trainer.tuning import Tuning
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Something that was passed over, for the owner of the job."""
+
+    kind: str
+    message: str
+
+
+@dataclass
+class Recovered:
+    """What a learner holds now."""
+
+    lineage: Lineage
+    saved: Position
+    """The checkpoint that was loaded; step 0 of the epoch before if there was none."""
+    reached: Position
+    """After what was logged behind it."""
+    remarks: list[Remark] = field(default_factory=list)
+
+
+def recover(learner: Learner, checkpoints: CheckpointStore, log: BatchLog, epoch: int, tuning: Tuning) -> Recovered:
+    """Bring ``learner`` to where the epochs before ``epoch`` have come. Raises JobFailure."""
+    forks = checkpoints.forks()
+    found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
+    try:
+        _load(found, learner, checkpoints, max(forks, default=epoch), forks)
+        found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning)
+    except (UnknownFormat, UnknownState, UnknownLogSchema) as error:
+        raise JobFailure("incompatible_release", str(error)) from error
+    if problem:
+        _remark(found, "batch_log_damaged", f"{problem}; the groups of that step and of those after it are played anew")
+    return found
+
+
+def _load(
+    found: Recovered, learner: Learner, checkpoints: CheckpointStore, newest_epoch: int, forks: Mapping[int, Position]
+) -> None:
+    def skipped(path: Path, problem: str) -> None:
+        _remark(found, "checkpoint_skipped", f"{path.name} is passed over: {problem}")
+
+    for checkpoint in checkpoints.newest_first(skipped):
+        if not in_history(checkpoint.position, newest_epoch, forks):
+            skipped(checkpoint.learner_dir.parent, "a trainer wrote it that had lost the job")
+            continue
+        try:
+            learner.load_state(checkpoint.learner_dir)
+        except UnknownState:
+            raise
+        except ValueError as error:
+            skipped(checkpoint.learner_dir.parent, str(error))
+            continue
+        found.lineage, found.saved = checkpoint.lineage, checkpoint.position
+        return
+
+
+def _remark(found: Recovered, kind: str, message: str) -> None:
+    get_logger().warning(kind.replace("_", " "), message=message)
+    found.remarks.append(Remark(kind, message))
