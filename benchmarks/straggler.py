@@ -23,7 +23,7 @@ from services.store import Claim
 
 RESULTS = Path(__file__).with_name("results") / "straggler.md"
 MEDIAN_TOKENS, LONG_TOKENS = 80, 8000
-TOKEN_S, TRAIN_S = 0.005, 0.2
+TOKEN_S, TRAIN_S = 0.05, 0.5
 GROUPS_PER_STEP = 8
 AIM = 0.8
 
@@ -157,7 +157,7 @@ async def main(seconds: float, num_pairs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--pairs", type=int, default=2)
     arguments = parser.parse_args()
     asyncio.run(main(arguments.seconds, arguments.pairs))
