@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.redis_server import RedisServer
@@ -20,13 +20,18 @@ FAULTS = ("lose request", "lose reply", "cut reply")
 
 
 class FaultyLine:
-    """A TCP proxy before a server on a unix socket. Every request meets one of FAULTS with probability ``rate``."""
+    """A TCP proxy before a server on a unix socket. Every request meets one of FAULTS with probability ``rate``.
 
-    def __init__(self, upstream: str, rate: float, seed: int) -> None:
+    The reply to the first request with one of ``surely`` in it is lost, whatever chance says.
+    """
+
+    def __init__(self, upstream: str, rate: float, seed: int, surely: Sequence[bytes] = ()) -> None:
         self._upstream = upstream.removeprefix("unix://")
         self._rate = rate
         self._random = random.Random(seed)
+        self._surely = surely
         self._server: asyncio.Server | None = None
+        self._lines: set[asyncio.Task[None]] = set()
         self.url = ""
         self.counts: Counter[str] = Counter()
 
@@ -36,17 +41,34 @@ class FaultyLine:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        """After the clients are closed. No line outlives the proxy: one that is ended in the middle of its connecting
+        leaves a socket open, which fails whatever test runs when that is found."""
         assert self._server is not None
         self._server.close()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*self._lines, return_exceptions=True)
+
+    def _meet(self, data: bytes) -> str:
+        if any(text in data for text in self._surely):
+            self._surely = ()
+            return "lose reply"
+        return self._random.choice(FAULTS) if self._random.random() < self._rate else ""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = asyncio.current_task()
+        assert line is not None
+        self._lines.add(line)
+        line.add_done_callback(self._lines.discard)
+        await self._carry(reader, writer)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await asyncio.open_unix_connection(self._upstream)
         meeting = [""]
 
         async def forward() -> None:
             while data := await reader.read(1 << 20):
                 self.counts["requests"] += 1
-                meeting[0] = self._random.choice(FAULTS) if self._random.random() < self._rate else ""
+                meeting[0] = self._meet(data)
                 self.counts[meeting[0] or "no fault"] += 1
                 if meeting[0] == "lose request":
                     return
@@ -71,6 +93,7 @@ class FaultyLine:
             await asyncio.gather(*tasks, return_exceptions=True)
             for end in (writer, up_writer):
                 end.close()
+            await asyncio.gather(writer.wait_closed(), up_writer.wait_closed(), return_exceptions=True)
 
 
 class MortalServer:

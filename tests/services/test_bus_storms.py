@@ -53,9 +53,15 @@ async def read_all(bus: Bus, job: str) -> list[bytes]:
 async def append_through_faults(
     redis_server: RedisServer, bus: Bus, claim: Claim, num_appends: int, *, seed: int, rate: float = 0.03
 ) -> FaultyLine:
-    """Eight workers play one episode each, every call over a line that breaks; the books must agree at the end."""
+    """Eight workers play one episode each, every call over a line that breaks; the books must agree at the end.
+
+    The reply to the first append is lost for sure, however it is appended.
+    """
     job, num_segments = claim.job_id, num_appends // NUM_WORKERS
-    async with FaultyLine(redis_server.url, rate, seed) as line, AsyncExitStack() as opened:
+    async with (
+        FaultyLine(redis_server.url, rate, seed, surely=(b"gspo_append", b"XADD")) as line,
+        AsyncExitStack() as opened,
+    ):
         clients = [await opened.enter_async_context(connect(line.url)) for _ in range(NUM_WORKERS + 2)]
         trainer, reader = Bus(clients[-1]), Bus(clients[-2])
         for group in range(NUM_WORKERS):
