@@ -115,6 +115,10 @@ class Engines:
     def ready(self) -> list[BoundEngine]:
         return [engine for engine in self._bound.values() if engine.state is EngineState.READY]
 
+    def bound(self) -> list[str]:
+        """Addresses of the engines that the job holds, whatever their state."""
+        return list(self._bound)
+
     def versions_in_use(self) -> set[int]:
         """Held by an engine, or on the way into one."""
         on_the_way = () if self._target is None else (self._target.version,)
