@@ -240,6 +240,31 @@ async def test_a_refused_batch_writes_nothing_at_all(bus: Bus, claim: Claim) -> 
     assert len(await payloads(bus, job)) == 2
 
 
+async def test_one_call_takes_very_many_segments_or_none_of_them(bus: Bus, claim: Claim) -> None:
+    """More than a function can hold on its stack at once, of two episodes in turns, the first one said twice."""
+    job, count = claim.job_id, 1500
+    await dispatch(bus, claim, 0, size=2)
+    token = await bus.join("w")
+    one, other = await bus.lease(job, "w", token, 2)
+    many = [segment(lease, index, final=index == count - 1) for index in range(count) for lease in (one, other)]
+    for wrong, refusal in (
+        (Append(EpisodeKey(job, 9, 0), 0, 0, b"", False), Fenced),
+        (segment(one, count), Conflict),
+        (Append(one.key, 0, 0, b"another", False), Conflict),
+    ):
+        with pytest.raises(refusal):
+            await bus.append(job, token, [*many, wrong])
+        assert await payloads(bus, job) == []
+        assert await bus.usage(job) == QueueUsage(charged_bytes=0, stored_bytes=0, num_dead_letters=0)
+    for _ in range(2):
+        await bus.append(job, token, [*many, many[0]])
+    assert await payloads(bus, job) == [item.payload for item in many]
+    assert await bus.read_episode(other.key) == [item.payload for item in many[1::2]]
+    stored = sum(len(item.payload) for item in many)
+    assert await bus.usage(job) == QueueUsage(charged_bytes=stored, stored_bytes=stored, num_dead_letters=0)
+    assert [ready.group for ready in await bus.ready_groups(job)] == [0]
+
+
 async def test_an_append_names_its_own_job(bus: Bus, claim: Claim) -> None:
     with pytest.raises(ValueError, match="no episode of job"):
         await bus.append(claim.job_id, "token", [Append(EpisodeKey("other", 0, 0), 0, 0, b"", False)])
