@@ -357,6 +357,11 @@ class Client:
         workers: list[dict[str, Any]] = self._ask("GET", "/v1/workers")["data"]
         return workers
 
+    def drain_worker(self, worker_id: str) -> dict[str, Any]:
+        """Ask a rollout worker to leave: it hands back what it holds, and ends."""
+        found: dict[str, Any] = self._ask("POST", f"/v1/workers/{_path(worker_id)}/drain")
+        return found
+
     def events(
         self, job_id: str, after: str | None = "0", *, on_wait: Callable[[int], None] = lambda failures: None
     ) -> Iterator[Event]:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from gspo_core.env import InvalidEnvironment
 from services.environment_registry import Registry
 from services.host_server import HostOrder
 
@@ -23,12 +24,19 @@ class Sites:
 
     registry: Registry
     networks: tuple[str, ...] = ()
+    elsewhere: bool = False
+    """Hosts run in services of their own, which are told neither of paths nor of networks."""
 
     def placed(self, order: HostOrder) -> HostOrder:
         """The order with what its host has to load; an import string stays. Raises ``InvalidEnvironment``."""
         if ":" in order.ref:
             return order
         found = self.registry.place(order.ref)
+        if self.elsewhere and (found.paths or found.is_remote):
+            raise InvalidEnvironment(
+                f"{order.ref} was uploaded or reaches a URL; where environments run in services elsewhere "
+                "(GSPO_ENV_HOSTS) only references run"
+            )
         networks = self.networks if found.is_remote else None
         return replace(order, ref=found.ref, config=found.config, paths=found.paths, networks=networks)
 

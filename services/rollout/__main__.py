@@ -14,6 +14,7 @@ from functools import partial
 from redis.exceptions import NoPermissionError
 
 from services.bus import Bus
+from services.drains import Drains
 from services.engine_client import EngineClient, open_http
 from services.environment_registry import Registry
 from services.errands import Errands
@@ -36,6 +37,7 @@ from services.tracing import Traces, TracingUnavailable, open_traces
 
 # Beyond the drain: closing sessions and handing back.
 LEAVING_S = 4.0
+CANCEL_AGAIN_S = 0.1
 FUNCTIONS_WAIT_S = (0.5, 8.0)
 
 
@@ -47,7 +49,8 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
         await functions_there(bus)
         interpreters = Interpreters(settings.data_dir / "venvs", settings.env_install)
-        sites = Sites(Registry(settings.data_dir / "environments"), settings.outbound_networks)
+        registry = Registry(settings.data_dir / "environments")
+        sites = Sites(registry, settings.outbound_networks, elsewhere=bool(settings.env_hosts))
         runner = ErrandRunner(Errands(redis), sites, None if settings.env_hosts else interpreters, config.name)
         traces = traces_of(settings, config.name)
         worker = Worker(
@@ -63,11 +66,18 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
         async with Health(settings.health_file, stop) as health:
             health.is_ready = True
             async with asyncio.TaskGroup() as tasks:
-                errands = tasks.create_task(runner.run(), name="errands")
+                beside = [
+                    tasks.create_task(runner.run(), name="errands"),
+                    tasks.create_task(Drains(redis).wait(config.name, stop), name="drain"),
+                ]
                 try:
                     await worker.run(stop)
                 finally:
-                    errands.cancel()
+                    for task in beside:
+                        # Once is not enough: what the Redis client writes through may forget it on Python 3.11.
+                        while not task.done():
+                            task.cancel()
+                            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
                     if traces is not None:
                         await asyncio.to_thread(traces.close)
 

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from gspo_core.env import InvalidEnvironment
 from services.children import die_with_parent
 from services.environment_registry import EnvironmentNotFound
@@ -32,6 +34,7 @@ PHASE_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 8 << 20
 MAX_TOGETHER = 2
 AWAY_S = 1.0
+REFUSED_S = 60.0
 MEMORY_BYTES = 2 << 30
 FILE_BYTES = 64 << 20
 
@@ -56,6 +59,11 @@ class ErrandRunner:
                 except UNREACHABLE:
                     self._room.release()
                     await asyncio.sleep(AWAY_S)
+                    continue
+                except RedisError as error:  # a role that may not: episodes are played all the same
+                    self._room.release()
+                    get_logger().error("errands cannot be taken", error=str(error))
+                    await asyncio.sleep(REFUSED_S)
                     continue
                 if errand is None:
                     self._room.release()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from gspo_core.client import ApiError, Client
+from gspo_core.env import InvalidEnvironment
 from gspo_core.outbound import parse_networks
 from services.api.key_ring import KeyRing
 from services.bus import Bus
@@ -257,6 +257,8 @@ async def test_an_uploaded_file_runs_in_hosts_and_is_never_imported_here(http: h
     order = Sites(registry).placed(HostOrder("guess@1"))
     environment = await HostedEnvironment.open(order, boot=ForkServer.boot)
     await environment.close()
+    with pytest.raises(InvalidEnvironment, match="only references run"):
+        Sites(registry, elsewhere=True).placed(HostOrder("guess@1"))
 
 
 @pytest.mark.usefixtures("worker")
@@ -353,7 +355,12 @@ def test_the_client_registers_uploads_and_tries_with_a_worker_in_a_process_of_it
             assert [one["id"] for one in client.environments(name="sums")] == []
             with pytest.raises(ApiError, match="environment_not_found"):
                 client.environment("sums")
+            (name,) = [one["id"] for one in client.workers() if one["role"] == "rollout"]
+            assert client.drain_worker(name) == client.drain_worker(name)
+            assert worker.wait(60) == 0
+            with pytest.raises(ApiError, match="worker_not_found"):
+                client.drain_worker("nobody")
         finally:
-            worker.send_signal(signal.SIGTERM)
-            assert worker.wait(30) == 0
+            worker.kill()
+            worker.wait()
         assert not [line for line in api.log() if "request failed" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
@@ -21,6 +22,8 @@ from redis.retry import Retry as BlockingRetry
 
 from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.bus import Append, Bus, Snapshot
+from services.drains import Drains
+from services.errands import Errands
 from services.functions import library
 from services.redis_child import RedisChild
 from services.redis_client import connect
@@ -133,6 +136,21 @@ FORBIDDEN = {
     "list keys": ("KEYS", "*"),
     "forget functions": ("FUNCTION", "FLUSH"),
 }
+
+
+async def test_the_api_asks_and_a_rollout_worker_answers_under_their_roles(as_user: As) -> None:
+    asking, doing = Errands(as_user("gspo-api")), Errands(as_user("gspo-rollout"))
+    asked = asyncio.create_task(asking.ask({"environment": "a@1", "do": "schema"}, 30.0))
+    position, errand = "0", None
+    while errand is None:
+        position, errand = await doing.next(position, "w")
+    await doing.answer(errand, {"result": 7})
+    assert await asked == 7
+    await Drains(as_user("gspo-api")).ask("w")
+    stop = asyncio.Event()
+    await Drains(as_user("gspo-rollout")).wait("w", stop)
+    assert stop.is_set()
+    assert not await Drains(as_user("gspo-rollout")).is_asked("w")
 
 
 @pytest.mark.parametrize("user", USERS)

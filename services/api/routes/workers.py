@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 
 from services.api.context import ContextOf
-from services.api.views import Page, page
+from services.api.errors import FINAL, ApiError, documented
+from services.api.views import Page, View, page
+from services.drains import Drains
 
 router = APIRouter(prefix="/workers", tags=["workers"])
+
+
+class DrainView(View):
+    """A worker that was asked to leave."""
+
+    object: Literal["worker.drain"] = "worker.drain"
+    id: str
+    alive: bool
+    """False when it has left."""
 
 
 @router.get("")
@@ -17,3 +28,17 @@ async def list_workers(context: ContextOf) -> Page[dict[str, Any]]:
     """Trainers, rollout workers and engines that have registered, each with whether it is `alive`."""
     everyone = await context.presence.members()
     return page(everyone, max(1, len(everyone)))
+
+
+@router.post("/{worker}/drain", status_code=202, responses=documented(409))
+async def drain(worker: str, context: ContextOf) -> DrainView:
+    """Ask a rollout worker to leave: it takes no more episodes, hands back what it holds, and ends."""
+    found = next((one for one in await context.presence.members() if one["id"] == worker), None)
+    if found is None:
+        raise ApiError(404, "worker_not_found", f"no process {worker[:80]!r} is registered", param="worker")
+    if found["role"] != "rollout":
+        message = f"{worker} is a process of the role {found['role']}; only rollout workers leave when asked"
+        raise ApiError(409, "cannot_drain", message, headers=FINAL)
+    if found["alive"]:
+        await Drains(context.redis).ask(worker)
+    return DrainView(id=worker, alive=found["alive"])

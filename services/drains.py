@@ -1,0 +1,42 @@
+"""Rollout workers that are asked to leave: they take no further episodes, hand back what they hold, and end.
+
+The rule: a wish is for one process, by its id, which no other ever has; it stays until that process has seen it, so
+asking twice is asking once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError, TimeoutError
+
+from services.keys import service_key
+
+LOOK_S = 2.0
+_WISHES = service_key("drains")
+
+
+class Drains:
+    def __init__(self, redis: Redis) -> None:
+        # Replies are bytes; the client's types allow for more.
+        self._redis: Any = redis
+
+    async def ask(self, worker: str) -> None:
+        await self._redis.hset(_WISHES, worker, 1)
+
+    async def is_asked(self, worker: str) -> bool:
+        return bool(await self._redis.hexists(_WISHES, worker))
+
+    async def wait(self, worker: str, stop: asyncio.Event) -> None:
+        """Sets ``stop`` when the worker is asked to leave. While Redis is away nobody can ask."""
+        while True:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                if await self.is_asked(worker):
+                    break
+            await asyncio.sleep(LOOK_S)
+        stop.set()
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            await self._redis.hdel(_WISHES, worker)
