@@ -106,6 +106,13 @@ class Settings(BaseSettings):
     trace_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The share of the episodes that are traced."""
 
+    wandb_project: str | None = None
+    """The project of Weights & Biases that is told the numbers of every job. Needs the extra ``wandb``. Unset: nothing
+    is sent."""
+
+    wandb_mode: Literal["online", "offline"] = "online"
+    """``offline`` keeps what would be sent in the job's directory, for ``wandb sync``."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe messages that are logged."""
 

@@ -21,7 +21,7 @@ from services.engine_client import EngineClient, open_http
 from services.health import Health
 from services.process import run_until_signalled
 from services.redis_server import connect, warn_if_weaker
-from services.settings import load_settings
+from services.settings import Settings, load_settings
 from services.store import Claim, Store
 from services.telemetry import configure_logging
 from services.trainer.checkpoints import CheckpointStore
@@ -30,6 +30,7 @@ from services.trainer.intake import Intake
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
 from services.trainer.tuning import learner_config
+from services.trainer.wandb_run import WandbRun, require_wandb
 from services.trainer.weight_transport import FromDisk, ThroughGroup, WeightTransport
 from services.trainer.worker import TrainerWorker
 from services.weights import WeightStore
@@ -40,6 +41,8 @@ async def main(stop: asyncio.Event) -> None:
     configure_logging("trainer", level=settings.log_level, log_format=settings.log_format)
     if settings.redis_url is None:
         raise SystemExit("GSPO_REDIS_URL is not set: a trainer needs the Redis of its installation")
+    if settings.wandb_project is not None:
+        require_wandb()
     # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
     torch.set_num_interop_threads(1)
     async with connect(settings.redis_url) as redis, open_http() as http:
@@ -82,6 +85,7 @@ async def main(stop: asyncio.Event) -> None:
                 checkpoints=CheckpointStore(job_dir),
                 metrics_path=job_dir / "metrics.jsonl",
                 budget_bytes=settings.redis_bytes_per_job,
+                listeners=listeners(settings, job_dir, spec),
             )
             return JobRun(claim, spec, services, lambda: make_learner(spec))
 
@@ -107,6 +111,13 @@ def capabilities() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+
+
+def listeners(settings: Settings, job_dir: Path, spec: JobSpec) -> list[WandbRun]:
+    """Who is told every number, besides the store and the files of the job."""
+    if settings.wandb_project is None:
+        return []
+    return [WandbRun(settings.wandb_project, settings.wandb_mode, job_dir, job_dir.name, spec.name)]
 
 
 def make_learner(spec: JobSpec) -> Learner:
