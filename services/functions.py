@@ -57,7 +57,7 @@ class Functions:
         if held != (LIBRARY_VERSION, digest):
             await self.redis.function_load(source, replace=True)
 
-    async def call(self, name: str, keys: Sequence[str], *args: str | bytes | int | float) -> Any:
+    async def call(self, name: str, keys: Sequence[str | bytes], *args: str | bytes | int | float) -> Any:
         """The reply of ``gspo_<name>``. A server that lost the library (a new one, say) is given it again."""
         try:
             return await self._fcall(name, keys, args)
@@ -70,7 +70,7 @@ class Functions:
         except ResponseError as error:
             raise _refusal(error) from None
 
-    async def _fcall(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int | float]) -> Any:
+    async def _fcall(self, name: str, keys: Sequence[str | bytes], args: Sequence[str | bytes | int | float]) -> Any:
         return await self.redis.execute_command("FCALL", f"gspo_{name}", len(keys), *keys, *args)
 
     async def _held_version(self) -> tuple[int, str] | None:
