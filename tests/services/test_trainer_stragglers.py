@@ -13,13 +13,14 @@ import pytest
 from gspo_core.codec import encode
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
-from gspo_core.types import EpisodeKey, Group, WeightFile, WeightsManifest
+from gspo_core.types import EpisodeKey, Group
 from services.batch_log import BatchLog
 from services.bus import Append, Bus, Fenced
 from services.store import Claim, Store
 from services.trainer.census import Census
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.intake import Intake
+from services.trainer.parity import Held
 from services.trainer.run import JobRun, Services
 from services.trainer.selection import groups_to_close
 from services.trainer.status import JobStatusBoard
@@ -60,7 +61,7 @@ class Stage:
         )
         self.run: Any = JobRun(claim, spec, services, lambda: cast(Any, None))
         self.run._positions[0] = Position(claim.epoch, 0)
-        self.run._newest = WeightsManifest(claim.job_id, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
+        self.run._held = Held(0, f"{claim.job_id}/{claim.epoch}/0")
         self.schedule = TaskSchedule(0, [4], [1.0])
 
         async def check(*_: object) -> None: ...
