@@ -2,7 +2,7 @@
 
 Run: ``python -m benchmarks.engine_join [--rounds 5] [--venv .venv-sglang --model DIR]``. A job has one engine, which 32
 callers keep busy. A second one, started but in nobody's settings, is announced; it is found and tested, bound, given
-the job's weights, seen by the rollout worker, and asked. With an environment of SGLang, the second is a real server too;
+the job's weights, seen by the rollout worker, and asked. With an environment of SGLang the second is a real server;
 ``DIR`` is then a model with a tokenizer, such as the demo's.
 """
 
