@@ -123,19 +123,40 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def read_state(directory: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The manifest's content and the tensors of one rank, both checked."""
+    """The manifest's content and the tensors of one rank, both checked.
+
+    Where another number of ranks saved it, every rank reads all shards and takes its part of each tensor; the random
+    state is then that of a rank that saved.
+    """
     manifest = _read_manifest(directory)
-    if manifest["num_ranks"] != num_ranks:
-        raise InvalidState(
-            f"the state in {directory} was saved by {manifest['num_ranks']} ranks and {num_ranks} cannot "
-            "resume it: take as many ranks, or start from its weights"
-        )
+    if manifest["num_ranks"] == num_ranks:
+        return manifest["content"], _read_shard(directory, manifest, rank)
+    shards = [_read_shard(directory, manifest, saved) for saved in range(manifest["num_ranks"])]
+    own = shards[rank % len(shards)]
+    return manifest["content"], {
+        name: value if _is_whole(name) else _part(torch.cat([shard[name] for shard in shards]), rank, num_ranks)
+        for name, value in own.items()
+    }
+
+
+def _is_whole(name: str) -> bool:
+    """Whether every rank has all of it."""
+    return name.startswith(("random/", "optimizer/step/"))
+
+
+def _part(tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
+    """As FSDP2 spreads a tensor: along the first dimension, the last ranks may have nothing."""
+    parts = torch.chunk(tensor, num_ranks)
+    return parts[rank].clone() if rank < len(parts) else tensor[:0].clone()
+
+
+def _read_shard(directory: Path, manifest: dict[str, Any], rank: int) -> dict[str, Tensor]:
     name = shard_name(rank)
     expected, path = manifest["files"][name], directory / name
     if not path.is_file() or path.stat().st_size != expected["size_bytes"] or _sha256(path) != expected["sha256"]:
         raise InvalidState(f"{path} is not what its manifest says: the state is damaged, use an older one")
     with safe_open(path, framework="pt") as file:
-        return manifest["content"], {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:

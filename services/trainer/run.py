@@ -241,6 +241,8 @@ class JobRun:
     async def _is_over(self, learner: Learner) -> bool:
         """At a step boundary: what the user has changed holds from here on, and may end the job. Raises WoundUp."""
         job = await self._services.store.get_job(self._job)
+        if self._tuning.version != job.settings_version:
+            await self._publishing.finish()  # a condition that is new looks at what has been reported
         if self._tuning.version != job.settings_version and self._tuning.apply(
             learner, job.settings_version, job.settings
         ):

@@ -7,12 +7,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from gspo_core.learner import state
 from tests.core import learner_process
-from tests.core.learner_support import MIXTURE, largest_difference, write_model
+from tests.core.learner_support import (
+    MIXTURE,
+    largest_difference,
+    make_learner,
+    make_sequences,
+    with_behavior,
+    write_model,
+)
 
 pytestmark = pytest.mark.timeout(300)  # starting processes is slow on a busy machine
 # Of what the weights moved by; float32 sums in another order, and the clip's rounding near its bounds.
@@ -73,3 +83,42 @@ def test_a_state_of_two_ranks_resumes_exactly(two_ranks: Path, case: str) -> Non
     )
     assert first == second
     assert len(list((two_ranks / case / "state").glob("rank-*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("case", ["gspo", "low rank", "mixture with replayed routes"])
+def test_one_rank_goes_on_from_a_state_of_two(two_ranks: Path, tmp_path: Path, case: str) -> None:
+    """With exactly the weights that two ranks had, and moments that lead to the same next update."""
+    objective, config, number = learner_process.RANK_CASES[case]
+    options: dict[str, Any] = dict(config)
+    learner = make_learner(learner_process.model_of(two_ranks, case), objective, **options)
+    learner.load_state(two_ranks / case / "state")
+    learner.save_weights(tmp_path / "loaded")
+    loaded, saved, later = (
+        load_file(root / "model.safetensors")
+        for root in (tmp_path / "loaded", two_ranks / case / "weights", two_ranks / case / "supervised")
+    )
+    assert largest_difference(loaded, saved) == 0
+    sequences = make_sequences(number)
+    with_behavior(learner, sequences)
+    learner.supervised_step(sequences)
+    learner.save_weights(tmp_path / "trained")
+    trained = load_file(tmp_path / "trained" / "model.safetensors")
+    assert largest_difference(trained, later) < TOLERANCE * largest_difference(saved, later)
+
+
+@pytest.mark.parametrize(("num_saved", "num_loading"), [(1, 3), (3, 2), (2, 1), (4, 5)])
+def test_tensors_are_spread_over_another_number_of_ranks(tmp_path: Path, num_saved: int, num_loading: int) -> None:
+    """Among them one with fewer rows than ranks."""
+    whole = {"parameter/a": torch.arange(21.0).reshape(7, 3), "optimizer/exp_avg/b": torch.arange(2.0)}
+    for rank in range(num_saved):
+        parts = {name: state._part(tensor, rank, num_saved) for name, tensor in whole.items()}
+        state.write_shard(tmp_path / "state", rank, parts | {"optimizer/step/a": torch.tensor(4.0)})
+    state.write_manifest(tmp_path / "state", num_saved, {})
+    read = [state.read_state(tmp_path / "state", rank, num_loading)[1] for rank in range(num_loading)]
+    for name, tensor in whole.items():
+        assert torch.equal(torch.cat([one[name] for one in read]), tensor)
+        assert [len(one[name]) for one in read] == [
+            len(torch.chunk(tensor, num_loading)[rank]) if rank < len(torch.chunk(tensor, num_loading)) else 0
+            for rank in range(num_loading)
+        ]
+    assert all(one["optimizer/step/a"] == 4 for one in read)
