@@ -25,17 +25,16 @@ class Sites:
     registry: Registry
     networks: tuple[str, ...] = ()
     elsewhere: bool = False
-    """Hosts run in services of their own, which are told neither of paths nor of networks."""
+    """Hosts run in services of their own, which do not have what was uploaded."""
 
     def placed(self, order: HostOrder) -> HostOrder:
         """The order with what its host has to load; an import string stays. Raises ``InvalidEnvironment``."""
         if ":" in order.ref:
             return order
         found = self.registry.place(order.ref)
-        if self.elsewhere and (found.paths or found.is_remote):
+        if self.elsewhere and found.paths:
             raise InvalidEnvironment(
-                f"{order.ref} was uploaded or reaches a URL; where environments run in services elsewhere "
-                "(GSPO_ENV_HOSTS) only references run"
+                f"{order.ref} was uploaded; services elsewhere (GSPO_ENV_HOSTS) lack its files: only references run"
             )
         networks = self.networks if found.is_remote else None
         return replace(order, ref=found.ref, config=found.config, paths=found.paths, networks=networks)
