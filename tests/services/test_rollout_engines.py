@@ -233,8 +233,9 @@ async def test_requests_beyond_what_an_engine_runs_wait_here_and_go_to_another(p
     place.add("small", max_running=3, tick_s=0.01)
     worker = place.worker()
     await worker.until_usable(1)
+    seen = worker.engines.usable()[0]
     calls = [worker.ask(30, prompt=number) for number in range(110)]
-    await until(lambda: worker.engines.usable()[0].limit.value <= 5)
+    await until(lambda: seen.limit.value <= 5)
     late = place.add("late", max_running=40)
     await asyncio.gather(*calls)
     assert late.num_generated > 30 * 20, "most of those that were not in the small one yet"
