@@ -60,7 +60,7 @@ class Busy:
         self._num_steps = 0
 
     def watch(self, learner: Learner) -> Learner:
-        for name in ("step", "logprobs", "copy_weights", "copy_state"):
+        for name in ("step", "logprobs", "copy_weights"):
             setattr(learner, name, self._timed(name, getattr(learner, name)))
         return learner
 
@@ -73,7 +73,7 @@ class Busy:
             result = call(*args)
             if self.began:
                 self.seconds[name] += time.perf_counter() - start
-                if name == "step":
+                if name == "copy_weights":  # what a step ends with
                     self.ended = time.perf_counter()
             return result
 
@@ -227,13 +227,13 @@ def run_of(claim: Claim, store: Store, bus: Bus, job_dir: Path, spec: JobSpec, b
 
 
 def report(name: str, steps: list[dict[str, float]], busy: Busy) -> None:
-    """Of the wall time from the first step after the warm-up to the end of the last one."""
+    """Of the wall time from the first step after the warm-up until the weights of the last one are copied."""
     steady, wall = steps[WARM_UP:], busy.ended - busy.began
     print(f"\n{name}: {len(steady)} steps, {wall / len(steady):.3f} s each")
     shares = {
         "training steps": busy.seconds["step"],
         "log-probs of the probes of the parity gate": busy.seconds["logprobs"],
-        "copying weights and state": busy.seconds["copy_weights"] + busy.seconds["copy_state"],
+        "copying weights": busy.seconds["copy_weights"],
         **{text: sum(step[part] for step in steady[1:]) for part, text in PARTS.items()},
     }
     shares["anything else"] = wall - sum(shares.values())
