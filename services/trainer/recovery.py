@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gspo_core.learner import Learner
-from gspo_core.learner.state import UnknownFormat as UnknownState
+from gspo_core.learner import UnknownFormat as UnknownState
 from gspo_core.staleness import Position, in_history
 from services.batch_log import BatchLog, UnknownLogSchema
 from services.telemetry import get_logger
