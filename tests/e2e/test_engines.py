@@ -184,6 +184,7 @@ def test_an_engine_with_other_weights_under_the_right_label_ends_the_job_with_th
             steps = [event.data["step"] for event in client.events(job) if event.type == "step"]
             record = client.job(job)
         liar.shutdown()
+        liar.server_close()
     assert record["status"] == "failed"
     assert record["status_reason"]["code"] == "engine_mismatch"
     assert "does not hold" in record["status_reason"]["message"]
