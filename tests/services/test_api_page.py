@@ -27,8 +27,8 @@ def api(redis_server: RedisServer) -> Iterator[ApiProcess]:
 
 
 def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    return str(found)
+    """The first of the page: how a job is submitted and followed."""
+    return str(re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0])
 
 
 def newest_job(api: ApiProcess) -> dict[str, Any]:
