@@ -152,6 +152,8 @@ def _part(tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
 
 def _read_shard(directory: Path, manifest: dict[str, Any], rank: int) -> dict[str, Tensor]:
     name = shard_name(rank)
+    if name not in manifest["files"]:
+        raise InvalidState(f"{directory}: its manifest speaks of {manifest['num_ranks']} ranks and lists no {name}")
     expected, path = manifest["files"][name], directory / name
     if not path.is_file() or path.stat().st_size != expected["size_bytes"] or _sha256(path) != expected["sha256"]:
         raise InvalidState(f"{path} is not what its manifest says: the state is damaged, use an older one")

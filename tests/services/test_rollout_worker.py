@@ -535,7 +535,8 @@ async def test_a_worker_that_leaves_costs_no_token_and_another_goes_on(stage: St
 async def test_a_worker_of_several_processes_shares_the_job_replaces_a_dead_one_and_leaves_as_one(stage: Stage) -> None:
     claim = await stage.submit(config={"replies": 35})
     await stage.publish(claim, stage.place.chatty)
-    await stage.dispatch(claim, 12)
+    num_groups = 60  # more than can be played before the dead process is replaced
+    await stage.dispatch(claim, num_groups)
     parent = stage.process("--processes", "2", "--max-episodes", "8")
 
     async def players() -> set[int]:
@@ -561,9 +562,9 @@ async def test_a_worker_of_several_processes_shares_the_job_replaces_a_dead_one_
     assert await asyncio.to_thread(parent.wait, 20) == 0
     assert not alive(now | before)
     token = await stage.bus.join("next")
-    leases = await stage.bus.lease(claim.job_id, "next", token, 100)
+    leases = await stage.bus.lease(claim.job_id, "next", token, 2 * num_groups)
     num_ended = sum([decode(one).is_final for _, one in await stage.bus.read_segments(claim.job_id, count=100_000)])
-    assert len(leases) == 24 - num_ended > 0
+    assert len(leases) == 2 * num_groups - num_ended > 0
     assert all(lease.attempt == 0 for lease in leases)
 
 

@@ -193,7 +193,7 @@ async def test_a_flush_over_running_requests_leaves_the_engine_dirty_until_a_ful
 
 
 async def test_a_load_that_replaced_weights_but_not_the_label_is_mended(
-    engine: EngineClient, models: Models, http: httpx.AsyncClient
+    engine: EngineClient, models: Models, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang can answer 400 although the weights are new; once nothing runs, cache and label can follow."""
     prompt = random_prompt(random.Random(6), 30)
@@ -202,12 +202,15 @@ async def test_a_load_that_replaced_weights_but_not_the_label_is_mended(
     await engine.pause("in_place")
     updated = asyncio.Event()
 
-    async def on_response(response: httpx.Response) -> None:
-        if response.url.path == "/update_weights_from_disk":
+    async def watched(request: httpx.Request) -> httpx.Response:
+        response = await send(request)
+        if request.url.path == "/update_weights_from_disk":
             assert response.status_code == 400
             updated.set()
+        return response
 
-    http.event_hooks = {"response": [on_response]}
+    send = http.send
+    monkeypatch.setattr(http, "send", watched)
     load = asyncio.create_task(engine.load_weights(models.paths[1], "job/1/1"))
     await updated.wait()
     await engine.resume()
