@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from services.engine_client import EngineClient, EngineDirty, EngineError, EngineProfile, EngineRejected
+from services.ports import free_port
 from services.process_group import ProcessGroup
 
 _LEAVE_S = 5.0
@@ -49,7 +49,7 @@ class WeightGroup:
         """
         backend = "gloo" if device == "cpu" else "nccl"
         profile = min([await engine.profile() for engine in engines])
-        port, world_size = _free_port(host), len(engines) + 1
+        port, world_size = free_port(host), len(engines) + 1
         name = f"weights-{uuid.uuid4().hex}"  # a name that was destroyed cannot be used again
         place: dict[str, Any] = {"host": host, "port": port, "world_size": world_size, "name": name}
         place |= {"backend": backend, "timeout_s": timeout_s}
@@ -103,10 +103,3 @@ async def _all_or_dirty(*work: Awaitable[Any], refused_is_dirty: bool = False) -
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import httpx
 
-from services.local.stack import Child, StackError, claim_port
+from services.local.stack import Child, StackError
+from services.ports import free_port
 
 # On a busy machine its imports alone take a minute.
 START_TIMEOUT_S = 300.0
@@ -40,7 +41,7 @@ class SGLangProcess:
         python = venv / "bin" / "python"
         if not python.exists():
             raise StackError(f"{venv} holds no environment for SGLang: make one with `make sglang-cpu`")
-        port = claim_port("127.0.0.1", 0)
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         where = ("--model-path", str(model_dir), "--host", "127.0.0.1", "--port", str(port))
         argv = [str(python), "-m", "sglang.launch_server", *where, *_OPTIONS, *options]

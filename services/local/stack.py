@@ -23,6 +23,7 @@ from typing import IO, Self
 import httpx
 
 from services.children import die_with_parent
+from services.ports import free_port
 from services.redis_server import RedisServer, RedisUnsuitable
 from services.settings import SettingsError
 
@@ -113,7 +114,7 @@ class Stack:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         api_port = claim_port(config.host, config.port)
         self.api_url = f"http://{config.host}:{api_port}"
-        engine_port = 0 if config.engine_urls else claim_port("127.0.0.1", 0)
+        engine_port = 0 if config.engine_urls else free_port()
         self.engine_url = ",".join(config.engine_urls) or f"http://127.0.0.1:{engine_port}"
         try:
             self._redis = RedisServer.start(config.data_dir / "redis")
@@ -214,6 +215,8 @@ def check_place(config: StackConfig) -> None:
 
 def claim_port(host: str, port: int) -> int:
     """``port`` if it can be bound, a free one for 0; otherwise an error that says what to do."""
+    if port == 0:
+        return free_port(host)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -223,7 +226,7 @@ def claim_port(host: str, port: int) -> int:
                 f"cannot listen on {host}:{port} ({error.strerror}): another program, perhaps another stack, uses it. "
                 f"Stop it, or choose another port with --port (0 takes a free one)."
             ) from error
-        return int(probe.getsockname()[1])
+    return port
 
 
 @contextmanager

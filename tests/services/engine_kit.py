@@ -9,7 +9,6 @@ import asyncio
 import functools
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import torch
 
 from services.children import die_with_parent
 from services.engine_client import EngineClient, Generation
+from services.ports import free_port
 
 NUM_VERSIONS = 3
 VOCAB_SIZE = 300
@@ -96,9 +96,7 @@ class EngineProcess:
     """``python -m services.engine`` as a child."""
 
     def __init__(self, model: Path, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "services.engine", "--model", str(model), "--port", str(port), *options]
         self.process = subprocess.Popen(
@@ -106,7 +104,7 @@ class EngineProcess:
         )
         deadline = time.monotonic() + _DEADLINE_S
         while not self._is_ready():
-            assert self.process.poll() is None, "the engine ended while it started"
+            assert self.process.poll() is None, f"the engine ended with {self.process.returncode} while it started"
             assert time.monotonic() < deadline, "the engine did not become ready"
             time.sleep(0.1)
 

@@ -269,11 +269,12 @@ async def test_a_package_finds_its_own_modules(http: httpx.AsyncClient):
         "world/guess.py": "from world.numbers import TASKS\n"
         + SOURCE.replace('[{"number": 3}, {"number": 5}]', "TASKS"),
     }
-    answer = await post_file(http, "world", "world.guess:Guess", zipped(files), "application/zip")
+    package = zipped(files)
+    answer = await post_file(http, "world", "world.guess:Guess", package, "application/zip")
     assert answer.status_code == 201, answer.text
     found = await settled(http, "world")
     assert found["status"] == "ready", found["failures"]
-    again = await post_file(http, "world", "world.guess:Guess", zipped(files), "application/zip")
+    again = await post_file(http, "world", "world.guess:Guess", package, "application/zip")
     assert (again.status_code, again.json()["id"]) == (200, "world@1")
 
 

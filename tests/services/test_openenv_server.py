@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,6 +17,7 @@ from gspo_core.types import Split, StopReason
 from services.host_server import HostOrder
 from services.hosted import HostedEnvironment
 from services.openenv_server import serve
+from services.ports import free_port
 from tests.services.test_host import call, said
 
 CALCULATOR = "environments.calculator:Calculator"
@@ -27,9 +27,7 @@ CLIENT = "environments.adapters.openenv:OpenEnv"
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
     """A server of the calculator with room for two."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = await HostedEnvironment.open(HostOrder(CALCULATOR))
     ready = asyncio.Event()
     serving = asyncio.create_task(serve(environment, "127.0.0.1", port, 2, ready))

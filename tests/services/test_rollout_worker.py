@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,6 +33,7 @@ from services.children import die_with_parent
 from services.engine_client import EngineClient, open_http
 from services.host_local import LocalHosts
 from services.host_venv import Interpreters
+from services.ports import free_port
 from services.redis_server import RedisServer, connect
 from services.rollout.episode import Episode
 from services.rollout.loading import load_job
@@ -152,12 +152,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 def alive(pids: set[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def spawn(module: str, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from gspo_core.codec import encode
 from gspo_core.env import load_environment
 from gspo_core.types import EpisodeKey
 from services.bus import Append, Bus
+from services.ports import free_port
 from services.redis_server import RedisServer
 from services.store import Store
 from tests.services.api_kit import ApiProcess
@@ -93,8 +93,7 @@ async def test_a_new_step_arrives_on_the_page_that_is_open(visit: Visit, job: Re
 
 
 async def test_the_page_goes_on_after_the_api_was_restarted(redis_server: RedisServer, job: RecordedJob, store: Store):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     with ApiProcess(redis_server.url, GSPO_API_PORT=port) as first:
         url = first.url
         async with visiting(url) as visit:

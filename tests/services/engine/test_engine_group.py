@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.engine_client import EngineClient, EngineRejected
+from services.ports import free_port
 from services.process_group import ProcessGroup
 from tests.services.engine_kit import Models
 
@@ -22,9 +22,7 @@ PROMPT = [10, 20, 30, 40]
 
 async def sender(engine: EngineClient) -> tuple[ProcessGroup, str]:
     """The trainer's end of a group, in which an update has begun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     name = f"by-hand-{port}"
     place: dict[str, Any] = {"host": "127.0.0.1", "port": port, "world_size": 2, "name": name, "timeout_s": 60.0}
     group, _ = await asyncio.gather(
