@@ -196,8 +196,8 @@ class ForgetfulSnapshot(Counter):
         (LeakingThroughItsClass, "isolation", "others were played before.*additions.*LeakingThroughItsClass.log"),
         (LeakingThroughItsModule, "isolation", "what changed between episodes: .*_SEEN"),
         (OneForAll, "together", "at the same time change each other"),
-        (Hanging, "timeouts", r"\('add', \{'amount': \d\}\) timed out after 0.3s: it hangs"),
-        (HangingInReset, "reset", "timed out after 0.3s"),
+        (Hanging, "timeouts", r"\('add', \{'amount': \d\}\) timed out after 1s: it hangs"),
+        (HangingInReset, "reset", "timed out after 1s"),
         (BlockingTheLoop, "responsive", r"blocks the event loop.*test_env_validate.py, line \d+, in add"),
         (NotANumber, "reward", "nan, not a finite number"),
         (NoReward, "reward", "NoneType, not a number"),
@@ -213,9 +213,12 @@ class ForgetfulSnapshot(Counter):
 def test_a_defect_is_refused_with_its_reason(
     cls: type, check: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gspo_core.testing.watch, "_GRACE_S", 0.5)
+    does_hang = cls in (Hanging, HangingInReset, BlockingTheLoop)
+    patience = 1.0 if does_hang else 60.0  # a loaded machine must not make a sound call late
+    if does_hang:
+        monkeypatch.setattr(gspo_core.testing.watch, "_GRACE_S", 0.5)
     with pytest.raises(EnvironmentRefused, match=rf"{check} +.*{reason}") as refusal:
-        check_environment(cls, timeout_s=0.3)
+        check_environment(cls, timeout_s=patience)
     assert [failure.id for failure in refusal.value.report.failures] == [check]
 
 
