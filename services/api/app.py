@@ -19,7 +19,7 @@ from services.api import errors
 from services.api.access import Access, AccessMiddleware
 from services.api.audit import Audit
 from services.api.codecs import Codecs
-from services.api.context import Context, OpenBackend
+from services.api.context import Backend, Context, OpenBackend
 from services.api.exports import Exports
 from services.api.history import History
 from services.api.key_ring import KeyRing
@@ -47,10 +47,10 @@ from services.api.routes import keys as keys_of_others
 from services.api.sse import PING_S, render
 from services.api.tails import Tails
 from services.api.traffic import Traffic
+from services.cancelling import cancel_all
 from services.errands import Errands
 
 LEASE_S = 30.0
-CANCEL_AGAIN_S = 0.1
 
 
 def create_app(
@@ -75,36 +75,15 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with open_backend() as backend:
-            exports, until = Exports(), stopping or asyncio.Event()
             presence = Presence(backend.store, lease_s, time.monotonic)
-            app.state.context = Context(
-                store=backend.store,
-                bus=backend.bus,
-                history=History(backend.jobs_dir),
-                codecs=Codecs(backend.jobs_dir),
-                stopping=until,
-                presence=presence,
-                tails=Tails(backend.store, render, until),
-                traffic=traffic,
-                ring=ring,
-                errands=Errands(backend.redis),
-                exports=exports,
-                redis=backend.redis,
-                registry=backend.registry,
-                networks=backend.networks,
-                may_upload=backend.may_upload,
-                ping_s=ping_s,
-            )
+            context = _context(backend, presence, traffic, ring, stopping or asyncio.Event(), ping_s)
+            app.state.context = context
             watching = asyncio.create_task(presence.run(), name="presence")
             try:
                 yield
             finally:
-                await exports.close()
-                # Once is not enough: on Python 3.11 asyncio.wait_for, which the Redis client writes through, forgets a
-                # cancellation that comes when it has just finished.
-                while not watching.done():
-                    watching.cancel()
-                    await asyncio.wait({watching}, timeout=CANCEL_AGAIN_S)
+                await context.exports.close()
+                await cancel_all([watching], again_after_s=0.1)
                 await presence.close()
 
     app = FastAPI(
@@ -133,3 +112,26 @@ def create_app(
         v1.include_router(module.router, responses=errors.documented(400, 401, 403, 404, 422, 429, 503))
     app.include_router(v1)
     return app
+
+
+def _context(
+    backend: Backend, presence: Presence, traffic: Traffic, ring: KeyRing | None, stopping: asyncio.Event, ping_s: float
+) -> Context:
+    return Context(
+        store=backend.store,
+        bus=backend.bus,
+        history=History(backend.jobs_dir),
+        codecs=Codecs(backend.jobs_dir),
+        stopping=stopping,
+        presence=presence,
+        tails=Tails(backend.store, render, stopping),
+        traffic=traffic,
+        ring=ring,
+        errands=Errands(backend.redis),
+        exports=Exports(),
+        redis=backend.redis,
+        registry=backend.registry,
+        networks=backend.networks,
+        may_upload=backend.may_upload,
+        ping_s=ping_s,
+    )

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from services.api.errors import REDIS_AWAY
+from services.cancelling import cancel_all
 from services.leases import BeatWatch
 from services.store import Store
 
 LOOKS_PER_LEASE = 5
-CANCEL_AGAIN_S = 0.1
 
 
 class Presence:
@@ -44,9 +44,8 @@ class Presence:
 
     async def close(self) -> None:
         """Nobody waits for an answer any more."""
-        while self._looking is not None and not self._looking.done():
-            self._looking.cancel()
-            await asyncio.wait({self._looking}, timeout=CANCEL_AGAIN_S)
+        if self._looking is not None:
+            await cancel_all([self._looking], again_after_s=0.1)
 
     async def _look(self) -> list[dict[str, Any]]:
         trainers = await self._store.trainers()

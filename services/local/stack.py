@@ -215,17 +215,17 @@ def check_place(config: StackConfig) -> None:
 
 def claim_port(host: str, port: int) -> int:
     """``port`` if it can be bound, a free one for 0; otherwise an error that says what to do."""
-    if port == 0:
-        return free_port(host)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        if port == 0:
+            return free_port(host)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise StackError(
-                f"cannot listen on {host}:{port} ({error.strerror}): another program, perhaps another stack, uses it. "
-                f"Stop it, or choose another port with --port (0 takes a free one)."
-            ) from error
+    except OSError as error:
+        raise StackError(
+            f"cannot listen on {host}:{port} ({error.strerror}): another program, perhaps another stack, uses it. "
+            f"Stop it, or choose another port with --port (0 takes a free one)."
+        ) from error
     return port
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from redis.exceptions import NoPermissionError
 
 from services.bus import Bus
+from services.cancelling import cancel_all
 from services.drains import Drains
 from services.engine_client import EngineClient, open_http
 from services.environment_registry import Registry
@@ -37,7 +38,6 @@ from services.tracing import Traces, TracingUnavailable, open_traces
 
 # Beyond the drain: closing sessions and handing back.
 LEAVING_S = 4.0
-CANCEL_AGAIN_S = 0.1
 FUNCTIONS_WAIT_S = (0.5, 8.0)
 
 
@@ -73,11 +73,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
                 try:
                     await worker.run(stop)
                 finally:
-                    for task in beside:
-                        # Once is not enough: what the Redis client writes through may forget it on Python 3.11.
-                        while not task.done():
-                            task.cancel()
-                            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+                    await cancel_all(beside, again_after_s=0.1)
                     if traces is not None:
                         await asyncio.to_thread(traces.close)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 
 from gspo_core.learner import Learner
@@ -57,48 +59,53 @@ async def main(stop: asyncio.Event) -> None:
         await warn_if_weaker(redis)
         await store.rebuild()
 
-        def make_run(claim: Claim, spec: JobSpec) -> JobRun:
-            job_dir = settings.data_dir / "jobs" / claim.job_id
-            job_dir.mkdir(parents=True, exist_ok=True)
-            weights = WeightStore(job_dir)
-            engines = Engines(
-                store,
-                claim.job_id,
-                claim.token,
-                weights,
-                settings.engine_urls,
-                lambda url: EngineClient(url, http),
-                num_wanted=spec.resources.num_engines,
-                sync=spec.rollout.weight_sync,
-                transport=make_transport(spec),
-                lease_s=settings.lease_s,
-            )
-            intake = Intake(bus, claim.job_id)
-            services = Services(
-                bus=bus,
-                store=store,
-                status=JobStatusBoard(store, claim),
-                engines=engines,
-                intake=intake,
-                weights=weights,
-                batch_log=BatchLog(job_dir),
-                checkpoints=CheckpointStore(job_dir),
-                metrics_path=job_dir / "metrics.jsonl",
-                budget_bytes=settings.redis_bytes_per_job,
-                listeners=listeners(settings, job_dir, spec),
-            )
-            return JobRun(claim, spec, services, lambda: make_learner(spec))
-
+        begin = functools.partial(make_run, settings, bus, store, http)
         name = f"trainer-{socket.gethostname()}-{os.getpid()}"
         beats = EngineBeats(store, [EngineClient(url, http) for url in settings.engine_urls], lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
         try:
-            worker = TrainerWorker(store, name, make_run, lease_s=settings.lease_s, capabilities=capabilities())
+            worker = TrainerWorker(store, name, begin, lease_s=settings.lease_s, capabilities=capabilities())
             async with Health(settings.health_file, stop) as health:
                 health.is_ready = True
                 await worker.run(stop)
         finally:
             beating.cancel()
+
+
+def make_run(
+    settings: Settings, bus: Bus, store: Store, http: httpx.AsyncClient, claim: Claim, spec: JobSpec
+) -> JobRun:
+    """An attempt at a claimed job, with what it needs of this process."""
+    job_dir = settings.data_dir / "jobs" / claim.job_id
+    job_dir.mkdir(parents=True, exist_ok=True)
+    weights = WeightStore(job_dir)
+    engines = Engines(
+        store,
+        claim.job_id,
+        claim.token,
+        weights,
+        settings.engine_urls,
+        lambda url: EngineClient(url, http),
+        num_wanted=spec.resources.num_engines,
+        sync=spec.rollout.weight_sync,
+        transport=make_transport(spec),
+        lease_s=settings.lease_s,
+    )
+    intake = Intake(bus, claim.job_id)
+    services = Services(
+        bus=bus,
+        store=store,
+        status=JobStatusBoard(store, claim),
+        engines=engines,
+        intake=intake,
+        weights=weights,
+        batch_log=BatchLog(job_dir),
+        checkpoints=CheckpointStore(job_dir),
+        metrics_path=job_dir / "metrics.jsonl",
+        budget_bytes=settings.redis_bytes_per_job,
+        listeners=listeners(settings, job_dir, spec),
+    )
+    return JobRun(claim, spec, services, lambda: make_learner(spec))
 
 
 def capabilities() -> dict[str, Any]:

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from services.cancelling import cancel_all
+
 
 class Behind:
     def __init__(self) -> None:
@@ -37,9 +39,6 @@ class Behind:
 
     async def end(self) -> None:
         """Give up what is under way; writing that a thread has begun leaves nothing behind that looks whole."""
-        while self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=1.0)
-        if self._task is not None and not self._task.cancelled():
-            self._task.exception()  # looked at, so that it is not reported as never retrieved
+        if self._task is not None:
+            await cancel_all([self._task])
         self._task = None

@@ -13,8 +13,9 @@ import pytest
 from gspo_core.client import Event
 from services.local import demo
 from services.local.demo import while_alive
-from services.local.stack import Stack, StackConfig, StackError
+from services.local.stack import Stack, StackConfig, StackError, claim_port
 from services.local.up import up
+from services.ports import free_port
 
 DEADLINE_S = 60.0
 
@@ -54,6 +55,12 @@ def test_a_folder_of_the_caller_shadows_no_service(tmp_path: Path, monkeypatch: 
         assert "Plays episodes" in child.last_words()
     finally:
         stack.close()
+
+
+def test_an_address_of_another_machine_is_one_sentence_whatever_the_port() -> None:
+    for port in (0, free_port()):
+        with pytest.raises(StackError, match=r"cannot listen on 192\.0\.2\.1"):
+            claim_port("192.0.2.1", port)
 
 
 def refusal_of_up(capsys: pytest.CaptureFixture[str], **options: object) -> str:

@@ -160,6 +160,37 @@ async def test_a_running_job_is_cancelled_as_it_was_asked(
     assert bool(kept) == bool(checkpoints(loop))
 
 
+async def test_the_wish_is_seen_again_while_what_shall_be_kept_is_saved(
+    loop_of: Any, hook: list[Hook], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen_again = asyncio.Event()
+    wind_up, checkpoint = JobRun.wind_up, JobRun._checkpoint
+
+    def watched(self: JobRun, manner: CancelManner) -> bool:
+        if self.cancelled is not None and not self._is_stepping:
+            seen_again.set()
+        return wind_up(self, manner)
+
+    async def late(self: JobRun, *args: Any) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await seen_again.wait()
+        await checkpoint(self, *args)
+
+    monkeypatch.setattr(JobRun, "wind_up", watched)
+    monkeypatch.setattr(JobRun, "_checkpoint", late)
+    async with loop_of(steps=50) as loop:
+
+        async def cancel(run: JobRun, step: int) -> None:
+            if step == 1:
+                await loop.store.set_desired_state(loop.job, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
+                while run.cancelled is None:
+                    await asyncio.sleep(0.01)
+
+        hook.append(cancel)
+        job = await end_of(loop)
+    assert (told(job), job.step, checkpoints(loop)) == (("cancelled", "user_cancelled"), 1, [1])
+
+
 async def test_a_drain_that_takes_too_long_can_be_cut_short(loop_of: Any, hook: list[Hook]) -> None:
     async with loop_of(steps=50) as loop:
 

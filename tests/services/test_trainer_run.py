@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from benchmarks.trainer_utilisation import NoEngines
 from gspo_core.codec import encode
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
@@ -42,31 +42,6 @@ SPEC = JobSpec.model_validate(
         "evaluation": {"tasks": 1, "every": 50},
     }
 )
-
-
-class NoEngines:
-    """Always ready: these jobs sample nothing."""
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-    async def release(self) -> None: ...
-
-    async def publish(self, manifest: WeightsManifest) -> None: ...
-
-    async def wait_for(self, manifest: WeightsManifest, **_: object) -> None: ...
-
-    def ready(self) -> list[object]:
-        return []
-
-    def versions_in_use(self) -> set[int]:
-        return set()
-
-    def last_switch_s(self) -> float:
-        return 0.0
-
-    def metrics(self) -> Mapping[str, float]:
-        return {}
 
 
 @pytest.fixture(scope="module")
