@@ -160,6 +160,8 @@ def _add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     slurm.add_argument("--partition")
     slurm.add_argument("--gpus-per-node", type=int, default=0)
     slurm.add_argument("--rollout-workers", type=int, default=1, help="on each node (default: 1)")
+    slurm.add_argument("--trainer-nodes", type=int, default=1, help="that train together (default: the first)")
+    slurm.add_argument("--trainer-ranks", type=int, default=1, help="of the trainer, on each of its nodes (default: 1)")
     slurm.add_argument("--output", metavar="FILE", help="where to write it (default: the terminal)")
     slurm.set_defaults(run=_launch_slurm)
 
@@ -197,12 +199,19 @@ def _up(arguments: argparse.Namespace) -> int:
 def _launch_slurm(arguments: argparse.Namespace) -> int:
     from gspo_core.cli.launch import EMBEDDED, Allocation, slurm_script, write
 
+    if not 1 <= arguments.trainer_nodes <= arguments.nodes or arguments.trainer_ranks < 1:
+        raise CommandError(
+            f"a trainer is one rank or more on one node or more of the {arguments.nodes} of the allocation; "
+            f"not --trainer-nodes {arguments.trainer_nodes} --trainer-ranks {arguments.trainer_ranks}"
+        )
     allocation = Allocation(
         nodes=arguments.nodes,
         time=arguments.time,
         partition=arguments.partition,
         gpus_per_node=arguments.gpus_per_node,
         rollout_workers=arguments.rollout_workers,
+        trainer_nodes=arguments.trainer_nodes,
+        trainer_ranks=arguments.trainer_ranks,
     )
     script = slurm_script(
         allocation,

@@ -1,12 +1,17 @@
-"""``python -m services.trainer``: the one place that builds the real parts of a trainer."""
+"""``python -m services.trainer``: the one place that builds the real parts of a trainer.
+
+Under torchrun the first rank is the trainer; the others hold their parts of the learner and follow it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +25,19 @@ from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, open_http
 from services.health import Health
 from services.process import run_until_signalled
+from services.process_group import in_own_thread
 from services.redis_server import connect, warn_if_weaker
 from services.settings import Settings, load_settings
 from services.store import Claim, Store
-from services.telemetry import configure_logging
+from services.telemetry import configure_logging, get_logger
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
+from services.trainer.follower import FirstRankLost, Follower
+from services.trainer.followers import Followers, RanksLost
 from services.trainer.intake import Intake
+from services.trainer.rank_calls import LINES
+from services.trainer.rank_lines import Place, meet
+from services.trainer.ranked_learner import RankedLearner
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
 from services.trainer.tuning import learner_config
@@ -36,15 +47,45 @@ from services.trainer.worker import TrainerWorker
 from services.weights import WeightStore
 
 
-async def main(stop: asyncio.Event) -> None:
+async def lead(place: Place, stop: asyncio.Event) -> None:
+    """The first rank, or the only one."""
+    settings = _prepared()
+    if place.num_ranks == 1:
+        await train(settings, stop, place, None)
+        return
+    followers = Followers(await in_own_thread(lambda: meet(place, LINES)))
+    await in_own_thread(lambda: followers.look(settings.data_dir))
+    get_logger().info("all ranks are here", num_ranks=place.num_ranks)
+    await train(settings, stop, place, followers)
+    await in_own_thread(followers.end)
+
+
+async def follow(place: Place) -> None:
+    """Another rank. It leaves with the first one, which alone knows when nothing is lost by it, so signals are not
+    for it."""
+    settings = _prepared()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, get_logger().info, "left to the first rank")
+    lines = await in_own_thread(lambda: meet(place, LINES))
+    # One probe looks at one file on each machine.
+    async with Health(settings.health_file if place.local_rank == 0 else None, asyncio.Event()) as health:
+        health.is_ready = True
+        await in_own_thread(Follower(lines, place).follow)
+
+
+def _prepared() -> Settings:
     settings = load_settings()
     configure_logging("trainer", level=settings.log_level, log_format=settings.log_format)
+    # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
+    torch.set_num_interop_threads(1)
+    return settings
+
+
+async def train(settings: Settings, stop: asyncio.Event, place: Place, followers: Followers | None) -> None:
     if settings.redis_url is None:
         raise SystemExit("GSPO_REDIS_URL is not set: a trainer needs the Redis of its installation")
     if settings.wandb_project is not None:
         require_wandb()
-    # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
-    torch.set_num_interop_threads(1)
     async with connect(settings.redis_url) as redis, open_http() as http:
         bus = Bus(redis, lease_s=settings.lease_s)
         store = Store(
@@ -87,13 +128,22 @@ async def main(stop: asyncio.Event) -> None:
                 budget_bytes=settings.redis_bytes_per_job,
                 listeners=listeners(settings, job_dir, spec),
             )
-            return JobRun(claim, spec, services, lambda: make_learner(spec))
+            if followers is None:
+                return JobRun(claim, spec, services, lambda: make_learner(spec))
+            return JobRun(claim, spec, services, lambda: make_ranked_learner(spec, place, followers))
 
         name = f"trainer-{socket.gethostname()}-{os.getpid()}"
         beats = EngineBeats(store, [EngineClient(url, http) for url in settings.engine_urls], lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
         try:
-            worker = TrainerWorker(store, name, make_run, lease_s=settings.lease_s, capabilities=capabilities())
+            worker = TrainerWorker(
+                store,
+                name,
+                make_run,
+                lease_s=settings.lease_s,
+                capabilities=capabilities() | {"num_ranks": place.num_ranks},
+                check=followers.check if followers is not None else lambda: None,
+            )
             async with Health(settings.health_file, stop) as health:
                 health.is_ready = True
                 await worker.run(stop)
@@ -130,6 +180,18 @@ def make_learner(spec: JobSpec) -> Learner:
     )
 
 
+def make_ranked_learner(spec: JobSpec, place: Place, followers: Followers) -> RankedLearner:
+    return RankedLearner(
+        followers,
+        place,
+        Path(spec.model),
+        learner_config(spec),
+        spec.training_objective,
+        seed=spec.seed,
+        device=device_for(spec),
+    )
+
+
 def make_transport(spec: JobSpec) -> WeightTransport:
     return ThroughGroup(device=device_for(spec)) if spec.rollout.weight_transport == "group" else FromDisk()
 
@@ -141,7 +203,19 @@ def device_for(spec: JobSpec) -> str:
     return "cuda" if has_gpu and wanted != "cpu" else "cpu"
 
 
-if __name__ == "__main__":
+def run() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description="Trains jobs, one at a time.")
     parser.add_argument("--grace-s", type=float, default=30.0, help="time to end a step when asked to leave")
-    sys.exit(run_until_signalled(main, grace_s=parser.parse_args().grace_s))
+    grace_s, place = parser.parse_args().grace_s, Place.of_this_process()
+    try:
+        if place.is_first:
+            return run_until_signalled(partial(lead, place), grace_s=grace_s)
+        asyncio.run(follow(place))
+        return 0
+    except (RanksLost, FirstRankLost) as error:
+        get_logger().error("this process ends, for all to be started again", rank=place.rank, message=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gspo_core.learner import Learner
 from gspo_core.learner import UnknownFormat as UnknownState
 from gspo_core.staleness import Position, in_history
 from services.batch_log import BatchLog, UnknownLogSchema
@@ -19,6 +18,7 @@ from services.telemetry import get_logger
 from services.trainer.checkpoints import CheckpointStore, UnknownFormat
 from services.trainer.failure import JobFailure
 from services.trainer.lineage import Lineage
+from services.trainer.ranked_learner import AnyLearner
 from services.trainer.replay import replay
 from services.trainer.tuning import Tuning
 
@@ -43,7 +43,7 @@ class Recovered:
     remarks: list[Remark] = field(default_factory=list)
 
 
-def recover(learner: Learner, checkpoints: CheckpointStore, log: BatchLog, epoch: int, tuning: Tuning) -> Recovered:
+def recover(learner: AnyLearner, checkpoints: CheckpointStore, log: BatchLog, epoch: int, tuning: Tuning) -> Recovered:
     """Bring ``learner`` to where the epochs before ``epoch`` have come. Raises JobFailure."""
     forks = checkpoints.forks()
     found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
@@ -58,7 +58,11 @@ def recover(learner: Learner, checkpoints: CheckpointStore, log: BatchLog, epoch
 
 
 def _load(
-    found: Recovered, learner: Learner, checkpoints: CheckpointStore, newest_epoch: int, forks: Mapping[int, Position]
+    found: Recovered,
+    learner: AnyLearner,
+    checkpoints: CheckpointStore,
+    newest_epoch: int,
+    forks: Mapping[int, Position],
 ) -> None:
     def skipped(path: Path, problem: str) -> None:
         _remark(found, "checkpoint_skipped", f"{path.name} is passed over: {problem}")

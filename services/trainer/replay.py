@@ -11,17 +11,17 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.learner import Learner
 from gspo_core.staleness import Position
 from services.batch_log import BatchLog, DamagedBatchLog, LoggedBatch, UnknownLogSchema, batches_after
 from services.telemetry import get_logger
 from services.trainer.lineage import Lineage
+from services.trainer.ranked_learner import AnyLearner
 from services.trainer.sequences import train_sequences
 from services.trainer.tuning import Tuning
 
 
 def replay(
-    learner: Learner,
+    learner: AnyLearner,
     lineage: Lineage,
     start: Position,
     log: BatchLog,
@@ -46,7 +46,7 @@ def replay(
     return start, None
 
 
-def train_again(learner: Learner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> None:
+def train_again(learner: AnyLearner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> None:
     tuning.recall(learner, batch.extra.get("settings", {}))
     ages: dict[str, int] = batch.extra["staleness"]
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gspo_core.learner import Copy, Learner
 from gspo_core.objective import Alarm
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
@@ -41,6 +40,7 @@ from services.trainer.intake import Intake
 from services.trainer.lineage import Lineage
 from services.trainer.parity import Held, ParityGate
 from services.trainer.race import first_to_end
+from services.trainer.ranked_learner import AnyLearner, Written
 from services.trainer.recovery import recover
 from services.trainer.reports import Listener, Reports, disk_metrics
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
@@ -89,7 +89,7 @@ class JobRun:
     _is_held = False
     """Its user has paused it."""
 
-    def __init__(self, claim: Claim, spec: JobSpec, services: Services, make_learner: Callable[[], Learner]) -> None:
+    def __init__(self, claim: Claim, spec: JobSpec, services: Services, make_learner: Callable[[], AnyLearner]) -> None:
         self._claim = claim
         self._tuning = Tuning(spec)
         self._services = services
@@ -182,10 +182,17 @@ class JobRun:
         await self._services.store.add_event(self._job, "alert", data, token=self._claim.token)
 
     async def _train(self) -> None:
-        services, spec, status = self._services, self._spec, self._services.status
+        status = self._services.status
         await status.begin()
-        await status.explain("loading_model", f"loading {spec.model}")
+        await status.explain("loading_model", f"loading {self._spec.model}")
         learner = await asyncio.to_thread(self._make_learner)
+        try:
+            await self._train_with(learner)
+        finally:
+            learner.close()
+
+    async def _train_with(self, learner: AnyLearner) -> None:
+        services, spec, status = self._services, self._spec, self._services.status
         await self._resume(learner)
         self._ages.recall(await services.store.versions(self._job))
         await self._hold(learner)
@@ -209,7 +216,7 @@ class JobRun:
             for behind in (self._publishing, self._saving):
                 await behind.end()
 
-    async def _loop(self, learner: Learner, evaluator: Evaluator) -> None:
+    async def _loop(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         services, status = self._services, self._services.status
         num_engines = self._spec.resources.num_engines
         await services.engines.wait_for(self._newest, num_engines=num_engines, explain=status.explain)
@@ -233,7 +240,7 @@ class JobRun:
         await evaluator.finish()
         await evaluator.play(self._lineage.step, self._newest.version)
 
-    async def _take_steps(self, learner: Learner, evaluator: Evaluator) -> None:
+    async def _take_steps(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         while not await self._is_over(learner):
             self._is_held = True
             was_held = await self._services.status.obey_pause()
@@ -243,7 +250,7 @@ class JobRun:
             await self._step(learner)
             await self._after_step(learner, evaluator)
 
-    async def _is_over(self, learner: Learner) -> bool:
+    async def _is_over(self, learner: AnyLearner) -> bool:
         """At a step boundary: what the user has changed holds from here on, and may end the job. Raises WoundUp."""
         job = await self._services.store.get_job(self._job)
         if self._tuning.version != job.settings_version:
@@ -276,7 +283,7 @@ class JobRun:
         """At the end of a job."""
         await self._taking.discard()
 
-    async def _resume(self, learner: Learner) -> None:
+    async def _resume(self, learner: AnyLearner) -> None:
         """Go on where the epochs before have come, and record where this one forks off."""
         services, epoch = self._services, self._claim.epoch
         found = await asyncio.to_thread(recover, learner, services.checkpoints, services.batch_log, epoch, self._tuning)
@@ -290,7 +297,7 @@ class JobRun:
             # Else whoever is lost after us would train all of it once more, and the last step would never be saved.
             await self._checkpoint(learner)
 
-    async def _step(self, learner: Learner) -> None:
+    async def _step(self, learner: AnyLearner) -> None:
         clock = self._services.clock
         started = clock()
         groups = await self._taking.batch(learner, self._held)
@@ -320,7 +327,9 @@ class JobRun:
         report = StepReport(self._lineage.step, self._held.version, self._claim.epoch, metrics)
         await self._publishing.start(self._publish_step(weights, report, len(groups), learner.alarms))
 
-    async def _publish_step(self, weights: Copy, report: StepReport, num_groups: int, alarms: Sequence[Alarm]) -> None:
+    async def _publish_step(
+        self, weights: Written, report: StepReport, num_groups: int, alarms: Sequence[Alarm]
+    ) -> None:
         """What becomes of a step that was trained; the next one is trained meanwhile."""
         services, started = self._services, self._services.clock()
         await self._publish(weights, report.version, report.step)
@@ -343,7 +352,7 @@ class JobRun:
         self._stopping.note(step, values)
         await self._reports.evaluation(step, values)
 
-    async def _after_step(self, learner: Learner, evaluator: Evaluator) -> None:
+    async def _after_step(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         step, spec = self._lineage.step, self._spec
         if spec.evaluation and step % spec.evaluation.every == 0 and step < spec.steps:
             await self._publishing.finish()
@@ -351,7 +360,7 @@ class JobRun:
         if step % spec.checkpoint_every == 0:
             await self._checkpoint(learner)
 
-    async def _checkpoint(self, learner: Learner) -> None:
+    async def _checkpoint(self, learner: AnyLearner) -> None:
         """Save what the learner holds now, while it goes on."""
         position, lineage = Position(self._claim.epoch, self._lineage.step), self._lineage
         # Whoever goes on from it publishes these weights first.
@@ -362,7 +371,7 @@ class JobRun:
         state = await asyncio.to_thread(learner.copy_state)
         await self._saving.start(self._save(position, lineage, state))
 
-    async def _save(self, position: Position, lineage: Lineage, state: Copy) -> None:
+    async def _save(self, position: Position, lineage: Lineage, state: Written) -> None:
         checkpoints = self._services.checkpoints
         await self._disk.write(
             f"the checkpoint of step {position.step}", checkpoints.write, position, lineage, state.write
@@ -376,13 +385,13 @@ class JobRun:
         log, oldest = self._services.batch_log, self._services.checkpoints.newest_first()[-1].position
         log.collect(retained(log.steps(), oldest, self._spec.checkpoints.keep_batches))
 
-    async def _hold(self, learner: Learner) -> None:
+    async def _hold(self, learner: AnyLearner) -> None:
         """Name what the learner holds now."""
         version = await self._services.store.next_version(self._job, self._claim.token)
         self._held = Held(version, f"{self._job}/{self._claim.epoch}/{version}")
         await self._gate.remember(learner, self._held)
 
-    async def _publish(self, weights: Copy, version: int, step: int) -> None:
+    async def _publish(self, weights: Written, version: int, step: int) -> None:
         services, claim = self._services, self._claim
         what = f"version {version}"
         manifest = await self._disk.write(what, services.weights.write, version, claim.epoch, step, weights.write)

@@ -20,6 +20,7 @@ from services.bus import Fenced
 from services.store import CancelManner, Claim, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.failure import AttemptFailed, JobFailure
+from services.trainer.followers import RanksLost
 from services.trainer.ill_environments import IllEnvironments
 from services.trainer.race import first_to_end
 from services.trainer.run import JobRun
@@ -52,17 +53,21 @@ class TrainerWorker:
         *,
         lease_s: float = 30.0,
         capabilities: Mapping[str, Any] = MappingProxyType({}),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        """``check`` raises RanksLost when other ranks of this trainer are gone: its process ends then."""
         self._store = store
         self._name = name
         self._make_run = make_run
         self._capabilities = capabilities
+        self._check = check
         self.beat_s = min(BEAT_S, lease_s / BEATS_PER_LEASE)
 
     async def run(self, stop: asyncio.Event) -> None:
         announcing = asyncio.create_task(self._announce(), name="announce")
         try:
             while not stop.is_set():
+                self._check()
                 claim = await self._claim()
                 if claim is None:
                     await _sleep_unless(stop, IDLE_POLL_S)
@@ -93,6 +98,8 @@ class TrainerWorker:
         log.info("claimed")
         try:
             await self._run_to_its_end(claim, stop)
+        except RanksLost:
+            raise
         except Fenced:
             log.warning("the claim was lost; what this process did since then has no effect")
         except UNREACHABLE as error:
@@ -120,6 +127,7 @@ class TrainerWorker:
         except AttemptFailed as error:
             log.warning("this attempt is over", cause=error.code, message=str(error))
             await self._store.end_attempt(claim.job_id, claim.token, StatusReason(error.code, str(error)))
+            self._check()
         except Stopped:
             await self._store.release_job(claim.job_id, claim.token)
             log.info("left to another trainer")
@@ -137,6 +145,7 @@ class TrainerWorker:
 
     async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event) -> None:
         while not stop.is_set():
+            self._check()
             job = await self._store.get_job(claim.job_id)
             if job.desired_state == "cancelled" and not run.wind_up(job.cancel_manner or CancelManner.NOW):
                 raise Cancelled
