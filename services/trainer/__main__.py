@@ -53,7 +53,14 @@ async def lead(place: Place, stop: asyncio.Event) -> None:
     if place.num_ranks == 1:
         await train(settings, stop, place, None)
         return
-    followers = Followers(await in_own_thread(lambda: meet(place, LINES)))
+    meeting = asyncio.ensure_future(in_own_thread(lambda: meet(place, LINES)))
+    leaving = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({meeting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
+    if not meeting.done():
+        meeting.cancel()
+        return
+    followers = Followers(meeting.result())
     await in_own_thread(lambda: followers.look(settings.data_dir))
     get_logger().info("all ranks are here", num_ranks=place.num_ranks)
     await train(settings, stop, place, followers)
@@ -61,12 +68,12 @@ async def lead(place: Place, stop: asyncio.Event) -> None:
 
 
 async def follow(place: Place) -> None:
-    """Another rank. It leaves with the first one, which alone knows when nothing is lost by it, so signals are not
-    for it."""
+    """Another rank. Once they have met it leaves with the first one, which alone knows when nothing is lost by it:
+    signals are not for it."""
     settings = _prepared()
+    lines = await in_own_thread(lambda: meet(place, LINES))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, get_logger().info, "left to the first rank")
-    lines = await in_own_thread(lambda: meet(place, LINES))
     # One probe looks at one file on each machine.
     async with Health(settings.health_file if place.local_rank == 0 else None, asyncio.Event()) as health:
         health.is_ready = True

@@ -8,6 +8,8 @@ line waits for nothing that happens on another. What a message means is not know
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,12 +19,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 # Of a collective call: the slowest rank may come so much later than the first. Loading a model is the longest wait.
 COLLECTIVE_TIMEOUT_S = 1800.0
 # On a line on which nothing is said while nothing is to do, and on which a rank that is gone is noticed by its socket.
 SILENT_TIMEOUT_S = 365 * 24 * 3600.0
 _ANSWER_BYTES = 4096
+_LOOK_S = 0.1
 _MAX_MESSAGE = 2000
 
 
@@ -115,11 +119,39 @@ def _read(answer: Tensor) -> Problem | None:
     return msgspec.msgpack.decode(data[4 : 4 + int.from_bytes(data[:4], "little")], type=Problem | None)
 
 
+def agree_on_round(store: Any, rank: int, num_ranks: int) -> str:
+    """A name that is the same on all ranks and that no ranks before these have used.
+
+    The store outlives ranks that are started again, with all that they have written into it. The first rank names a
+    round; who sees it signs it, with a signature of its own process; it counts once the first rank has confirmed it.
+    """
+    signature = uuid.uuid4().hex
+    if rank == 0:
+        store.set("round", signature)
+        signed = [f"{signature}/signed/{other}" for other in range(1, num_ranks)]
+        store.wait(signed)
+        store.set(f"{signature}/confirmed", b" ".join(store.get(one) for one in signed))
+        return signature
+    while True:
+        name = store.get("round").decode()
+        store.set(f"{name}/signed/{rank}", signature)
+        if store.check([f"{name}/confirmed"]) and signature.encode() in store.get(f"{name}/confirmed").split():
+            return name
+        time.sleep(_LOOK_S)
+
+
 def meet(place: Place, names: Iterable[str]) -> dict[str, Line]:
     """The default group, through which the learner computes, and a line of each name. Returns when all have come."""
-    collective = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    if torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
         torch.cuda.set_device(place.local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=collective)
+    store, rank, num_ranks = next(rendezvous("env://", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
+        store=dist.PrefixStore(agree_on_round(store, rank, num_ranks), store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
     silent = timedelta(seconds=SILENT_TIMEOUT_S)
     return {name: Line(dist.new_group(backend="gloo", timeout=silent), place.num_ranks) for name in names}

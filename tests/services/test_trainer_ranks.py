@@ -228,7 +228,7 @@ async def test_a_trainer_whose_ranks_are_killed_trains_every_step_once(
         served(loop.transport.engines["engine"]) as url,
     ):
         with torchrun_trainer(tmp_path, redis_server.url, url) as running:
-            async with asyncio.timeout(400):
+            async with asyncio.timeout(200):
                 for step, victim in enumerate(victims, 1):
                     await reached(loop, step)
                     os.kill(ranks_of(running.pid)[victim], signal.SIGKILL)
