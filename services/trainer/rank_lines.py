@@ -19,6 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 # Of a collective call: the slowest rank may come so much later than the first. Loading a model is the longest wait.
@@ -133,7 +134,7 @@ def agree_on_round(store: Any, rank: int, num_ranks: int) -> str:
         store.set(f"{signature}/confirmed", b" ".join(store.get(one) for one in signed))
         return signature
     while True:
-        name = store.get("round").decode()
+        name: str = store.get("round").decode()
         store.set(f"{name}/signed/{rank}", signature)
         if store.check([f"{name}/confirmed"]) and signature.encode() in store.get(f"{name}/confirmed").split():
             return name
@@ -148,7 +149,7 @@ def meet(place: Place, names: Iterable[str]) -> dict[str, Line]:
     store, rank, num_ranks = next(rendezvous("env://", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-        store=dist.PrefixStore(agree_on_round(store, rank, num_ranks), store),
+        store=PrefixStore(agree_on_round(store, rank, num_ranks), store),
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

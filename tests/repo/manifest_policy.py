@@ -16,6 +16,7 @@ SECRETS = {*(f"gspo-{role}" for role in ROLES), "gspo-environments", "gspo-redis
 SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
 OTHERS_VARIABLES = {
     *("HOME", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    "PET_NODE_RANK",  # of torchrun
     *("OMP_NUM_THREADS", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"),
 }
 SINGLETONS = {"redis", "trainer"}
