@@ -24,7 +24,7 @@ from services.trainer.rank_lines import Line, Problem
 
 T = TypeVar("T")
 # Others that hear nothing for ``PATIENCE_S`` take the first rank for lost.
-BEAT_S = 60.0
+BEAT_S = 10.0
 PATIENCE_S = 3600.0
 # Others may still be in a collective call that the first rank has left with an error.
 AFTER_FAILURE_S = 60.0

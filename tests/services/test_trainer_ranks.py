@@ -44,7 +44,7 @@ TOLERANCE = 1e-3
 
 
 def torchrun(*arguments: str, options: Sequence[str] = ()) -> list[str]:
-    launcher = "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), *options
+    launcher = "-m", "torch.distributed.run", "--master-addr", "127.0.0.1", *options
     return [sys.executable, *launcher, *arguments]
 
 
@@ -61,7 +61,10 @@ def root(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) ->
     learner.step(ranked_process.batch(0))
     learner.save_state(root / "one" / "state")
     script = str(ranked_process.__file__)
-    subprocess.run(torchrun(script, str(root), redis_server.url), env=environment(), check=True, timeout=800)
+    options = "--nproc-per-node", "2", "--master-port", str(free_port())
+    subprocess.run(
+        torchrun(script, str(root), redis_server.url, options=options), env=environment(), check=True, timeout=800
+    )
     return root
 
 
@@ -165,40 +168,50 @@ async def served(engine: ScriptedEngine) -> AsyncIterator[str]:
 
 
 @contextlib.contextmanager
-def torchrun_trainer(tmp_path: Path, redis_url: str, engine_url: str) -> Iterator[subprocess.Popen[bytes]]:
-    """``python -m services.trainer`` on two ranks, started again when one is lost; nothing of it is left behind."""
+def torchrun_trainer(
+    tmp_path: Path, redis_url: str, engine_url: str, num_machines: int
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """``python -m services.trainer`` on two ranks, started again when one is lost; nothing of it is left behind.
+
+    On two machines, as it were: each has a launcher that sees its own rank alone.
+    """
     settings = {"REDIS_URL": redis_url, "DATA_DIR": str(tmp_path), "ENGINE_URLS": engine_url, "LEASE_S": "5"}
     settings |= {"HEALTH_FILE": str(tmp_path / "health"), "LOG_FORMAT": "json"}
-    argv = torchrun("--module", "services.trainer", options=["--max-restarts", "9", "--monitor-interval", "0.2"])
-    with (tmp_path / "trainer.log").open("wb") as log:
-        running = subprocess.Popen(
-            argv,
-            env=environment() | {f"GSPO_{name}": value for name, value in settings.items()},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent(),
-        )
-        try:
-            yield running
-        finally:
-            ranks = ranks_of(running.pid)
-            running.terminate()
+    options = ["--nnodes", str(num_machines), "--nproc-per-node", str(2 // num_machines)]
+    options += ["--master-port", str(free_port()), "--max-restarts", "9", "--monitor-interval", "0.2"]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for machine in range(num_machines):
+            with (tmp_path / f"trainer-{machine}.log").open("wb") as log:
+                argv = torchrun("--module", "services.trainer", options=[*options, "--node-rank", str(machine)])
+                variables = environment() | {f"GSPO_{name}": value for name, value in settings.items()}
+                running.append(
+                    subprocess.Popen(
+                        argv, env=variables, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent()
+                    )
+                )
+        yield running
+    finally:
+        ranks = ranks_of(running)
+        for one in running:
+            one.terminate()
+        for one in running:
             try:
-                running.wait(60)
+                one.wait(60)
             finally:
-                running.kill()
-            left = [pid for pid in ranks.values() if is_alive(pid)]
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
+                one.kill()
+        left = [pid for pid in ranks.values() if is_alive(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
     assert not left, "asked to leave, all ranks do"
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank -> process, of those that the launcher has running."""
-    found = {}
+def ranks_of(running: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Rank -> process, of those that the launchers have running."""
+    found, launchers = {}, {one.pid for one in running}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, IndexError, ValueError, StopIteration):
-            if entry.name.isdecimal() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == launcher:
+            if entry.name.isdecimal() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) in launchers:
                 variables = (entry / "environ").read_bytes().split(b"\0")
                 rank = next(one for one in variables if one.startswith(b"RANK="))
                 found[int(rank.removeprefix(b"RANK="))] = int(entry.name)
@@ -212,13 +225,17 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("victims", [[1], pytest.param([0, 1, 0], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_machines", "victims"),
+    [(1, [1]), pytest.param(1, [0, 1, 0], marks=pytest.mark.slow), pytest.param(2, [1, 0], marks=pytest.mark.slow)],
+)
 async def test_a_trainer_whose_ranks_are_killed_trains_every_step_once(
     root: Path,
     tmp_path: Path,
     redis_client: Redis,
     redis_server: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
+    num_machines: int,
     victims: list[int],
 ) -> None:
     """Bit for bit to where an undisturbed one comes."""
@@ -227,15 +244,19 @@ async def test_a_trainer_whose_ranks_are_killed_trains_every_step_once(
         a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop,
         served(loop.transport.engines["engine"]) as url,
     ):
-        with torchrun_trainer(tmp_path, redis_server.url, url) as running:
+        with torchrun_trainer(tmp_path, redis_server.url, url, num_machines) as running:
             async with asyncio.timeout(500):
                 for step, victim in enumerate(victims, 1):
                     await reached(loop, step)
-                    os.kill(ranks_of(running.pid)[victim], signal.SIGKILL)
+                    while victim not in (ranks := ranks_of(running)):
+                        await asyncio.sleep(0.1)
+                    os.kill(ranks[victim], signal.SIGKILL)
                 while not (job := await loop.store.get_job(loop.job)).status.is_terminal:
                     await asyncio.sleep(0.1)
     assert job.status == "succeeded", job.status_reason
     assert len(job.attempts) > 1
+    if num_machines > 1:  # nobody told the first rank
+        assert "rank_lost" in [one.code for one in job.attempts]
     assert sorted({step for _, step in BatchLog(loop.job_dir).steps()}) == list(range(1, spec.steps + 1))
     counts = await loop.bus.counters(loop.job)
     assert counts["trained"] == spec.steps * spec.groups_per_step
