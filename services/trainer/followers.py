@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from services.telemetry import get_logger
 from services.trainer.failure import AttemptFailed
 from services.trainer.rank_calls import COMMANDS, Beat, Call, End, Look, Write, encode
-from services.trainer.rank_lines import Line, Problem
+from services.trainer.rank_lines import COLLECTIVE_TIMEOUT_S, Line, Problem
 
 T = TypeVar("T")
 # Others that hear nothing for ``PATIENCE_S`` take the first rank for lost.
@@ -150,7 +150,8 @@ class Followers:
         except Exception as error:
             failure = error
         try:
-            answers = self._lines[COMMANDS].answers(AFTER_FAILURE_S if failure is not None and together else None)
+            waits_in_vain = failure is not None and together
+            answers = self._lines[COMMANDS].answers(AFTER_FAILURE_S if waits_in_vain else COLLECTIVE_TIMEOUT_S)
         except RuntimeError as error:
             raise self._lose(f"a rank is gone: {failure or error}") from (failure or error)
         problems = {rank: problem for rank, problem in answers.items() if problem is not None}

@@ -1,6 +1,6 @@
-"""One rank of a trainer: torchrun runs it as ``ranked_process.py ROOT REDIS_URL``. It holds no test.
+"""One rank of a trainer: torchrun runs it as ``ranked_process.py ROOT REDIS_URL CASE...``. It holds no test.
 
-The first rank trains what ``CASES`` says in turn and leaves the results in the directory; the others follow it.
+The first rank runs the cases in turn and leaves the results in the directory; the others follow it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import pickle
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -113,16 +112,14 @@ def problem_of(call: Callable[[], Any]) -> str:
     return "none"
 
 
-async def cases(root: Path, redis_url: str, followers: Followers, place: Place) -> None:
+async def run(root: Path, redis_url: str, names: list[str], followers: Followers, place: Place) -> None:
     followers.look(root)
     made = Cases(root, redis_url, followers, place)
-    for case in (made.from_one_rank, made.undisturbed, made.killed):
-        started = time.process_time(), time.monotonic()
-        await case()
-        print(case.__name__, "CPU", time.process_time() - started[0], "wall", time.monotonic() - started[1])
+    for name in names:
+        await getattr(made, name)()
 
 
-def main(root: Path, redis_url: str) -> None:
+def main(root: Path, redis_url: str, *names: str) -> None:
     torch.set_num_threads(1)
     for name in ("_object_to_tensor", "_tensor_to_object"):
         setattr(distributed_c10d, name, refuse)
@@ -133,9 +130,9 @@ def main(root: Path, redis_url: str) -> None:
         Follower(lines, place).follow()
         return
     followers = Followers(lines, beat_s=0.1)
-    asyncio.run(cases(root, redis_url, followers, place))
+    asyncio.run(run(root, redis_url, list(names), followers, place))
     followers.end()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -60,12 +60,14 @@ def root(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) ->
     learner = make_learner(open_spec(root))
     learner.step(ranked_process.batch(0))
     learner.save_state(root / "one" / "state")
-    script = str(ranked_process.__file__)
-    options = "--nproc-per-node", "2", "--master-port", str(free_port())
-    subprocess.run(
-        torchrun(script, str(root), redis_server.url, options=options), env=environment(), check=True, timeout=800
-    )
+    run_cases(root, redis_server, "from_one_rank", "undisturbed")
     return root
+
+
+def run_cases(root: Path, redis_server: RedisServer, *cases: str) -> None:
+    options = "--nproc-per-node", "2", "--master-port", str(free_port())
+    argv = torchrun(str(ranked_process.__file__), str(root), redis_server.url, *cases, options=options)
+    subprocess.run(argv, env=environment(), check=True, timeout=800)
 
 
 def open_spec(root: Path) -> JobSpec:
@@ -114,7 +116,12 @@ def test_the_same_job_ends_with_the_same_weights_as_on_one_rank(root: Path, tmp_
     assert largest_difference(weights(exported), weights(two)) == 0
 
 
-def test_a_run_of_two_ranks_that_is_killed_ends_bit_for_bit_where_an_undisturbed_one_does(root: Path) -> None:
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_random_points_ends_bit_for_bit_where_an_undisturbed_one_does(
+    root: Path, redis_server: RedisServer
+) -> None:
+    """Redis is wiped twice on the way."""
+    run_cases(root, redis_server, "killed")
     assert len(json.loads((root / "killed" / "points.json").read_text())) > 2
     killed, undisturbed = (files_of(newest(root / case / "job")) for case in ("killed", "undisturbed"))
     assert len(killed) == 2
