@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -105,7 +106,8 @@ class _Engine:
                 return msgspec.json.encode({"weight_version": self.label})
             case b"/v1/loads":
                 load = {"timestamp": time.time(), "num_running_reqs": self.num_running, "num_waiting_reqs": 0}
-                return msgspec.json.encode({"timestamp": time.time(), "loads": [load]})
+                # The outer time in words, as SGLang writes it.
+                return msgspec.json.encode({"timestamp": datetime.now(UTC), "loads": [load]})
             case b"/label":
                 self.label = msgspec.json.decode(content, type=_Label).label
         return b"{}"

@@ -204,7 +204,7 @@ class Attempt:
             return observation.stop_reason
         if len(self._ledger.turns) >= self._order.limits.max_turns:
             return StopReason.MAX_TURNS
-        stop = self._read(observation.messages)
+        stop = self._read(parsed, observation.messages)
         if stop is None and not self._record:
             await self._keep_world()
         return stop
@@ -251,13 +251,13 @@ class Attempt:
             return StopReason.PARSE_ERROR
         return StopReason.MAX_TOOL_CALLS if self._num_calls > self._order.limits.max_tool_calls else None
 
-    def _read(self, messages: Sequence[Message]) -> StopReason | None:
+    def _read(self, parsed: ParsedTurn, messages: Sequence[Message]) -> StopReason | None:
         """Opens the next turn with ``messages``, on a new branch where they cannot be added to what was sampled."""
         codec, ledger = self._setting.codec, self._ledger
         sampled = ledger.turns[-1].sampled
         with _wording():
             bridge = codec.bridge(ledger.context, sampled, messages, history=self._messages, tools=self._tools)
-        self._messages += [codec.message(sampled, self._tools), *messages]
+        self._messages += [codec.message(sampled, self._tools, turn=parsed), *messages]
         if isinstance(bridge, ForkReason):
             self._setting.counters.add("drift/forks")
             self._setting.counters.add(f"drift/forks_{bridge}")
