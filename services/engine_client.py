@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 import re
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -221,7 +221,7 @@ class EngineClient:
         ``rid`` must be fresh and is 32 hex digits when left out. ``extra_key`` names a space of the prefix cache.
         Cancelling the call aborts the request in the engine.
         """
-        rid = rid or uuid.uuid4().hex
+        rid = rid or os.urandom(16).hex()
         body = {
             "rid": rid,
             "input_ids": self._checked_input(input_ids, max_new_tokens),
@@ -244,7 +244,7 @@ class EngineClient:
     async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
         """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
         body = {
-            "rid": uuid.uuid4().hex,
+            "rid": os.urandom(16).hex(),
             "input_ids": self._checked_input(input_ids, 1),
             "return_logprob": True,
             "logprob_start_len": 0,
