@@ -63,7 +63,7 @@ class Outbox:
         """
         if not segments:
             return
-        parcel = _Parcel([_to_append(segment, note) for segment in segments])
+        parcel = _Parcel([to_append(segment, note) for segment in segments])
         self._waiting.append(parcel)
         async with self._line:
             while not parcel.settled:
@@ -111,6 +111,7 @@ class Outbox:
             self._waiting.remove(parcel)
 
 
-def _to_append(segment: Segment, note: str) -> Append:
+def to_append(segment: Segment, note: str) -> Append:
+    """As the queue takes it."""
     version = segment.version if segment.num_actions else None
     return Append(segment.key, segment.attempt, segment.index, encode(segment), segment.is_final, version, note)

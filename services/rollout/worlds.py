@@ -1,8 +1,9 @@
 """A world as it stands between two turns, to be kept beside the segments of its episode and gone on from elsewhere.
 
-Rule: a world is gone on from only if it holds every action that the segments hold. One that is older would have to act
-again, and nobody knows whether it had acted already: then the episode starts again, or is replayed where the
-environment declares that harmless.
+Rule: a world is gone on from in the same attempt only if it holds every action that the segments hold. One that is
+older would have to act again, and nobody knows whether it had acted already: then a new attempt begins where the world
+stands, and what was sampled since is sampled anew; or the episode is replayed where the environment declares that
+harmless.
 """
 
 from __future__ import annotations
