@@ -68,6 +68,7 @@ class _Engine:
         plan, most = self.plan, ask.sampling_params.max_new_tokens
         ids = [FILLER] * most if self._is_long(bytes(ask.input_ids)) else plan.say[:most]
         seconds = self.rng.uniform(*plan.seconds) + plan.seconds_per_token * len(ids)
+        logprob = -self.rng.random()  # by which an answer can be told from all others
         began, self.num_running = self.label, self.num_running + 1
         try:
             await asyncio.sleep(seconds)
@@ -82,7 +83,7 @@ class _Engine:
                     "id": ask.rid,
                     "finish_reason": finish,
                     "completion_tokens": len(ids),
-                    "output_token_logprobs": [(-0.5, one, None) for one in ids],
+                    "output_token_logprobs": [(logprob, one, None) for one in ids],
                     "weight_versions": [
                         {"version": began, "start": 0, "end": half},
                         {"version": self.label, "start": half, "end": len(ids)},

@@ -15,6 +15,7 @@ import msgspec
 
 from gspo_core.types import Segment
 from services.rollout.ledger import Ledger
+from services.rollout.tally import Tally
 
 # One call with a larger value would hold up everybody else's.
 MAX_WORLD_BYTES = 1024 * 1024
@@ -34,10 +35,7 @@ class World(msgspec.Struct, frozen=True):
     """What that turn begins with."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    num_calls: int
-    num_parse_errors: int
-    consecutive_parse_errors: int
-    turn_rewards: float
+    tally: Tally
     state: bytes
     """Of the environment."""
 
