@@ -179,6 +179,8 @@ async def storm(stage: Stage, claim: Claim, watcher: Watcher, url: str, num_kill
             break
         await asyncio.sleep(0.05)
     await watcher.look()
+    while not workers.keys() <= {int(record["pid"]) for record in await stage.store.workers()}:
+        await asyncio.sleep(0.05)  # one that is only starting does not know how to leave yet
     for worker in workers.values():
         worker.terminate()
     assert {await asyncio.to_thread(worker.wait, 60) for worker in workers.values()} == {0}
