@@ -164,7 +164,7 @@ register("lease", {}, function(keys, args)
   if holder and holder.request == request then
     return describe(K, holder.episodes)
   end
-  local num_suspects = redis.call("ZCOUNT", K.queue, "-inf", "(" .. string.format("%.0f", WITH_TOKENS))
+  local num_suspects = #redis.call("ZRANGE", K.queue, "-inf", "(" .. string.format("%.0f", WITH_TOKENS), "BYSCORE")
   local episodes = {}
   if num_suspects > 0 and limit > 0 and not holds_a_suspect(K, token) then
     episodes = take(K, 0, 1)
