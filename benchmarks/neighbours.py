@@ -15,11 +15,12 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.rollout_stage import Stage, machine, open_stage
+from benchmarks.rollout_stage import LoopLag, Stage, machine, open_stage
 from services.store import Claim
 
 RESULTS = Path(__file__).with_name("results") / "neighbours.md"
@@ -32,9 +33,10 @@ PAGE = """# Bad company
 
 Written by `python -m benchmarks.neighbours --seconds {seconds:g} --pairs {pairs}`: turns of the healthy job per second,
 {episodes} episodes of it, {places} places in the worker, {low:g} to {high:g} s a turn. {machine}.
+"CPU" is the share of a core that the worker took, "lag" how late its event loop was (p99), each without and with.
 
-| what | without | with | change |
-|---|---|---|---|
+| what | without | with | change | CPU | lag, ms |
+|---|---|---|---|---|---|
 {rows}
 
 {verdicts}
@@ -114,28 +116,39 @@ async def _submit(stage: Stage, world: str) -> Claim:
     return claim
 
 
-async def _turns_per_s(stage: Stage, claim: Claim, seconds: float) -> float:
+@dataclass(frozen=True)
+class Found:
+    turns_per_s: float
+    cpu: float
+    lag_ms: float
+
+
+async def _measure(stage: Stage, claim: Claim, seconds: float) -> Found:
     """Of one job, after a while in which everything begins."""
     await asyncio.sleep(seconds / 4)
     position, num_turns = "0", 0
     while entries := await stage.bus.read_segments(claim.job_id, position, count=5000, block_ms=0):
         position = entries[-1][0]
-    begun = time.monotonic()
+    lag = LoopLag()
+    watching = asyncio.create_task(lag.watch())
+    begun, cpu = time.monotonic(), time.process_time()
     await asyncio.sleep(seconds)
+    watching.cancel()
+    cpu = (time.process_time() - cpu) / (time.monotonic() - begun)
     while entries := await stage.bus.read_segments(claim.job_id, position, count=5000, block_ms=0):
         position, num_turns = entries[-1][0], num_turns + len(entries)
-    return num_turns / (time.monotonic() - begun)
+    return Found(num_turns / (time.monotonic() - begun), cpu, lag.percentile(0.99))
 
 
-async def beside(neighbour: str, seconds: float) -> float:
+async def beside(neighbour: str, seconds: float) -> Found:
     async with open_stage(num_turn_tokens=100) as stage:
         healthy = await _submit(stage, "Library")
         await _submit(stage, neighbour)
         async with stage.working(max_episodes=PLACES):
-            return await _turns_per_s(stage, healthy, seconds)
+            return await _measure(stage, healthy, seconds)
 
 
-async def over(is_slow: bool, seconds: float) -> float:
+async def over(is_slow: bool, seconds: float) -> Found:
     async with open_stage(num_turn_tokens=100) as stage, contextlib.AsyncExitStack() as lines:
         healthy = await _submit(stage, "Library")
         if is_slow:
@@ -144,10 +157,10 @@ async def over(is_slow: bool, seconds: float) -> float:
             stage.redis_url = f"redis://127.0.0.1:{redis_line.port}"
             stage.engine_urls[healthy.job_id] = f"http://127.0.0.1:{engine_line.port}"
         async with stage.working(max_episodes=PLACES):
-            return await _turns_per_s(stage, healthy, seconds)
+            return await _measure(stage, healthy, seconds)
 
 
-Measure = Callable[[float], Coroutine[Any, Any, float]]
+Measure = Callable[[float], Coroutine[Any, Any, Found]]
 HALVES: dict[str, tuple[str, float, Measure, Measure]] = {
     "neighbour": (
         "an exploding job beside it",
@@ -172,8 +185,10 @@ async def main(names: list[str], seconds: float, num_pairs: int) -> None:
         for number in range(num_pairs):
             order = (without, with_it) if number % 2 == 0 else (with_it, without)
             found = {measure: await measure(seconds) for measure in order}
-            changes.append(found[with_it] / found[without] - 1)
-            rows.append(f"| {what} | {found[without]:.2f} | {found[with_it]:.2f} | {changes[-1]:+.1%} |")
+            one, two = found[without], found[with_it]
+            changes.append(two.turns_per_s / one.turns_per_s - 1)
+            rates = f"{one.turns_per_s:.2f} | {two.turns_per_s:.2f} | {changes[-1]:+.1%}"
+            rows.append(f"| {what} | {rates} | {one.cpu:.0%}, {two.cpu:.0%} | {one.lag_ms:.0f}, {two.lag_ms:.0f} |")
             print(rows[-1], flush=True)
         verdict = "kept" if -median(changes) < aim else "missed"
         verdicts.append(
