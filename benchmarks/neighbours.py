@@ -1,6 +1,6 @@
 """What bad company costs a healthy job: `python -m benchmarks.neighbours` (`neighbour` or `network` for one half).
 
-A real worker, queue and host; a simulated engine that takes about 3 s for a turn, so that what is measured is its time
+A real worker, queue and host; a simulated engine that takes about 6 s for a turn, so that what is measured is its time
 and not that of a busy machine. Throughput is the turns of the healthy job, whose episodes never end meanwhile.
 `neighbour`: a second job in the same worker, all of whose episodes end the process of their world at their first
 action, beside one that is as healthy as the first. `network`: 30 ms round trips to Redis and to the engine, and one
@@ -24,9 +24,9 @@ from benchmarks.rollout_stage import LoopLag, Stage, machine, open_stage
 from services.store import Claim
 
 RESULTS = Path(__file__).with_name("results") / "neighbours.md"
-NUM_GROUPS, GROUP_SIZE, PLACES = 6, 8, 128
+NUM_GROUPS, GROUP_SIZE, PLACES = 4, 8, 64
 NUM_EXPLODING_GROUPS = 200
-TURN_S = (2.5, 3.5)
+TURN_S = (5.0, 7.0)
 ONE_WAY_S, CUT_SHARE = 0.015, 0.01
 
 PAGE = """# Bad company
