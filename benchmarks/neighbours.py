@@ -4,7 +4,8 @@ A real worker, queue and host; a simulated engine that takes about 6 s for a tur
 and not that of a busy machine. Throughput is the turns of the healthy job, whose episodes never end meanwhile.
 `neighbour`: a second job in the same worker, all of whose episodes end the process of their world at their first
 action, beside one that is as healthy as the first. `network`: 30 ms round trips to Redis and to the engine, and one
-exchange in a hundred cut, beside lines without delay. With and without in turns (ABBA), in one run.
+exchange in a hundred cut, beside lines without delay. With and without at the same time, each with processes of its
+own, so that what else the machine does is done to both.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import argparse
 import asyncio
 import contextlib
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import msgspec
 
 from benchmarks.rollout_stage import LoopLag, Stage, machine, open_stage
 from services.store import Claim
@@ -33,7 +37,8 @@ PAGE = """# Bad company
 
 Written by `python -m benchmarks.neighbours --seconds {seconds:g} --pairs {pairs}`: turns of the healthy job per second,
 {episodes} episodes of it, {places} places in the worker, {low:g} to {high:g} s a turn. {machine}.
-"CPU" is the share of a core that the worker took, "lag" how late its event loop was (p99), each without and with.
+Both sides of a pair ran at the same time. "CPU" is the share of a core that the worker took, "lag" how late its event
+loop was (p99), each without and with.
 
 | what | without | with | change | CPU | lag, ms |
 |---|---|---|---|---|---|
@@ -177,15 +182,29 @@ HALVES: dict[str, tuple[str, float, Measure, Measure]] = {
 }
 
 
+async def _apart(name: str, with_it: bool, seconds: float) -> Found:
+    """In processes of its own."""
+    command = [sys.executable, "-m", "benchmarks.neighbours", name, "--seconds", str(seconds)]
+    child = await asyncio.create_subprocess_exec(
+        *command, "--only", "with" if with_it else "without", stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await child.communicate()
+    return msgspec.json.decode(output.splitlines()[-1], type=Found)
+
+
+async def measure_one(name: str, which: str, seconds: float) -> None:
+    _, _, without, with_it = HALVES[name]
+    found = await (with_it if which == "with" else without)(seconds)
+    print(msgspec.json.encode(found).decode())
+
+
 async def main(names: list[str], seconds: float, num_pairs: int) -> None:
     rows, verdicts = [], []
     for name in names:
-        what, aim, without, with_it = HALVES[name]
+        what, aim, *_ = HALVES[name]
         changes = []
-        for number in range(num_pairs):
-            order = (without, with_it) if number % 2 == 0 else (with_it, without)
-            found = {measure: await measure(seconds) for measure in order}
-            one, two = found[without], found[with_it]
+        for _ in range(num_pairs):
+            one, two = await asyncio.gather(*(_apart(name, with_it, seconds) for with_it in (False, True)))
             changes.append(two.turns_per_s / one.turns_per_s - 1)
             rates = f"{one.turns_per_s:.2f} | {two.turns_per_s:.2f} | {changes[-1]:+.1%}"
             rows.append(f"| {what} | {rates} | {one.cpu:.0%}, {two.cpu:.0%} | {one.lag_ms:.0f}, {two.lag_ms:.0f} |")
@@ -215,5 +234,9 @@ if __name__ == "__main__":
     parser.add_argument("halves", nargs="*", default=list(HALVES), help="neighbour, network (default: both)")
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--only", choices=("with", "without"), help="measure one side of one half and print it")
     arguments = parser.parse_args()
-    asyncio.run(main(arguments.halves, arguments.seconds, arguments.pairs))
+    if arguments.only:
+        asyncio.run(measure_one(arguments.halves[0], arguments.only, arguments.seconds))
+    else:
+        asyncio.run(main(arguments.halves, arguments.seconds, arguments.pairs))
