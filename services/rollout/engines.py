@@ -307,7 +307,8 @@ class JobEngines:
                 try:
                     generation = await _answer_of(engine, request)
                 finally:
-                    self._serve_queue()
+                    if self._queue:
+                        self._serve_queue()
                 if generation is not None and generation.output_ids:
                     return self._checked(generation, engine, key, held_s=asked - started)
                 self._counters.add("engine/no_answers")
@@ -322,6 +323,8 @@ class JobEngines:
 
     async def _choose(self, prefer_engine: str) -> Engine:
         """Waits for an engine with room, behind those who came before."""
+        if not self._queue and (free := self._free_engine(prefer_engine)):
+            return free
         turn = _Turn(prefer_engine, asyncio.get_running_loop().create_future())
         self._queue.append(turn)
         self._serve_queue()
@@ -337,6 +340,13 @@ class JobEngines:
             raise Drained(f"{self._job}: no engine came before the worker left")
         engine.num_promised -= 1
         return engine
+
+    def _free_engine(self, prefer_engine: str) -> Engine | None:
+        """For who need not wait."""
+        engines = self.usable()
+        for engine in engines:
+            engine.num_wanted = 0
+        return self._engine_for(prefer_engine, engines) if any(engine.has_room for engine in engines) else None
 
     def _serve_queue(self) -> None:
         """Gives what room there is to those who wait, first come first served."""

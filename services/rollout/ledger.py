@@ -114,45 +114,42 @@ class Ledger:
 
     def close(self, outcome: Outcome, *, version: int = 0) -> Segment:
         """The last segment. ``version`` counts only when nothing was ever sampled."""
-        observed = self._token_ids[self._num_sealed :]
         return self._seal(
-            observed,
-            action_mask=np.zeros(len(observed), dtype=np.bool_),
-            logprobs=np.zeros(len(observed), dtype=np.float32),
+            (),
             version=version if self._last_version is None else self._last_version,
             engine_id=self.last_engine,
             outcome=outcome,
         )
 
     def _cut(self, sampled: Sampled, span: VersionSpan) -> Segment:
-        action_ids = list(sampled.output_ids[span.start : span.end])
-        observed = self._token_ids[self._num_sealed :]
-        action_mask = np.zeros(len(observed) + len(action_ids), dtype=np.bool_)
-        action_mask[len(observed) :] = True
-        logprobs = np.zeros(len(action_mask), dtype=np.float32)
-        logprobs[len(observed) :] = sampled.logprobs[span.start : span.end]
-        segment = self._seal(
-            observed + action_ids,
-            action_mask=action_mask,
-            logprobs=logprobs,
+        num_sealed = self._num_sealed
+        self._sample(sampled.output_ids[span.start : span.end], span.version, sampled.engine_id)
+        self._num_sealed = num_sealed
+        return self._seal(
+            sampled.logprobs[span.start : span.end],
             version=span.version,
             engine_id=sampled.engine_id,
             cache_mode=sampled.cache_mode,
         )
-        self._sample(action_ids, span.version, sampled.engine_id)
-        return segment
 
     def _seal(
         self,
-        token_ids: list[int],
+        logprobs: Sequence[float],
         *,
-        action_mask: np.ndarray[tuple[int], np.dtype[np.bool_]],
-        logprobs: np.ndarray[tuple[int], np.dtype[np.float32]],
         version: int,
         engine_id: str,
         cache_mode: CacheMode = CacheMode.FRESH,
         outcome: Outcome | None = None,
     ) -> Segment:
+        """What no segment holds yet; ``logprobs`` are those of its last tokens, which were sampled."""
+        token_ids = self._token_ids.since(self._num_sealed)
+        num_observed = len(token_ids) - len(logprobs)
+        action_mask = np.zeros(len(token_ids), dtype=np.bool_)
+        action_mask[num_observed:] = True
+        behavior_logprobs = np.zeros(len(token_ids), dtype=np.float32)
+        behavior_logprobs[num_observed:] = logprobs
+        # So that the segment need not copy them.
+        action_mask.flags.writeable = behavior_logprobs.flags.writeable = False
         segment = Segment(
             key=self.key,
             attempt=self.attempt,
@@ -162,9 +159,9 @@ class Ledger:
             version=version,
             temperature=self.temperature,
             engine_id=engine_id,
-            token_ids=np.asarray(token_ids, dtype=np.int32),
+            token_ids=token_ids,
             action_mask=action_mask,
-            behavior_logprobs=logprobs,
+            behavior_logprobs=behavior_logprobs,
             cache_mode=cache_mode,
             outcome=outcome,
         )
@@ -172,7 +169,7 @@ class Ledger:
         self._num_sealed = len(self._token_ids)
         return segment
 
-    def _sample(self, action_ids: list[int], version: int, engine_id: str) -> None:
+    def _sample(self, action_ids: Sequence[int], version: int, engine_id: str) -> None:
         self._token_ids.extend(action_ids)
         self.turns[-1].sampled.extend(action_ids)
         self._num_sealed = len(self._token_ids)

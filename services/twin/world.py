@@ -16,6 +16,8 @@ from services.event_log import Event
 from services.jobs import Attempt, CancelManner, DesiredState, JobStatus, StatusReason
 from services.queue_records import DeadLetter, Snapshot, Stage
 
+MAX_DEATHS = 3
+
 
 @dataclass(slots=True)
 class TwinSegment:
@@ -37,10 +39,16 @@ class TwinEpisode:
     version: int | None = None
     """The oldest one that sampled a token of it."""
     failures: int = 0
+    deaths: int = 0
+    """Of its workers, in a row and without progress."""
     furthest: int = 0
     segments: list[TwinSegment] = field(default_factory=list)
     snapshot: Snapshot | None = None
     note: str = ""
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.deaths >= MAX_DEATHS and len(self.segments) <= self.furthest
 
     @property
     def stored_bytes(self) -> int:
