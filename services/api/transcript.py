@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from gspo_core.chat import ChatCodec, Tokenizer, ToolSchema
-from gspo_core.types import Segment
+from gspo_core.types import Segment, Spent
 
 # A character of several bytes may be cut into as many tokens, with a little room for merged beginnings.
 MAX_TOKENS_OF_A_CHARACTER = 6
@@ -88,10 +88,19 @@ def turns_view(
             "engines": sorted({piece.engine_id for piece in acting}),
             "cache_modes": sorted({str(piece.cache_mode) for piece in acting}),
             "reward": sum(rewards) if rewards else None,
+            "timings": spent_view([piece for piece in pieces if not piece.is_final]),
         }
         turns.append(entry | _said(ids, sampled, codec, tools))
         begin = end
     return turns
+
+
+def spent_view(pieces: Sequence[Segment]) -> dict[str, float] | None:
+    """Seconds by where they went; None where nobody recorded any."""
+    known = [piece.spent for piece in pieces if piece.spent is not None]
+    if not known:
+        return None
+    return {name: round(sum(getattr(one, name) for one in known), 3) for name in Spent._fields}
 
 
 def _split(pieces: Sequence[Segment]) -> tuple[list[int], list[int]]:

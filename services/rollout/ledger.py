@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment
+from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent
 from services.rollout.policy import Sampled, VersionSpan
 from services.token_ids import TokenIds
 
@@ -93,11 +93,15 @@ class Ledger:
         self._token_ids, self._last_prompt, self._num_sealed = TokenIds(), (0, 0), 0
         self.observe(token_ids)
 
-    def record(self, sampled: Sampled) -> list[Segment]:
-        """Adds sampled tokens to the open turn; returns the segments that hold them, one per version."""
+    def record(self, sampled: Sampled, spent: Spent | None = None) -> list[Segment]:
+        """Adds sampled tokens to the open turn; returns the segments that hold them, one per version.
+
+        The first of them carries the time that was ``spent``.
+        """
         if not self.turns:
             raise LedgerConflict(f"{self.key}: nothing can be sampled before the first prompt")
-        return [self._cut(sampled, span) for span in sampled.spans if span.end > span.start]
+        spans = [span for span in sampled.spans if span.end > span.start]
+        return [self._cut(sampled, span, None if place else spent) for place, span in enumerate(spans)]
 
     def restore(self, segment: Segment) -> None:
         """Adds a segment that is durable already; what it says was read must be what was just observed again."""
@@ -112,7 +116,7 @@ class Ledger:
         self._sample(token_ids[num_observed:], segment.version, segment.engine_id)
         self.num_segments += 1
 
-    def close(self, outcome: Outcome, *, version: int = 0) -> Segment:
+    def close(self, outcome: Outcome, *, version: int = 0, spent: Spent | None = None) -> Segment:
         """The last segment. ``version`` counts only when nothing was ever sampled."""
         observed = self._token_ids[self._num_sealed :]
         return self._seal(
@@ -122,9 +126,10 @@ class Ledger:
             version=version if self._last_version is None else self._last_version,
             engine_id=self.last_engine,
             outcome=outcome,
+            spent=spent,
         )
 
-    def _cut(self, sampled: Sampled, span: VersionSpan) -> Segment:
+    def _cut(self, sampled: Sampled, span: VersionSpan, spent: Spent | None) -> Segment:
         action_ids = list(sampled.output_ids[span.start : span.end])
         observed = self._token_ids[self._num_sealed :]
         action_mask = np.zeros(len(observed) + len(action_ids), dtype=np.bool_)
@@ -138,6 +143,7 @@ class Ledger:
             version=span.version,
             engine_id=sampled.engine_id,
             cache_mode=sampled.cache_mode,
+            spent=spent,
         )
         self._sample(action_ids, span.version, sampled.engine_id)
         return segment
@@ -152,6 +158,7 @@ class Ledger:
         engine_id: str,
         cache_mode: CacheMode = CacheMode.FRESH,
         outcome: Outcome | None = None,
+        spent: Spent | None = None,
     ) -> Segment:
         segment = Segment(
             key=self.key,
@@ -167,6 +174,7 @@ class Ledger:
             behavior_logprobs=logprobs,
             cache_mode=cache_mode,
             outcome=outcome,
+            spent=spent,
         )
         self.num_segments += 1
         self._num_sealed = len(self._token_ids)

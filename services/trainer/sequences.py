@@ -94,7 +94,15 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
             "reward/max": rewards.max(),
         }
     metrics |= {f"stop/{reason}": count for reason, count in stops.items()}
+    metrics |= _times(trajectories)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _times(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Where the seconds of an episode went on average, among those that have told."""
+    told = [one.outcome.metrics for one in trajectories if "model_s" in one.outcome.metrics]
+    named = {"engine": "model_s", "env": "env_s", "queue": "queue_s"}
+    return {f"time/episode_{to}_s": _mean([one.get(name, 0.0) for one in told]) for to, name in named.items() if told}
 
 
 def staleness_metrics(sequences: Sequence[TrainSequence], cap: int) -> dict[str, float]:

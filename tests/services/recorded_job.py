@@ -23,6 +23,7 @@ from gspo_core.types import (
     Group,
     Outcome,
     Segment,
+    Spent,
     Split,
     StopReason,
     Trajectory,
@@ -97,8 +98,14 @@ class Player:
             prompt = bridge
         reward, parts = await session.score()
         await session.close()
-        outcome = Outcome(stop, reward, parts, {"turns": float(len(segments)), "model_s": 0.4, "env_s": 0.1})
+        outcome = Outcome(stop, reward, parts, self._metrics(segments))
         return [*segments, self._segment(key, len(segments) - 1, versions[-1], [], [], len(segments), outcome)]
+
+    @staticmethod
+    def _metrics(segments: Sequence[Segment]) -> dict[str, float]:
+        spent = [one.spent for one in segments if one.spent is not None]
+        engine_s, env_s, queue_s = (sum(seconds) for seconds in zip(*spent, strict=True))
+        return {"turns": float(len(segments)), "model_s": engine_s, "env_s": env_s + 0.125, "queue_s": queue_s}
 
     def _segment(
         self,
@@ -124,6 +131,12 @@ class Player:
             action_mask=[False] * len(given) + [True] * len(sampled),
             behavior_logprobs=[*([0.0] * len(given)), *logprobs],
             outcome=outcome,
+            # The tool answers more slowly than the policy speaks, and the first request finds no engine.
+            spent=Spent(
+                0.0 if outcome else 0.25 * turn + 0.5,
+                0.125 if outcome else 0.75 * turn,
+                0.0 if turn or outcome else 0.375,
+            ),
         )
 
 
@@ -214,8 +227,13 @@ async def _report(store: Store, claim: Claim, step: int, groups: Sequence[Group]
         "throughput/tokens_per_s": 900.0 + 10 * step,
         "time/wait_s": 0.5,
         "time/train_s": 1.1,
-        "time/publish_s": 0.2,
+        "time/copy_s": 0.05,
+        "time/behind_s": 0.15,
+        "time/publish_s": 0.4,
         "time/step_s": 1.8,
+        "time/episode_engine_s": 1.2,
+        "time/episode_env_s": 0.9,
+        "time/episode_queue_s": 0.3,
     }
     await store.add_metrics(claim.job_id, step, metrics)
     await store.add_event(claim.job_id, "step", {"step": step, "version": step, "epoch": claim.epoch, **metrics})

@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from gspo_core.objective_config import AdvantageConfig
-from gspo_core.types import Group, Split
+from gspo_core.types import Group, Segment, Split, Trajectory
 from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
 from tests.services.trainer_kit import episode, group
 
 
 def ages(versions: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.asarray(9 - versions, dtype=np.int32)
+
+
+def with_metrics(segment: Segment, metrics: dict[str, float]) -> Segment:
+    fields = {name: value for name, value in vars(segment).items() if name not in ("num_actions", "logprob_sum")}
+    assert segment.outcome is not None
+    return Segment(**fields | {"outcome": replace(segment.outcome, metrics=metrics)})
 
 
 def test_an_episode_without_a_reward_is_left_out_of_batch_and_baseline() -> None:
@@ -53,3 +61,18 @@ def test_metrics_say_how_many_episodes_went_on_under_new_weights() -> None:
     assert metrics["reward/mean"] == pytest.approx(2 / 3)
     assert metrics["stop/env_error"] == 1
     assert metrics["episodes/turns_mean"] == 2
+    assert not any(name.startswith("time/") for name in metrics)
+
+
+def test_metrics_say_where_the_time_of_an_episode_went() -> None:
+    told = group(0, [1.0, 0.0, None])
+    times = ({"model_s": 3.0, "env_s": 1.0, "queue_s": 0.5}, {"model_s": 1.0, "env_s": 0.0}, {})
+    told = replace(
+        told,
+        trajectories=tuple(
+            Trajectory((*one.segments[:-1], with_metrics(one.segments[-1], metrics)))
+            for one, metrics in zip(told, times, strict=True)
+        ),
+    )
+    found = {name: value for name, value in group_metrics([told]).items() if name.startswith("time/")}
+    assert found == {"time/episode_engine_s": 2.0, "time/episode_env_s": 0.5, "time/episode_queue_s": 0.25}

@@ -28,7 +28,7 @@ from services.api.episode_views import (
 )
 from services.api.errors import ApiError
 from services.api.history import EpisodeNotKept
-from services.api.transcript import tokens_view, turns_view
+from services.api.transcript import spent_view, tokens_view, turns_view
 from services.api.views import Page, View, page
 from services.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.bus import EpisodeView, GroupView, Stage
@@ -276,6 +276,7 @@ def _detail(
         epoch=group.epoch,
         note=note,
         turns=turns_view(segments, codec, tools),
+        closing=spent_view([one for one in segments if one.is_final]),
         tokens=tokens_view(segments, None if codec is None else codec.tokenizer) if with_tokens else None,
     )
 
