@@ -3,7 +3,8 @@
 import { css, h } from "./dom.js";
 import { fixed, number, percent, words } from "./format.js";
 
-const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+// Apart from those of engine and environment, which stand beside them.
+const COLOURS = ["--c3", "--c2", "--c5", "--c4", "--c7", "--c1", "--c6", "--c8"];
 const LONG = 420;
 const CONTROL = /^<[|/a-z_]+>$/;
 
