@@ -95,7 +95,9 @@ class EpisodeDetail(EpisodeSummary):
     closing: dict[str, float] | None
     """The seconds between its last token and its outcome, like `timings` of a turn."""
     tokens: dict[str, list[Any]] | None
-    """With `include=tokens`: columns `id`, `text`, `sampled`, `logprob`, `version`, `turn`, `branch`."""
+    """With `include=tokens`: columns `id`, `text`, `sampled`, `logprob`, `ratio`, `version`, `turn`, `branch`.
+    `ratio`: how much more probable the token was when it was trained than when it was sampled; null where that is not
+    known."""
 
 
 def trained_groups(job: str, batch: LoggedBatch, spec: JobSpec | None) -> list[GroupSummary]:

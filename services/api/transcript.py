@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gspo_core.chat import ChatCodec, Tokenizer, ToolSchema
 from gspo_core.types import Segment, Spent
 
@@ -19,6 +22,7 @@ from gspo_core.types import Segment, Spent
 MAX_TOKENS_OF_A_CHARACTER = 6
 MAX_SHOWN_DEPTH = 16
 MAX_EXACT = 2**53
+MAX_LOG_RATIO = 20.0
 DAMAGED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -51,18 +55,34 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def tokens_view(segments: Sequence[Segment], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
-    """One entry per token in each column, in the order of the segments."""
+def tokens_view(
+    segments: Sequence[Segment], tokenizer: Tokenizer | None, trained: NDArray[np.float32] | None = None
+) -> dict[str, list[Any]]:
+    """One entry per token in each column, in the order of the segments. ``trained``: log-probs of the sampled ones."""
     ids = [int(token) for segment in segments for token in segment.token_ids]
     return {
         "id": ids,
         "text": [] if tokenizer is None else token_texts(tokenizer, ids),
         "sampled": [bool(one) for segment in segments for one in segment.action_mask],
         "logprob": [round(float(one), 6) for segment in segments for one in segment.behavior_logprobs],
+        "ratio": _ratios(segments, trained),
         "version": [segment.version for segment in segments for _ in range(segment.num_tokens)],
         "turn": [segment.turn for segment in segments for _ in range(segment.num_tokens)],
         "branch": [segment.branch for segment in segments for _ in range(segment.num_tokens)],
     }
+
+
+def _ratios(segments: Sequence[Segment], trained: NDArray[np.float32] | None) -> list[float | None]:
+    """How much more probable a token was when it was trained than when it was sampled; None where that is not known."""
+    if trained is None or len(trained) != sum(segment.num_actions for segment in segments):
+        return [None for segment in segments for _ in range(segment.num_tokens)]
+    logprobs = iter(trained.tolist())
+    found: list[float | None] = []
+    for segment in segments:
+        for is_sampled, sampled in zip(segment.action_mask.tolist(), segment.behavior_logprobs.tolist(), strict=True):
+            difference = next(logprobs) - sampled if is_sampled else math.nan
+            found.append(round(math.exp(min(difference, MAX_LOG_RATIO)), 6) if math.isfinite(difference) else None)
+    return found
 
 
 def turns_view(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.codec import encode
@@ -36,6 +37,7 @@ from services.jobs import JobStatus, StatusReason
 from services.local.demo_tokenizer import write_tokenizer
 from services.local.demonstrations import NO_MISTAKES, demonstrate
 from services.store import Claim, Store
+from services.trained_log import TrainedLog
 
 REF = "environments.calculator:Calculator"
 GROUPS_PER_STEP, GROUP_SIZE = 2, 4
@@ -178,6 +180,7 @@ async def record_job(
     for step in range(1, num_steps + 1):
         groups = [await _group(player, claim, step, place, generator) for place in range(GROUPS_PER_STEP)]
         BatchLog(jobs_dir / job.id).write(claim.epoch, step, groups, {})
+        TrainedLog(jobs_dir / job.id).write(claim.epoch, step, _as_trained(groups))
         await _publish(store, claim, step)
         await _report(store, claim, step, groups)
     await store.add_event(
@@ -204,6 +207,18 @@ async def _group(player: Player, claim: Claim, step: int, place: int, generator:
         segments = await player.play(EpisodeKey(claim.job_id, number, member), number, replies, versions)
         trajectories.append(Trajectory(tuple(segments)))
     return Group(claim.job_id, number, Split.TRAIN, number, GROUP_SIZE, tuple(trajectories))
+
+
+def _as_trained(groups: Sequence[Group]) -> dict[EpisodeKey, NDArray[np.float32]]:
+    """Every token twice as likely as when it was sampled, those of the first turn half as likely."""
+    found = {}
+    for episode in (one for group in groups for one in group):
+        logprobs = [
+            one.behavior_logprobs[one.action_mask] + np.float32(np.log(2.0 if one.turn else 0.5))
+            for one in episode.segments
+        ]
+        found[episode.key] = np.concatenate(logprobs)
+    return found
 
 
 async def _publish(store: Store, claim: Claim, step: int) -> None:

@@ -103,6 +103,9 @@ async def test_an_episode_is_read_turn_by_turn_from_its_tokens(http: httpx.Async
     assert "".join(said).startswith(answer["text"])
     assert all(logprob == 0 for logprob, mask in zip(tokens["logprob"], tokens["sampled"], strict=True) if not mask)
     assert sum(tokens["sampled"]) == episode["num_actions"]
+    ratios = list(zip(tokens["ratio"], tokens["sampled"], tokens["turn"], strict=True))
+    assert all(ratio == pytest.approx(2.0 if turn else 0.5) for ratio, is_sampled, turn in ratios if is_sampled)
+    assert all(ratio is None for ratio, is_sampled, _ in ratios if not is_sampled)
     assert broken["logprob_mean"] == pytest.approx(
         sum(tokens["logprob"][: broken["end_token"]]) / broken["num_actions"], abs=1e-4
     )

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.types import Group, Segment, Split, Trajectory
-from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
+from services.trainer.sequences import by_episode, group_metrics, staleness_metrics, train_sequences
 from tests.services.trainer_kit import episode, group
 
 
@@ -27,6 +27,19 @@ def test_an_episode_without_a_reward_is_left_out_of_batch_and_baseline() -> None
     means = [float(one.advantages[one.action_mask].mean()) for one in sequences]  # type: ignore[index]
     assert means == pytest.approx([1 / 3, -2 / 3, 1 / 3])
     assert metrics["groups/partial"] == 1
+
+
+def test_values_of_sequences_find_back_to_their_episodes() -> None:
+    groups = [group(0, [1.0, None, 0.0], versions=[3, 7]), group(1, [1.0, 0.0])]
+    sequences, _ = train_sequences(groups, ages, AdvantageConfig())
+    values = [np.full(one.num_actions, place, np.float32) for place, one in enumerate(sequences)]
+    found = by_episode(groups, values, AdvantageConfig())
+    assert {(key.group, key.member): one.tolist() for key, one in found.items()} == {
+        (0, 0): [0.0] * 6,
+        (0, 2): [1.0] * 6,
+        (1, 0): [2.0] * 6,
+        (1, 1): [3.0] * 6,
+    }
 
 
 def test_each_token_keeps_the_staleness_of_the_version_that_sampled_it() -> None:

@@ -98,7 +98,7 @@ async def test_a_job_tells_where_its_time_goes(visit: Visit, job: RecordedJob, s
     assert await trainer.locator('[data-kind="time/wait_s"] b').inner_text() == "0.50 s"
     assert await trainer.locator(".split-bar i").count() == 4
     told = await visit.text('[data-split="Time of an episode"] .split-legend')
-    assert told.split() == "engine 1.20 s 50 % environment 0.90 s 38 % queue 0.30 s 13 %".split()
+    assert " ".join(told.split()) == "engine 1.20 s 50 % environment 0.90 s 38 % queue 0.30 s 13 %"
     await visit.see('[data-chart="Time of a step"] canvas')
     metrics = {"time/wait_s": 4.0, "time/train_s": 1.1, "time/step_s": 5.1, "reward/mean": 0.5}
     await store.add_metrics(job.id, 7, metrics)
@@ -168,6 +168,7 @@ async def test_tokens_are_tinted_by_version_and_tell_their_log_prob(visit: Visit
     shown = await visit.text(".tip")
     assert "log-prob" in shown
     assert "version" in shown
+    assert "ratio 0.5" in " ".join(shown.split())
     first = visit.page.locator('.turn[data-turn="1"] .tok').first
     await first.focus()
     await visit.page.keyboard.press("ArrowRight")
@@ -176,6 +177,9 @@ async def test_tokens_are_tinted_by_version_and_tell_their_log_prob(visit: Visit
     )
     await (await visit.see("button", "surprise")).click()
     assert await (await visit.see('.tok[data-version="2"]')).evaluate(tint) != old
+    await (await visit.see("button", "ratio")).click()
+    later = await (await visit.see('.turn[data-turn="1"] .tok')).evaluate(tint)
+    assert await (await visit.see('.turn[data-turn="0"] .tok')).evaluate(tint) != later
 
 
 async def test_an_episode_grows_while_it_runs(visit: Visit, job: RecordedJob, bus: Bus, model_dir: Path):

@@ -5,7 +5,7 @@ import { h, show } from "../dom.js";
 import { fixed, isFailure, number, seconds, words } from "../format.js";
 import { card, facts, pill, tile } from "../pieces.js";
 import { EPISODE, inline, split, waterfall } from "../times.js";
-import { legend, message, said, tokens } from "../transcript.js";
+import { legend, message, said, sequenceRatio, tokens } from "../transcript.js";
 
 let tint = "version";
 
@@ -51,11 +51,13 @@ function heading(episode, go) {
 
 function summary(episode) {
   const parts = Object.entries(episode.reward_parts).map(([name, value]) => `${words(name)} ${number(value)}`).join(", ");
+  const ratio = sequenceRatio(episode.tokens);
   return h("div", { class: "tiles" },
     tile("Reward", episode.reward === null ? "–" : number(episode.reward), parts || (episode.reward === null ? "not scored yet" : "")),
     tile("Advantage", episode.advantage === null ? "–" : `${episode.advantage > 0 ? "+" : ""}${fixed(episode.advantage)}`, episode.advantage === 0 ? "all of its group are equal" : "against its group"),
     tile("Turns", episode.turns.length, `${number(episode.num_actions ?? 0)} tokens sampled`),
     tile("Versions", episode.versions.join(", ") || "–", episode.versions.length > 1 ? "new weights came on the way" : "one policy throughout"),
+    tile("Ratio", ratio === null ? "–" : fixed(ratio, 3), ratio === null ? "known once it was trained" : "trained policy to sampler, of the sequence"),
     tile("Time", seconds(whole(episode.timings)), "without storing what was sampled"));
 }
 
@@ -70,9 +72,9 @@ function time(episode) {
 const turnId = (turn) => `turn-${turn.branch}-${turn.turn}`;
 
 function controls(episode, redraw) {
-  const button = (name, label) => h("button", { "aria-pressed": String(tint === name), onclick: () => { tint = name; redraw(); } }, label);
-  return h("div", { class: "spread" }, h("div", { class: "row", role: "group", "aria-label": "Tint tokens by" }, h("span", { class: "small muted" }, "tint tokens by"), button("version", "version"), button("surprise", "surprise")),
-    tint === "version" ? legend(episode.versions) : h("span", { class: "small muted" }, "the redder, the less likely it was"));
+  const button = (name, label) => h("button", { "aria-pressed": String(tint === name), "data-focus": `tint-${name}`, onclick: () => { tint = name; redraw(); } }, label);
+  return h("div", { class: "spread" }, h("div", { class: "row", role: "group", "aria-label": "Tint tokens by" }, h("span", { class: "small muted" }, "tint tokens by"), button("version", "version"), button("surprise", "surprise"), sequenceRatio(episode.tokens) !== null && button("ratio", "ratio")),
+    legend(tint, episode.versions));
 }
 
 function turnView(episode, turn, isLast) {
