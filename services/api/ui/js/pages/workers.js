@@ -25,7 +25,7 @@ export async function workersPage({ root, signal, title, fail }) {
   };
 
   async function draw() {
-    const [{ data }, jobs] = await Promise.all([get("/v1/workers", signal), get("/v1/jobs?order=desc&limit=100", signal)]);
+    const [{ data }, jobs, { degraded }] = await Promise.all([get("/v1/workers", signal), get("/v1/jobs?order=desc&limit=100", signal), get("/readyz", signal)]);
     if (signal.aborted) return;
     const of = (role) => data.filter((one) => one.role === role).sort((a, b) => b.alive - a.alive);
     const leaving = (one) => one.alive && (one.draining || asked.has(one.id));
@@ -33,7 +33,7 @@ export async function workersPage({ root, signal, title, fail }) {
       ? h("button", { class: "small-button", "data-focus": `drain-${one.id}`, "aria-label": `drain ${one.id}`, disabled: leaving(one), onclick: ask(one) }, leaving(one) ? "asked" : "Drain") : "";
     const context = { state: (one) => state(one, leaving(one)), button, workers: of("rollout").filter((one) => one.alive), owned: (one) => ownedBy(one, jobs.data) };
     if (!root.contains(body)) show(root, head, told, body);
-    show(body, data.length ? [engines(of("engine"), context), rollout(of("rollout"), context), trainers(of("trainer"), context)]
+    show(body, degraded.map((text) => h("p", { class: "notice warn", "data-degraded": "" }, text)), data.length ? [engines(of("engine"), context), rollout(of("rollout"), context), trainers(of("trainer"), context)]
       : empty("Nobody is there", "Jobs wait until a trainer, a rollout worker and an engine run.", h("pre", {}, "gspo up")));
   }
   await live(2500, signal, fail, draw);
