@@ -26,9 +26,8 @@ def main() -> None:
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser's program")
     arguments = parser.parse_args()
     with httpx.Client(base_url=arguments.url) as api, sync_playwright() as playwright:
-        jobs = _with_groups(api)
-        job = arguments.job or jobs[0]
-        group = max((_telling_group(api, one) for one in jobs[:5]), key=_tells)
+        job = arguments.job or _with_groups(api)
+        group = _telling_group(api, job)
         member = _telling_member(group)
         environment = _environment(api)
         browser = playwright.chromium.launch(executable_path=arguments.chromium, args=["--no-sandbox"])
@@ -41,7 +40,7 @@ def main() -> None:
             ("episode-dark", f"#/episodes/{group['id']}/{member}", "dark", (1360, 1000)),
             ("time", f"#/jobs/{job}", "light", (1360, 640)),
             ("environments", "#/environments", "light", (1360, 720)),
-            ("environment", f"#/environments/{environment}", "light", (1360, 1120)),
+            ("environment", f"#/environments/{environment}", "light", (1360, 1190)),
             ("workers", "#/workers", "light", (1360, 700)),
             ("phone", f"#/jobs/{job}", "dark", PHONE),
             ("phone-workers", "#/workers", "dark", PHONE),
@@ -50,18 +49,18 @@ def main() -> None:
         browser.close()
 
 
-def _with_groups(api: httpx.Client) -> list[str]:
-    """The jobs that there is something to see of, the newest first."""
-    jobs = [job["id"] for job in api.get("/v1/jobs", params={"order": "desc"}).json()["data"]]
-    found = [job for job in jobs if api.get(f"/v1/jobs/{job}/groups", params={"limit": 1}).json()["data"]]
-    if not found:
-        raise SystemExit("no job has groups yet: submit one and wait for its first step")
-    return found
+def _with_groups(api: httpx.Client) -> str:
+    """The newest job that there is something to see of."""
+    for job in api.get("/v1/jobs", params={"order": "desc"}).json()["data"]:
+        if api.get(f"/v1/jobs/{job['id']}/groups", params={"limit": 1}).json()["data"]:
+            return str(job["id"])
+    raise SystemExit("no job has groups yet: submit one and wait for its first step")
 
 
 def _environment(api: httpx.Client) -> str:
     source = {"type": "reference", "ref": "environments.calculator:Calculator"}
-    return str(api.post("/v1/environments", json={"name": "calculator", "source": source}).raise_for_status().json()["id"])
+    answer = api.post("/v1/environments", json={"name": "calculator", "source": source})
+    return str(answer.raise_for_status().json()["id"])
 
 
 def _telling_group(api: httpx.Client, job: str) -> dict[str, Any]:
@@ -70,9 +69,10 @@ def _telling_group(api: httpx.Client, job: str) -> dict[str, Any]:
 
 
 def _tells(group: dict[str, Any]) -> tuple[float, ...]:
-    """An episode of several versions, turns of different numbers, rewards that differ."""
+    """Rewards that differ, an episode of several versions, turns of different numbers."""
+    spread = group["reward_std"] or 0.0
     most = max(len(one["versions"]) for one in group["episodes"])
-    return most, len({one["num_turns"] for one in group["episodes"]}), group["reward_std"] or 0.0
+    return spread > 0, most, len({one["num_turns"] for one in group["episodes"]}), spread
 
 
 def _telling_member(group: dict[str, Any]) -> int:

@@ -28,6 +28,7 @@ export function duration(seconds) {
 /** A span of time that was measured: milliseconds matter where it is short. */
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0 s";
   if (value > 0 && value < 0.0995) return `${Math.max(1, Math.round(1000 * value))} ms`;
   return value < 10 ? `${value.toFixed(2)} s` : duration(value);
 }

@@ -57,11 +57,17 @@ function summary(episode) {
     tile("Advantage", episode.advantage === null ? "–" : `${episode.advantage > 0 ? "+" : ""}${fixed(episode.advantage)}`, episode.advantage === 0 ? "all of its group are equal" : "against its group"),
     tile("Turns", episode.turns.length, `${number(episode.num_actions ?? 0)} tokens sampled`),
     tile("Versions", episode.versions.join(", ") || "–", episode.versions.length > 1 ? "new weights came on the way" : "one policy throughout"),
-    tile("Ratio", ratio === null ? "–" : fixed(ratio, 3), ratio === null ? "known once it was trained" : "trained policy to sampler, of the sequence"),
-    tile("Time", seconds(whole(episode.timings)), "without storing what was sampled"));
+    tile("Ratio", ratio === null ? "–" : fixed(ratio, 3), ratioNote(episode, ratio)),
+    tile("Time", seconds(whole(episode.timings)), "storing left out"));
 }
 
 const whole = (timings) => (EPISODE.some((kind) => kind.name in timings) ? EPISODE.reduce((sum, kind) => sum + (timings[kind.name] ?? 0), 0) : null);
+
+function ratioNote(episode, ratio) {
+  if (ratio !== null) return "policy when trained to sampler";
+  if (episode.status !== "trained") return "known once it was trained";
+  return episode.advantage === 0 ? "nothing to learn from it" : "not recorded";
+}
 
 function time(episode) {
   const go = (turn) => document.getElementById(turnId(turn))?.scrollIntoView({ behavior: "smooth", block: "start" });

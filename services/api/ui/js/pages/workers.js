@@ -33,7 +33,8 @@ export async function workersPage({ root, signal, title, fail }) {
       ? h("button", { class: "small-button", "data-focus": `drain-${one.id}`, "aria-label": `drain ${one.id}`, disabled: leaving(one), onclick: ask(one) }, leaving(one) ? "asked" : "Drain") : "";
     const context = { state: (one) => state(one, leaving(one)), button, workers: of("rollout").filter((one) => one.alive), owned: (one) => ownedBy(one, jobs.data) };
     if (!root.contains(body)) show(root, head, told, body);
-    show(body, degraded.map((text) => h("p", { class: "notice warn", "data-degraded": "" }, text)), data.length ? [engines(of("engine"), context), rollout(of("rollout"), context), trainers(of("trainer"), context)]
+    const lacks = degraded.length > 0 && h("div", {}, degraded.map((text) => h("p", { class: "notice warn", "data-degraded": "" }, text)));
+    show(body, lacks, data.length ? [engines(of("engine"), context), rollout(of("rollout"), context), trainers(of("trainer"), context)]
       : empty("Nobody is there", "Jobs wait until a trainer, a rollout worker and an engine run.", h("pre", {}, "gspo up")));
   }
   await live(2500, signal, fail, draw);
