@@ -187,7 +187,11 @@ async def record_job(
         job.id, "evaluation", {"step": num_steps, "version": num_steps, "reward/mean": 0.75, "episodes/count": 8.0}
     )
     message = "the clip cuts 41 % of the tokens: the steps are too large for the clip range"
-    await store.add_event(job.id, "alert", {"step": num_steps, "kind": "clip_too_active", "message": message})
+    await store.add_event(
+        job.id,
+        "alert",
+        {"step": num_steps, "kind": "clip_too_active", "message": message, "advice": "lower optimizer.lr"},
+    )
     await store.set_status(
         job.id, JobStatus.RUNNING, token=claim.token, reason=StatusReason("waiting_for_trajectories", "episodes run")
     )

@@ -76,6 +76,7 @@ async def test_the_list_leads_to_a_job_with_its_curves_and_alarms(visit: Visit, 
     await visit.see('[data-chart="Reward"] canvas')
     assert await visit.page.locator("[data-chart] canvas").count() >= 5
     assert "41 % of the tokens" in await visit.text("[data-alarm]")
+    assert "lower optimizer.lr" in await visit.text("[data-alarm] .advice")
     assert "0.75" in await visit.text('[data-tile="Held-out reward"]')
 
 

@@ -23,10 +23,10 @@ export async function overview({ id, body, signal, refresh, job, fail }) {
   const told = await list(`/v1/jobs/${id}/events?types=evaluation,alert,env.health`, signal);
   const evaluations = new Map();
   const alarms = new Map();
-  const raise = (kind, when, text) => { const count = (alarms.get(kind)?.count || 0) + 1; alarms.delete(kind); alarms.set(kind, { when, text, count }); };
+  const raise = (kind, when, text, advice) => { const count = (alarms.get(kind)?.count || 0) + 1; alarms.delete(kind); alarms.set(kind, { when, text, advice, count }); };
   const note = (event) => {
     if (event.type === "evaluation") evaluations.set(event.data.step, event.data["reward/mean"] ?? null);
-    else if (event.type === "alert") raise(event.data.kind, `step ${event.data.step}`, event.data.message);
+    else if (event.type === "alert") raise(event.data.kind, `step ${event.data.step}`, event.data.message, event.data.advice);
     else if (event.type === "env.health" && event.data.healthy === false) raise(event.data.worker, event.data.worker, `cannot play episodes: ${event.data.error}`);
   };
   told.forEach(note);
@@ -54,8 +54,8 @@ export async function overview({ id, body, signal, refresh, job, fail }) {
   early.forEach(take);
 }
 
-const alarm = ({ when, text, count }) =>
-  h("p", { class: "notice warn", "data-alarm": "" }, h("strong", {}, when), ` · ${text.replace(/^\w+: /, "")}`, count > 1 && h("span", { class: "muted" }, ` (${count} times so far)`));
+const alarm = ({ when, text, advice, count }) =>
+  h("p", { class: "notice warn", "data-alarm": "" }, h("strong", {}, when), ` · ${text.replace(/^\w+: /, "")}`, count > 1 && h("span", { class: "muted" }, ` (${count} times so far)`), advice && h("span", { class: "advice" }, advice));
 
 function taker({ signal, rows, note, redraw, refresh, showRecent }) {
   let due = null;
