@@ -30,6 +30,10 @@ class Drains:
     async def is_asked(self, worker: str) -> bool:
         return bool(await self._redis.hexists(_WISHES, worker))
 
+    async def all_asked(self) -> set[str]:
+        """Who has not seen it yet."""
+        return {worker.decode() for worker in await self._redis.hkeys(_WISHES)}
+
     async def wait(self, worker: str, stop: asyncio.Event) -> None:
         """Sets ``stop`` when the worker is asked to leave. While Redis is away nobody can ask."""
         while True:

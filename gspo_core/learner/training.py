@@ -77,6 +77,9 @@ class Learner:
 
     alarms: list[Alarm]
     """Of the last step: what about its loss cannot be right."""
+    trained_logprobs: list[NDArray[np.float32]]
+    """Of the last step, for each of its sequences: the log-probs of its actions under the weights that its update began
+    with; NaN where nothing was trained."""
 
     def __init__(
         self, model_dir: Path, config: LearnerConfig, objective: ObjectiveConfig, *, seed: int, device: str = "cpu"
@@ -85,6 +88,9 @@ class Learner:
         self.objective = objective
         self.counters = Counters()
         self.alarms = []
+        self.trained_logprobs = []
+        self._scored: list[tuple[tuple[int, ...], Tensor]] = []
+        """Positions of sequences in the batch of the step, and for each a row that begins with those of its actions."""
         self._model_dir = Path(model_dir)
         self._seed = seed
         self._device = torch.device(device)
@@ -103,6 +109,7 @@ class Learner:
             len(sequences), self.objective.minibatches, seed=self._seed, step=self.counters.num_steps
         )
         self._optimizer.zero_grad()  # of a step that failed half-way
+        self._scored.clear()
         work = [self._prepare(sequences, share) for share in shares]
         self._score_anchors(work)
         stats = LossStats.zero(self._device)
@@ -111,6 +118,7 @@ class Learner:
             stats = stats + self._accumulate(sequences, share, pieces)
             updates.append(self._update())
         self.counters.num_steps += 1
+        self.trained_logprobs = self._gather_scored(sequences)
         stats = LossStats(self._ranks.sum(stats.sums), self._ranks.max(stats.maxima))
         num_judged = len(updates) if self._could_clip(sequences, shares, updates) else 1
         self.alarms = loss_alarms(stats, self.objective, num_updates=num_judged)
@@ -119,6 +127,20 @@ class Learner:
         num_idle = sum(not self._acts(s) for s in sequences) - num_empty
         metrics |= {"gspo/num_empty": float(num_empty), "learner/num_idle_sequences": float(num_idle)}
         return metrics | self._update_metrics(updates)
+
+    def _gather_scored(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
+        """From all ranks."""
+        starts = np.cumsum([0, *(s.num_actions for s in sequences)])
+        flat = torch.zeros(int(starts[-1]), device=self._device)
+        for indices, rows in self._scored:
+            for index, row in zip(indices, rows, strict=True):
+                flat[starts[index] : starts[index + 1]] = row[: sequences[index].num_actions]
+        self._scored.clear()
+        values = self._ranks.sum(flat).cpu().numpy()
+        for sequence, (start, end) in zip(sequences, pairwise(starts), strict=True):
+            if not self._acts(sequence):
+                values[start:end] = np.nan
+        return [values[start:end] for start, end in pairwise(starts)]
 
     def retune(self, config: LearnerConfig, objective: ObjectiveConfig) -> None:
         """Go on with other numbers from the next step on. What was built from the old ones must stay as it is."""
@@ -330,9 +352,11 @@ class Learner:
         policy_N = self._policy(micro_batch)
         if not len(policy_N):  # a rank without work, for whose gradients the others wait
             return policy_N.sum(), LossStats.zero(self._device)
+        policy_BT = micro_batch.table(policy_N)
+        self._scored.append((micro_batch.indices, policy_BT.detach().float()))
         return policy_loss(
             self.objective,
-            micro_batch.table(policy_N),
+            policy_BT,
             micro_batch.action_mask_BT,
             micro_batch.advantages,
             proximal_logprobs_BT=piece.proximal_BT,

@@ -151,7 +151,7 @@ class Attempt:
         counters.add("tokens/sampled", len(sampled.output_ids))
         self._num_sampled_here += len(sampled.output_ids)
         with self._setting.spans.span("store", **{"gspo.tokens": len(sampled.output_ids)}):
-            await self._setting.outbox.append(self._ledger.record(sampled), self._note())
+            await self._setting.outbox.append(self._ledger.record(sampled, timings.take()), self._note())
         counters.add_s("time/store_s", store_s := clock() - answered)
         timings.store_s += store_s
 

@@ -135,6 +135,10 @@ class EngineTable:
         self._engines: dict[str, Engine] = {}
         self._asked_load_at = -LOAD_S
 
+    def num_requests(self) -> dict[str, int]:
+        """Of this worker, by engine."""
+        return {url: engine.num_requests for url, engine in sorted(self._engines.items())}
+
     async def watch(self) -> None:
         """Until cancelled."""
         while True:

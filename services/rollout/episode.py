@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.env import EnvironmentFailed
-from gspo_core.types import Outcome, Segment, StopReason
+from gspo_core.types import Outcome, Segment, Spent, StopReason
 from services.bus import Snapshot
 from services.hosted import HostedSession, SessionLost
 from services.refusals import Conflict, Refused
@@ -59,8 +59,8 @@ class Episode:
             try:
                 async with self._order.quarantine.entry(self._setting.leaving):
                     with self._setting.spans.trace("episode", str(self._order.key), **self._described()):
-                        outcome = await self._play(ledger, past)
-                await self._setting.outbox.append([ledger.close(outcome)])
+                        outcome, spent = await self._play(ledger, past)
+                await self._setting.outbox.append([ledger.close(outcome, spent=spent)])
             except (EnvironmentFailed, LedgerConflict, Conflict, SegmentRejected) as failure:
                 is_charged = self._is_charged(failure, past)
                 past = await self._restart(max(ledger.num_sampled, _num_sampled(past.record)))
@@ -92,7 +92,8 @@ class Episode:
         self._log.warning("attempt failed", number=self._num_failures, phase=phase, error=str(failure))
         return is_charged
 
-    async def _play(self, ledger: Ledger, past: Past) -> Outcome:
+    async def _play(self, ledger: Ledger, past: Past) -> tuple[Outcome, Spent]:
+        """How it ended, and what went by since its last tokens."""
         order, setting = self._order, self._setting
         timings = Timings.from_note(past.note)
         session = order.environment.session(limits=order.limits, episode_id=str(order.key))
@@ -103,7 +104,7 @@ class Episode:
                 setting.counters.add_s("time/queue_s", waited_s := setting.clock() - asked)
                 timings.queue_s += waited_s
             attempt = Attempt(setting, order, session, ledger, past.record, world=past.world, timings=timings)
-            return await attempt.play()
+            return await attempt.play(), timings.take()
         except (Drained, Interrupted, Refused, LedgerConflict, SegmentRejected, EnvironmentFailed):
             raise
         except asyncio.CancelledError:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment
+from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent
 from services.rollout.policy import Sampled, VersionSpan
 from services.token_ids import TokenIds
 
@@ -93,11 +93,15 @@ class Ledger:
         self._token_ids, self._last_prompt, self._num_sealed = TokenIds(), (0, 0), 0
         self.observe(token_ids)
 
-    def record(self, sampled: Sampled) -> list[Segment]:
-        """Adds sampled tokens to the open turn; returns the segments that hold them, one per version."""
+    def record(self, sampled: Sampled, spent: Spent | None = None) -> list[Segment]:
+        """Adds sampled tokens to the open turn; returns the segments that hold them, one per version.
+
+        The first of them carries the time that was ``spent``.
+        """
         if not self.turns:
             raise LedgerConflict(f"{self.key}: nothing can be sampled before the first prompt")
-        return [self._cut(sampled, span) for span in sampled.spans if span.end > span.start]
+        spans = [span for span in sampled.spans if span.end > span.start]
+        return [self._cut(sampled, span, None if place else spent) for place, span in enumerate(spans)]
 
     def restore(self, segment: Segment) -> None:
         """Adds a segment that is durable already; what it says was read must be what was just observed again."""
@@ -112,16 +116,17 @@ class Ledger:
         self._sample(token_ids[num_observed:], segment.version, segment.engine_id)
         self.num_segments += 1
 
-    def close(self, outcome: Outcome, *, version: int = 0) -> Segment:
+    def close(self, outcome: Outcome, *, version: int = 0, spent: Spent | None = None) -> Segment:
         """The last segment. ``version`` counts only when nothing was ever sampled."""
         return self._seal(
             (),
             version=version if self._last_version is None else self._last_version,
             engine_id=self.last_engine,
             outcome=outcome,
+            spent=spent,
         )
 
-    def _cut(self, sampled: Sampled, span: VersionSpan) -> Segment:
+    def _cut(self, sampled: Sampled, span: VersionSpan, spent: Spent | None) -> Segment:
         num_sealed = self._num_sealed
         self._sample(sampled.output_ids[span.start : span.end], span.version, sampled.engine_id)
         self._num_sealed = num_sealed
@@ -130,6 +135,7 @@ class Ledger:
             version=span.version,
             engine_id=sampled.engine_id,
             cache_mode=sampled.cache_mode,
+            spent=spent,
         )
 
     def _seal(
@@ -140,6 +146,7 @@ class Ledger:
         engine_id: str,
         cache_mode: CacheMode = CacheMode.FRESH,
         outcome: Outcome | None = None,
+        spent: Spent | None = None,
     ) -> Segment:
         """What no segment holds yet; ``logprobs`` are those of its last tokens, which were sampled."""
         token_ids = self._token_ids.since(self._num_sealed)
@@ -164,6 +171,7 @@ class Ledger:
             behavior_logprobs=behavior_logprobs,
             cache_mode=cache_mode,
             outcome=outcome,
+            spent=spent,
         )
         self.num_segments += 1
         self._num_sealed = len(self._token_ids)

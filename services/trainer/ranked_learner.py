@@ -49,6 +49,8 @@ class AnyLearner(Protocol):
 
     @property
     def alarms(self) -> list[Alarm]: ...
+    @property
+    def trained_logprobs(self) -> list[NDArray[np.float32]]: ...
     def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]: ...
     def retune(self, config: LearnerConfig, objective: ObjectiveConfig) -> None: ...
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]: ...
@@ -99,6 +101,10 @@ class RankedLearner:
     @property
     def alarms(self) -> list[Alarm]:
         return self._own.alarms
+
+    @property
+    def trained_logprobs(self) -> list[NDArray[np.float32]]:
+        return self._own.trained_logprobs
 
     def step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         return self._followers.run(Step(to_wire(sequences)), lambda: self._own.step(sequences))

@@ -21,13 +21,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gspo_core.objective import Alarm
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
-from gspo_core.types import Split, StepReport, WeightsManifest
+from gspo_core.types import Group, Split, StepReport, WeightsManifest
 from services.batch_log import BatchLog, retained
 from services.bus import Bus
 from services.store import CancelManner, Claim, StatusReason, Store
+from services.trained_log import TrainedLog
 from services.trainer.admission import Admission
 from services.trainer.ages import Ages
 from services.trainer.behind import Behind
@@ -43,7 +47,7 @@ from services.trainer.race import first_to_end
 from services.trainer.ranked_learner import AnyLearner, Written
 from services.trainer.recovery import recover
 from services.trainer.reports import Listener, Reports, disk_metrics
-from services.trainer.sequences import group_metrics, staleness_metrics, train_sequences
+from services.trainer.sequences import by_episode, group_metrics, staleness_metrics, train_sequences
 from services.trainer.status import JobStatusBoard
 from services.trainer.stopping import StopConditions
 from services.trainer.taking import Taking
@@ -309,6 +313,7 @@ class JobRun:
         trained = clock()
         self._lineage.step += 1
         self._num_unpublished += len(groups)
+        await self._log_trained(groups, learner.trained_logprobs)
         await self._hold(learner)
         weights = await asyncio.to_thread(learner.copy_weights)
         copied = clock()
@@ -326,6 +331,11 @@ class JobRun:
         self._stopping.note(self._lineage.step, metrics)
         report = StepReport(self._lineage.step, self._held.version, self._claim.epoch, metrics)
         await self._publishing.start(self._publish_step(weights, report, len(groups), learner.alarms))
+
+    async def _log_trained(self, groups: Sequence[Group], logprobs: Sequence[NDArray[np.float32]]) -> None:
+        step, found = self._lineage.step, by_episode(groups, logprobs, self._spec.objective.advantage)
+        log = TrainedLog(self._services.metrics_path.parent)
+        await self._disk.write(f"what was trained in step {step}", log.write, self._claim.epoch, step, found)
 
     async def _publish_step(
         self, weights: Written, report: StepReport, num_groups: int, alarms: Sequence[Alarm]
@@ -383,7 +393,9 @@ class JobRun:
 
     def _collect_batches(self) -> None:
         log, oldest = self._services.batch_log, self._services.checkpoints.newest_first()[-1].position
-        log.collect(retained(log.steps(), oldest, self._spec.checkpoints.keep_batches))
+        keep = retained(log.steps(), oldest, self._spec.checkpoints.keep_batches)
+        log.collect(keep)
+        TrainedLog(self._services.metrics_path.parent).collect(keep)
 
     async def _hold(self, learner: AnyLearner) -> None:
         """Name what the learner holds now."""

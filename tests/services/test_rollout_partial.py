@@ -295,6 +295,11 @@ async def test_an_episode_keeps_its_clock_when_it_moves(table: Table, codec: Her
     ticks = iter(range(10_000))
     setting = replace(setting, clock=lambda: float(next(ticks)))
     assert await Episode(setting, make_order(lease, limits=limits)).run() is StopReason.EPISODE_TIMEOUT
+    segments = await table.segments(lease.key)
+    whole = segments[-1].outcome.metrics
+    assert sum(one.spent.engine_s for one in segments) == pytest.approx(whole["model_s"])
+    # What began the world once more there is in no note of the first worker: it counts where it was spent.
+    assert sum(one.spent.env_s for one in segments) == pytest.approx(whole["env_s"])
 
 
 @pytest.mark.parametrize("note", ["", "no json", "[1]", '{"engine_s": "x", "env_s": NaN, "queue_s": -1, "other": 2}'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import APIRouter
 
@@ -25,9 +26,20 @@ class DrainView(View):
 
 @router.get("")
 async def list_workers(context: ContextOf) -> Page[dict[str, Any]]:
-    """Trainers, rollout workers and engines that have registered, each with whether it is `alive`."""
-    everyone = await context.presence.members()
+    """Trainers, rollout workers and engines that have registered, each with whether it is `alive`.
+
+    `links.drain` is there for those that leave when they are asked; `draining` says that one was.
+    """
+    asked = await Drains(context.redis).all_asked()
+    everyone = [_shown(one, asked) for one in await context.presence.members()]
     return page(everyone, max(1, len(everyone)))
+
+
+def _shown(one: dict[str, Any], asked: set[str]) -> dict[str, Any]:
+    if one["role"] != "rollout":
+        return one
+    links = {"drain": f"/v1/workers/{quote(one['id'], safe='')}/drain"} if one["alive"] else {}
+    return one | {"draining": one.get("draining", False) or one["id"] in asked, "links": links}
 
 
 @router.post("/{worker}/drain", status_code=202, responses=documented(409))
