@@ -1,7 +1,7 @@
 """A Python client of the REST API.
 
-One rule: every call may be cut at any moment and is safe to go on with. A job is submitted under a key of its own, so a
-repeated request makes no second job; events resume after the last one seen. It shows the answers of the API as they
+One rule: every call may be cut at any moment and is safe to go on with. Every POST carries a key of its own, so what is
+sent again is done once; events resume after the last one seen. It shows the answers of the API as they
 are (a newer server may add keys) and keeps no state beside its connections.
 
 Importing it is cheap: the HTTP library is loaded by the first client.
@@ -418,6 +418,8 @@ class Client:
 
     def _ask(self, method: str, path: str, **request: Any) -> Any:
         """One answer. Requests are repeated when they may not have arrived: all of ours are safe to repeat."""
+        if method == "POST":
+            request["headers"] = {"Idempotency-Key": uuid.uuid4().hex} | request.get("headers", {})
         for attempt in range(RETRIES + 1):
             is_last = attempt == RETRIES
             try:
@@ -429,7 +431,9 @@ class Client:
             else:
                 if answer.is_success:
                     return answer.json() if answer.content else None
-                if is_last or answer.status_code not in RETRIED:
+                # A conflict that is worth another try says when: our first request is still being done.
+                is_under_way = answer.status_code == 409 and "retry-after" in answer.headers
+                if is_last or not (is_under_way or answer.status_code in RETRIED):
                     raise _api_error(answer)
             self._sleep(_delay(attempt))
         raise AssertionError("the last attempt returns or raises")

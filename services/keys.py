@@ -72,6 +72,9 @@ SERVICE_KEYS = (
     "worker_signs",  # sorted set, like engine_signs
     "lease_tokens",  # hash: worker -> token of its one lease
     "lease_beats",  # hash: worker -> beat counter of its one lease
+    "replies",  # hash: name -> packed {request, owner, till, reply} of requests that may be sent again
+    "replies_order",  # sorted set: the same names by age, so that the oldest can be forgotten
+    "replies_held",  # hash: bytes
 )
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

@@ -20,12 +20,14 @@ from services.api.access import Access, AccessMiddleware
 from services.api.audit import Audit
 from services.api.codecs import Codecs
 from services.api.context import Context, OpenBackend
+from services.api.document import Application
 from services.api.exports import Exports
 from services.api.history import History
 from services.api.key_ring import KeyRing
 from services.api.limits import RateLimit
 from services.api.owners import own_job
 from services.api.presence import Presence
+from services.api.repeats import RepeatMiddleware
 from services.api.requests import RequestMiddleware
 from services.api.routes import (
     artifacts,
@@ -48,6 +50,7 @@ from services.api.sse import PING_S, render
 from services.api.tails import Tails
 from services.api.traffic import Traffic
 from services.errands import Errands
+from services.replies import Replies
 
 LEASE_S = 30.0
 CANCEL_AGAIN_S = 0.1
@@ -90,6 +93,7 @@ def create_app(
                 errands=Errands(backend.redis),
                 exports=exports,
                 redis=backend.redis,
+                replies=Replies(backend.redis),
                 registry=backend.registry,
                 networks=backend.networks,
                 may_upload=backend.may_upload,
@@ -107,7 +111,7 @@ def create_app(
                     await asyncio.wait({watching}, timeout=CANCEL_AGAIN_S)
                 await presence.close()
 
-    app = FastAPI(
+    app = Application(
         title="GSPO",
         version=__version__,
         description="Jobs that train language-model agents by asynchronous reinforcement learning.",
@@ -118,6 +122,7 @@ def create_app(
         redirect_slashes=False,
     )
     # The last one added sees a request first.
+    app.add_middleware(RepeatMiddleware)
     app.add_middleware(AccessMiddleware, access=Access(keys, ring), limit=RateLimit(time.monotonic))
     app.add_middleware(RequestMiddleware, traffic=traffic, audit=audit)
     errors.install(app)

@@ -23,6 +23,7 @@ from services.api.views import Page, View, page
 from services.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack
 from services.environment_registry import NAME, EnvironmentNotFound, NameTaken, Registration, Registry, parse_reference
 from services.errands import ErrandFailed, NoAnswer, NobodyThere, TooMany
+from services.named_urls import AddressNamed
 
 router = APIRouter(prefix="/environments", tags=["environments"], route_class=StrictRoute)
 
@@ -198,7 +199,8 @@ async def register(wanted: NewEnvironment, request: Request, response: Response,
         found = loadable(wanted.source)
         await asyncio.to_thread(judge, found, context.networks)
     except AddressRefused as error:
-        raise ApiError(422, "address_refused", str(error), param="source.url") from None
+        where = error.where if isinstance(error, AddressNamed) else "url"
+        raise ApiError(422, "address_refused", str(error), param=f"source.{where}") from None
     except ConfigRefused as error:
         raise ApiError(422, "validation_failed", str(error), param="source.config") from None
     source = wanted.source.model_dump(mode="json")
@@ -324,7 +326,7 @@ async def _add(
     upload: str | None,
 ) -> EnvironmentView:
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    wanted = Registration(name, 0, caller.owner, now, source, found.ref, found.config, upload, found.url is not None)
+    wanted = Registration(name, 0, caller.owner, now, source, found.ref, found.config, upload, found.is_remote)
     registry = _registry(context)
     try:
         one, is_new = await asyncio.to_thread(registry.add, wanted)

@@ -81,7 +81,7 @@ async def submit(
 ) -> JobView | Response:
     """Submit a job. With an `Idempotency-Key` it may be repeated: the same key never makes a second job."""
     caller: Caller = request.scope["caller"]
-    spec = await asyncio.to_thread(pin, spec, context.registry, caller)
+    spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
     if query.dry_run:
         plan = await _plan(spec, context.store)
         return Response(plan.model_dump_json(), media_type="application/json")
