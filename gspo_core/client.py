@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, Self, TypedDict
 
@@ -299,6 +300,13 @@ class Client:
         )
         return environment
 
+    def upload_folder(self, name: str, ref: str, folder: str | Path) -> RegisteredEnvironment:
+        """A folder as a package: the same files are the same version. ``ref`` is ``package.module:Class`` or
+        ``file.py:Class`` in it. Raises FolderRefused."""
+        from gspo_core.packed_folder import pack_folder
+
+        return self.upload_environment(name, ref, pack_folder(Path(folder)), kind="application/zip")
+
     def environments(self, *, name: str | None = None) -> Iterator[RegisteredEnvironment]:
         """Registered versions by name."""
         yield from self._pages("/v1/environments", {"limit": "100"} | ({"name": name} if name else {}))
@@ -358,8 +366,14 @@ class Client:
         return workers
 
     def drain_worker(self, worker_id: str) -> dict[str, Any]:
-        """Ask a rollout worker to leave: it hands back what it holds, and ends."""
+        """Ask a rollout worker or a trainer to leave: it hands back what it holds, and ends."""
         found: dict[str, Any] = self._ask("POST", f"/v1/workers/{_path(worker_id)}/drain")
+        return found
+
+    def drain_engine(self, engine_id: str, *, undo: bool = False) -> dict[str, Any]:
+        """Leave an engine alone, by its address: no new requests, no new weights. ``state`` is ``drained`` when it may
+        be stopped; ``undo`` uses it again."""
+        found: dict[str, Any] = self._ask("DELETE" if undo else "POST", f"/v1/engines/{_path(engine_id)}/drain")
         return found
 
     def events(

@@ -33,16 +33,28 @@ class Fleet:
 
     async def delist(self, kind: Kind, name: str) -> None:
         await self._functions.call("delist", service_keys(), kind, name)
+        if kind == "engine":
+            await self.drain_engine(name, False)
 
     async def engines(self) -> list[dict[str, Any]]:
         records = await self._records("engine")
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hgetall(service_key("engine_bindings"))
             pipeline.hgetall(service_key("engine_states"))
-            bindings, states = await pipeline.execute()
+            pipeline.hkeys(service_key("engine_drains"))
+            bindings, states, drains = await pipeline.execute()
         bound = {name.decode(): binding.decode().split("/")[0] for name, binding in bindings.items()}
         told = {name.decode(): json.loads(state) for name, state in states.items()}
-        return [record | {"job": bound.get(record["id"])} | told.get(record["id"], {}) for record in records]
+        draining = {name.decode() for name in drains}
+        return [
+            record | {"job": bound.get(record["id"]), "draining": record["id"] in draining} | told.get(record["id"], {})
+            for record in records
+        ]
+
+    async def drain_engine(self, engine_id: str, wanted: bool) -> None:
+        """Whether it is to be left alone: an engine knows no Redis, so this is kept for whoever would use it."""
+        key = service_key("engine_drains")
+        await (self._redis.hset(key, engine_id, 1) if wanted else self._redis.hdel(key, engine_id))
 
     async def trainers(self) -> list[dict[str, Any]]:
         return await self._records("trainer")

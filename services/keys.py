@@ -63,6 +63,7 @@ SERVICE_KEYS = (
     "engine_beats",  # hash: engine id -> how often it registered
     "engine_signs",  # sorted set: engine id -> the count of signs when it gave its last one
     "engine_bindings",  # hash: engine id -> "job/epoch/token"
+    "engine_drains",  # hash: engine id -> 1 for those that are to be left alone
     "engine_states",  # hash: engine id -> what the owner of its binding says of it, as JSON
     "trainers",  # hash: trainer -> record as JSON
     "trainer_beats",  # hash: trainer -> how often it registered

@@ -275,8 +275,14 @@ class Store:
         await self._fleet.delist("engine", engine_id)
 
     async def engines(self) -> list[dict[str, Any]]:
-        """The records, each with ``beats`` and ``job``, the one it is bound to or None, and what its owner said."""
+        """The records, each with ``beats`` and ``job``, the one it is bound to or None, what its owner said, and
+        whether it is ``draining``."""
         return await self._fleet.engines()
+
+    async def drain_engine(self, engine_id: str, wanted: bool = True) -> None:
+        """It gets no new requests and no new weights; the job that holds it gives it back when it is idle, and no job
+        takes it until this is taken back."""
+        await self._fleet.drain_engine(engine_id, wanted)
 
     async def bind_engine(self, job: str, token: str, engine_id: str) -> bool:
         """Bind an engine to the job. False: it serves another job. Raises Fenced, Missing (no such engine)."""

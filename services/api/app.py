@@ -33,6 +33,7 @@ from services.api.routes import (
     artifacts,
     capabilities,
     checkpoints,
+    engines,
     environments,
     episodes,
     events,
@@ -131,7 +132,19 @@ def create_app(
     app.include_router(pages.router)
     v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False)), Depends(own_job)])
     for module in (
-        *(jobs, events, metrics, artifacts, checkpoints, episodes, environments, workers, capabilities, keys_of_others),
+        *(
+            jobs,
+            events,
+            metrics,
+            artifacts,
+            checkpoints,
+            episodes,
+            environments,
+            workers,
+            engines,
+            capabilities,
+            keys_of_others,
+        ),
         fine_tuning,
         settings,
     ):

@@ -50,6 +50,7 @@ POSTS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/environments/{environment}/validate": ("/v1/environments/sums/validate", {}),
     "/v1/environments/{environment}/try": ("/v1/environments/sums/try", {"json": TRIAL}),
     "/v1/workers/{worker}/drain": ("/v1/workers/worker-0/drain", {}),
+    "/v1/engines/{engine}/drain": ("/v1/engines/http://engine-0/drain", {}),
     "/v1/keys": ("/v1/keys?owner=me", {}),
     "/v1/fine_tuning/jobs": ("/v1/fine_tuning/jobs", {"json": FACADE}),
     "/v1/fine_tuning/jobs/{id}/pause": ("/v1/fine_tuning/jobs/{job}/pause", {}),
@@ -90,6 +91,7 @@ async def job(http: httpx.AsyncClient, store: Store, jobs_dir: Path) -> str:
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(b"{}")
     await store.register_worker({"id": "worker-0", "kind": "rollout"})
+    await store.register_engine({"id": "http://engine-0", "url": "http://engine-0"})
     await http.post("/v1/environments", json=ENV)
     return job
 
@@ -139,6 +141,7 @@ class Effects:
             "errands": self.num_errands,
             "exports": self.num_exports,
             "drains": await self._store._functions.redis.hlen("gspo:{service}:drains"),
+            "engine drains": await self._store._functions.redis.hlen("gspo:{service}:engine_drains"),
         }
 
 
