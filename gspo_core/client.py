@@ -243,6 +243,20 @@ class Client:
         episode: dict[str, Any] = self._ask("GET", f"/v1/episodes/{_path(episode_id)}", params=params)
         return episode
 
+    def push_trajectories(self, job_id: str, trajectories: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Episodes, or pieces of them, that your own code has sampled: what became of each, ``accepted`` or the
+        ``reason`` why not. Their shape is ``PushedTrajectory`` of the API's document."""
+        body = {"trajectories": [dict(one) for one in trajectories]}
+        found: list[dict[str, Any]] = self._ask("POST", _job_path(job_id, "/trajectories"), json=body)["data"]
+        return found
+
+    def describe_environment(self, job_id: str, num_train: int, num_eval: int = 0, *, index: int = 0) -> dict[str, Any]:
+        """Say how many tasks an environment of a job has that only your own code can play."""
+        body = {"num_tasks": {"train": num_train, "eval": num_eval}}
+        path = _job_path(job_id, f"/environments/{index}/description")
+        description: dict[str, Any] = self._ask("POST", path, json=body)["description"]
+        return description
+
     def versions(self, job_id: str) -> Iterator[dict[str, Any]]:
         """The published versions of a job's weights, newest first."""
         yield from self._pages(_job_path(job_id, "/versions"), {"limit": "100"})

@@ -44,6 +44,7 @@ from services.api.routes import (
     pages,
     settings,
     telemetry,
+    trajectories,
     workers,
 )
 from services.api.routes import keys as keys_of_others
@@ -132,21 +133,8 @@ def create_app(
     app.include_router(pages.router)
     v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False)), Depends(own_job)])
     for module in (
-        *(
-            jobs,
-            events,
-            metrics,
-            artifacts,
-            checkpoints,
-            episodes,
-            environments,
-            workers,
-            engines,
-            capabilities,
-            keys_of_others,
-        ),
-        fine_tuning,
-        settings,
+        *(jobs, events, metrics, artifacts, checkpoints, episodes, trajectories, environments, workers, engines),
+        *(capabilities, keys_of_others, fine_tuning, settings),
     ):
         v1.include_router(module.router, responses=errors.documented(400, 401, 403, 404, 422, 429, 503))
     app.include_router(v1)

@@ -94,6 +94,8 @@ ROUTES = (
     ("POST", "/v1/fine_tuning/jobs/{job}/pause", "jobs:write"),
     ("POST", "/v1/fine_tuning/jobs/{job}/resume", "jobs:write"),
     ("POST", "/v1/fine_tuning/jobs/{job}/cancel", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/trajectories", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/environments/0/description", "jobs:write"),
     ("POST", "/v1/workers/nobody/drain", "admin"),
     ("POST", "/v1/engines/nobody/drain", "admin"),
     ("DELETE", "/v1/engines/nobody/drain", "admin"),

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.api.key_ring import KeyRing
 from services.api.repeats import OWN_WAY
 from services.bus import Bus
@@ -22,6 +23,7 @@ from services.errands import Errands
 from services.export import checkpoint_path
 from services.host_sites import Sites
 from services.host_venv import Interpreters
+from services.keys import job_key
 from services.redis_server import RedisServer
 from services.replies import KEPT_S, LEASE_S, Replies
 from services.rollout.errands import ErrandRunner
@@ -32,6 +34,14 @@ NUM_REPEATS = 100
 ADMIN = "an-admin-key"
 ENV = {"name": "sums", "source": {"type": "reference", "ref": "environments.calculator:Calculator"}}
 TRIAL = {"turns": [{"text": "42"}]}
+PUSHED = {
+    "group": 0,
+    "member": 0,
+    "token_ids": [1, 2],
+    "mask": [False, True],
+    "logprobs": [0, -1],
+    "policy_versions": 0,
+}
 FACADE = {"model": "m", "training_file": "env:environments.calculator:Calculator"}
 MINE = b"class Mine:\n    pass\n"
 
@@ -41,6 +51,11 @@ POSTS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/jobs/{id}/pause": ("/v1/jobs/{job}/pause", {}),
     "/v1/jobs/{id}/resume": ("/v1/jobs/{job}/resume", {}),
     "/v1/jobs/{id}/cancel": ("/v1/jobs/{job}/cancel?mode=drain", {}),
+    "/v1/jobs/{id}/trajectories": ("/v1/jobs/{job}/trajectories", {"json": {"trajectories": [PUSHED]}}),
+    "/v1/jobs/{id}/environments/{index}/description": (
+        "/v1/jobs/{job}/environments/0/description",
+        {"json": {"num_tasks": {"train": 5}}},
+    ),
     "/v1/checkpoints/{job}/{epoch}/{step}/export": ("/v1/checkpoints/{job}/1/10/export", {}),
     "/v1/environments": ("/v1/environments", {"json": {**ENV, "name": "other"}}),
     "/v1/environments/uploads": (
@@ -83,10 +98,16 @@ async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def job(http: httpx.AsyncClient, store: Store, jobs_dir: Path) -> str:
-    """That a trainer has; with a checkpoint, an environment and a worker beside it."""
-    job = str((await http.post("/v1/jobs", json=SPEC)).json()["id"])
-    assert await store.claim_job("trainer-0")
+async def job(http: httpx.AsyncClient, store: Store, bus: Bus, jobs_dir: Path, tmp_path: Path) -> str:
+    """That a trainer has; with a checkpoint, an open group, an environment and a worker beside it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 10}')
+    job = str((await http.post("/v1/jobs", json=SPEC | {"model": str(tmp_path / "model")})).json()["id"])
+    claim = await store.claim_job("trainer-0")
+    assert claim
+    assert await store.next_version(job, claim.token) == 0
+    await store.publish_version(job, claim.token, WeightsManifest(job, 0, 1, 0, (WeightFile("w", 1, "0" * 64),)))
+    await bus.dispatch(job, claim.token, 0, size=2, split=Split.TRAIN, task_index=0)
     path = checkpoint_path(jobs_dir / job, 1, 10)
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(b"{}")
@@ -139,6 +160,8 @@ class Effects:
             "events": [(one.type, one.data) for one in await self._store.read_events(self._job, count=1000)],
             "wishes": self.num_wishes,
             "errands": self.num_errands,
+            "segments": await self._store._functions.redis.xlen(job_key(self._job, "segments")),
+            "description": await self._store.environment_description(self._job, 0),
             "exports": self.num_exports,
             "drains": await self._store._functions.redis.hlen("gspo:{service}:drains"),
             "engine drains": await self._store._functions.redis.hlen("gspo:{service}:engine_drains"),
