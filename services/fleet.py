@@ -45,9 +45,9 @@ class Fleet:
             bindings, states, drains = await pipeline.execute()
         bound = {name.decode(): binding.decode().split("/")[0] for name, binding in bindings.items()}
         told = {name.decode(): json.loads(state) for name, state in states.items()}
-        draining = {name.decode() for name in drains}
+        draining = {name.decode(): {"draining": True} for name in drains}
         return [
-            record | {"job": bound.get(record["id"]), "draining": record["id"] in draining} | told.get(record["id"], {})
+            record | {"job": bound.get(record["id"])} | draining.get(record["id"], {}) | told.get(record["id"], {})
             for record in records
         ]
 

@@ -276,7 +276,7 @@ class Store:
 
     async def engines(self) -> list[dict[str, Any]]:
         """The records, each with ``beats`` and ``job``, the one it is bound to or None, what its owner said, and
-        whether it is ``draining``."""
+        ``draining`` for one that drains."""
         return await self._fleet.engines()
 
     async def drain_engine(self, engine_id: str, wanted: bool = True) -> None:

@@ -29,7 +29,7 @@ async def http(store: Store, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]
 
 async def state(http: httpx.AsyncClient) -> tuple[bool, str | None]:
     engines = [one for one in (await http.get("/v1/workers")).json()["data"] if one["role"] == "engine"]
-    return engines[0]["draining"], engines[0]["job"]
+    return engines[0].get("draining", False), engines[0]["job"]
 
 
 async def test_an_engine_drains_until_its_job_gives_it_back_and_can_be_used_again(
@@ -63,7 +63,7 @@ async def test_an_engine_that_leaves_for_good_takes_the_wish_with_it(store: Stor
     await store.drain_engine(ENGINE)
     await store.remove_engine(ENGINE)
     await store.register_engine({"id": ENGINE, "url": ENGINE})
-    assert [one["draining"] for one in await store.engines()] == [False]
+    assert ["draining" in one for one in await store.engines()] == [False]
 
 
 async def test_a_trainer_is_asked_to_leave_and_an_engine_has_its_own_way(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_core.types import Split
+from gspo_core.types import EpisodeKey, Split
 from services.bus import Append, Bus, EpisodeLease, Fenced, Gap, Snapshot, Stage
 from services.store import Claim
 
@@ -120,3 +120,28 @@ async def test_what_a_worker_notes_is_seen_until_the_episode_starts_again(bus: B
     await bus.restart(lease.key, token, 1)
     ((episode,),) = [group.episodes for group in await bus.groups(job)]
     assert episode.note == ""
+
+
+async def test_episodes_that_are_asked_for_by_name_are_taken_if_they_wait(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=3)
+    await dispatch(bus, claim, 1)
+    mine, other = await bus.join("mine"), await bus.join("other")
+    (held,) = await bus.lease(job, "other", other, 1)
+    keys = [EpisodeKey(job, 0, member) for member in range(3)]
+    free = [key for key in keys if key != held.key]
+    for _ in range(2):  # said again
+        assert [one.key for one in await bus.take(job, "mine", mine, [*keys, EpisodeKey(job, 9, 0)])] == free
+    assert [one.key for one in await bus.lease(job, "other", other, 10)] == [EpisodeKey(job, 1, 0)]
+    for lease in await bus.take(job, "mine", mine, free[:1]):
+        await append(bus, mine, lease, 0)
+        with pytest.raises(Fenced):
+            await append(bus, other, lease, 1)
+        await append(bus, mine, lease, 1, final=True)
+    assert await bus.take(job, "mine", mine, free[:1]) == []  # it has ended
+    (view,) = await bus.groups(job, limit=1)
+    assert [one.worker for one in view.episodes if one.stage is Stage.HELD] == [
+        "other" if one.key == held.key else "mine" for one in view.episodes if one.key != free[0]
+    ]
+    await bus.hand_back(job, mine, free)
+    assert [one.key for one in await bus.lease(job, "other", other, 10)] == free[1:]
