@@ -303,6 +303,11 @@ class Store:
     async def remove_trainer(self, trainer: str) -> None:
         await self._fleet.delist("trainer", trainer)
 
+    async def processes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+        """Trainers, workers and engines, as the three methods for them give each, in one look."""
+        found = await self._fleet.everyone()
+        return found["trainer"], found["worker"], found["engine"]
+
     async def trainers(self) -> list[dict[str, Any]]:
         """The records, each with ``beats``."""
         return await self._fleet.trainers()

@@ -11,8 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from fastapi import APIRouter, Depends, FastAPI, Security
-from fastapi.security import HTTPBearer
+from fastapi import Depends, FastAPI
 
 from gspo_core import __version__
 from services.api import errors
@@ -20,7 +19,7 @@ from services.api.access import Access, AccessMiddleware
 from services.api.audit import Audit
 from services.api.codecs import Codecs
 from services.api.context import Context, OpenBackend
-from services.api.document import Application
+from services.api.document import V1, Application
 from services.api.exports import Exports
 from services.api.history import History
 from services.api.key_ring import KeyRing
@@ -131,11 +130,11 @@ def create_app(
     app.include_router(health.router, responses=errors.documented(503))
     app.include_router(telemetry.router, responses=errors.documented(503))
     app.include_router(pages.router)
-    v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False)), Depends(own_job)])
+    # Each on its own, not below one router for all: every level is walked through for every request.
     for module in (
         *(jobs, events, metrics, artifacts, checkpoints, episodes, trajectories, environments, workers, engines),
         *(capabilities, keys_of_others, fine_tuning, settings),
     ):
-        v1.include_router(module.router, responses=errors.documented(400, 401, 403, 404, 422, 429, 503))
-    app.include_router(v1)
+        refusals = errors.documented(400, 401, 403, 404, 422, 429, 503)
+        app.include_router(module.router, prefix=V1, dependencies=[Depends(own_job)], responses=refusals)
     return app

@@ -1,6 +1,7 @@
 """The OpenAPI document: what every route has in common is added here, once.
 
-Rule: what is said here of every POST is brought about by `services.api.repeats`, for all of them alike.
+Rule: what is said here of every POST is brought about by `services.api.repeats`, what is said of keys by
+`services.api.access`, for all routes alike.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ KEY_PARAMETER = {
     "description": "Chosen by the caller: the same request under the same key is done once and answered alike.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": r"^[\x21-\x7e]+$"},
 }
+V1 = "/v1"
+BEARER = {"HTTPBearer": {"type": "http", "scheme": "bearer"}}
 CONFLICT = {
     "description": "Conflict",
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}},
@@ -25,7 +28,12 @@ CONFLICT = {
 class Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            for operations in super().openapi()["paths"].values():
+            document = super().openapi()
+            document.setdefault("components", {})["securitySchemes"] = BEARER
+            for path, operations in document["paths"].items():
+                if path.startswith(V1):
+                    for operation in operations.values():
+                        operation["security"] = [{name: [] for name in BEARER}]
                 if "post" in operations:
                     _describe_repeats(operations["post"])
         assert self.openapi_schema is not None

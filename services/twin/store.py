@@ -163,6 +163,9 @@ class TwinStore(TwinJobs):
     async def remove_trainer(self, trainer: str) -> None:
         self._world.fleet["trainer"].pop(trainer, None)
 
+    async def processes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+        return await self.trainers(), await self.workers(), await self.engines()
+
     async def trainers(self) -> list[dict[str, Any]]:
         return self._records("trainer")
 
