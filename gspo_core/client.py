@@ -210,9 +210,11 @@ class Client:
         job: Job = self._ask("POST", _job_path(job_id, "/cancel"), params=params)
         return job
 
-    def change(self, job_id: str, changes: Mapping[str, Any]) -> Job:
-        """Change settings of a job that runs: ``{"optimizer": {"lr": 5e-7}}``. They hold from its next step on."""
-        job: Job = self._ask("PATCH", _job_path(job_id), json=dict(changes))
+    def change(self, job_id: str, changes: Mapping[str, Any], *, if_match: str | None = None) -> Job:
+        """Change settings of a job that runs: ``{"optimizer": {"lr": 5e-7}}``. They hold from its next step on. With
+        ``if_match``, the ``ETag`` of the job as it was looked at, only if nobody else has changed them since."""
+        headers = {"If-Match": if_match} if if_match else {}
+        job: Job = self._ask("PATCH", _job_path(job_id), json=dict(changes), headers=headers)
         return job
 
     def metrics(self, job_id: str, from_step: int = 0, *, names: str | None = None) -> list[dict[str, Any]]:

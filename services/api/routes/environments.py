@@ -18,6 +18,7 @@ from services.api.access import Caller
 from services.api.context import Context, ContextOf
 from services.api.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
 from services.api.errors import FINAL, ApiError, documented
+from services.api.etags import IfMatch, IfNoneMatch, require_match, tagged
 from services.api.requests import StrictRoute, read_bounded
 from services.api.views import Page, View, page
 from services.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack
@@ -260,20 +261,27 @@ async def list_environments(
     return page(await asyncio.to_thread(find), query.limit)
 
 
-@router.get("/{environment}")
-async def get_environment(environment: str, request: Request, context: ContextOf) -> EnvironmentView:
+@router.get(
+    "/{environment}",
+    response_model=EnvironmentView,
+    responses={304: {"description": "As `If-None-Match` says"}},
+)
+async def get_environment(
+    environment: str, request: Request, context: ContextOf, if_none_match: IfNoneMatch = None
+) -> Response:
     """One version: `name@version`, or the newest one of a `name`."""
     one = await _get(context, request, environment)
-    return await asyncio.to_thread(_view, _registry(context), one)
+    return tagged(await asyncio.to_thread(_view, _registry(context), one), one.digest[:16], if_none_match)
 
 
-@router.delete("/{environment}", status_code=204, responses=documented(409))
-async def remove_environment(environment: str, request: Request, context: ContextOf) -> None:
+@router.delete("/{environment}", status_code=204, responses=documented(409, 412))
+async def remove_environment(environment: str, request: Request, context: ContextOf, if_match: IfMatch = None) -> None:
     """Remove a version, named in full; not while a job that is not over refers to it. Its number is not used again."""
     parsed = parse_reference(environment)
     if parsed is None or parsed[1] is None:
         raise ApiError(422, "validation_failed", "name the version: name@version", param="environment")
     one = await _get(context, request, environment, to_change=True)
+    require_match(if_match, one.digest[:16])
     for job in await context.store.list_jobs(MAX_JOBS, order="desc"):
         refs = [entry.get("ref") for entry in job.spec_data.get("environments", ())]
         if not job.status.is_terminal and one.id in refs:
