@@ -231,6 +231,16 @@ class Bus:
             del self._unanswered[job, token]
         return [read_lease(job, row) for row in rows]
 
+    async def take(self, job: str, worker: str, token: str, keys: Sequence[EpisodeKey]) -> list[EpisodeLease]:
+        """These very episodes, as far as they wait for a worker or are this one's already: now they are this one's.
+
+        For who plays what was agreed on elsewhere; a worker that takes what comes calls ``lease``.
+        """
+        if not keys:
+            return []
+        rows = await self._functions.call("take", bus_keys(job), worker, token, *(_member(key) for key in keys))
+        return [read_lease(job, row) for row in rows]
+
     async def append(self, job: str, token: str, appends: Sequence[Append]) -> None:
         """Append segments, of one or several episodes, in one atomic call: all of them or none.
 

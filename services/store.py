@@ -275,8 +275,14 @@ class Store:
         await self._fleet.delist("engine", engine_id)
 
     async def engines(self) -> list[dict[str, Any]]:
-        """The records, each with ``beats`` and ``job``, the one it is bound to or None, and what its owner said."""
+        """The records, each with ``beats`` and ``job``, the one it is bound to or None, what its owner said, and
+        ``draining`` for one that drains."""
         return await self._fleet.engines()
+
+    async def drain_engine(self, engine_id: str, wanted: bool = True) -> None:
+        """It gets no new requests and no new weights; the job that holds it gives it back when it is idle, and no job
+        takes it until this is taken back."""
+        await self._fleet.drain_engine(engine_id, wanted)
 
     async def bind_engine(self, job: str, token: str, engine_id: str) -> bool:
         """Bind an engine to the job. False: it serves another job. Raises Fenced, Missing (no such engine)."""
@@ -296,6 +302,11 @@ class Store:
 
     async def remove_trainer(self, trainer: str) -> None:
         await self._fleet.delist("trainer", trainer)
+
+    async def processes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+        """Trainers, workers and engines, as the three methods for them give each, in one look."""
+        found = await self._fleet.everyone()
+        return found["trainer"], found["worker"], found["engine"]
 
     async def trainers(self) -> list[dict[str, Any]]:
         """The records, each with ``beats``."""

@@ -49,6 +49,8 @@ class Engine:
     """What its owner says; empty when nobody does."""
     holder: str | None = None
     """The job that it is bound to, where that is known."""
+    draining: bool = False
+    """It gets no new requests; those that it has go on to their end."""
     in_flight: set[asyncio.Task[Generation]] = field(default_factory=set)
     """Requests of this worker."""
     num_waiting: int = 0
@@ -83,7 +85,8 @@ class Engine:
         return self.num_requests + self.num_promised + self.num_wanted
 
     def serves(self, job: str) -> bool:
-        return self.job == job and self.holder in (None, job) and self.state not in _UNUSABLE
+        is_ours = self.job == job and self.holder in (None, job)
+        return is_ours and not self.draining and self.state not in _UNUSABLE
 
     def abandon(self) -> None:
         """It left the table or fell silent: who waits for its answer asks elsewhere."""
@@ -173,6 +176,7 @@ class EngineTable:
             self._engines[url] = Engine(url, self._connect(url), last_answer=self._clock(), limit=self._make_limit())
         for record in records:
             if engine := self._engines.get(str(record.get("url"))):
+                engine.draining = bool(record.get("draining"))
                 self._hear(engine, str(record.get("state") or ""), record.get("job"))
 
     def _hear(self, engine: Engine, state: str, holder: str | None) -> None:

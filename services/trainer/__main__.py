@@ -21,6 +21,7 @@ from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from services.batch_log import BatchLog
 from services.bus import Bus
+from services.drains import Drains
 from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, open_http
 from services.health import Health
@@ -142,6 +143,8 @@ async def train(settings: Settings, stop: asyncio.Event, place: Place, followers
         name = f"trainer-{socket.gethostname()}-{os.getpid()}"
         beats = EngineBeats(store, [EngineClient(url, http) for url in settings.engine_urls], lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
+        leaving = asyncio.Event()
+        asking = asyncio.create_task(Drains(redis).wait(name, leaving), name="drain")
         try:
             worker = TrainerWorker(
                 store,
@@ -153,9 +156,10 @@ async def train(settings: Settings, stop: asyncio.Event, place: Place, followers
             )
             async with Health(settings.health_file, stop) as health:
                 health.is_ready = True
-                await worker.run(stop)
+                await worker.run(stop, leaving)
         finally:
             beating.cancel()
+            asking.cancel()
 
 
 def capabilities() -> dict[str, Any]:

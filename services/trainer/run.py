@@ -78,7 +78,7 @@ class Services:
 
 
 class WoundUp(Exception):
-    """A cancelled job has nothing more to train."""
+    """A cancelled job has nothing more to train, or this trainer is to train no more of it."""
 
 
 class JobRun:
@@ -88,6 +88,10 @@ class JobRun:
     """Why it was over, once ``run`` has returned."""
     cancelled: CancelManner | None = None
     """How it winds up, since its user has cancelled it."""
+    is_leaving = False
+    """Its trainer was asked to hand it over."""
+    has_left = False
+    """It was saved at a step boundary, for another trainer."""
     _is_stepping = False
     """In the loop of steps, where it can end in order."""
     _is_held = False
@@ -164,6 +168,12 @@ class JobRun:
         self.cancelled = manner
         return True
 
+    def leave(self) -> bool:
+        """Ask it to end after the step that it is in, saved, for another trainer. False: nothing is lost if it ends
+        where it is."""
+        self.is_leaving = self._is_stepping
+        return self.is_leaving
+
     def _signs(self) -> Hashable | None:
         """What changes while the job moves; None while it is not meant to."""
         return (
@@ -235,10 +245,10 @@ class JobRun:
             await self._take_steps(learner, evaluator)
         self._is_stepping = False
         await self._publishing.finish()
-        if self._saved_step < self._lineage.step and (self.cancelled is None or self.cancelled.saves):
+        if self._saved_step < self._lineage.step and (self.cancelled is None or self.has_left or self.cancelled.saves):
             await self._checkpoint(learner)
         await self._saving.finish()
-        if self.cancelled is not None:
+        if self.cancelled is not None or self.has_left:
             return
         await services.engines.wait_for(self._newest)
         await evaluator.finish()
@@ -247,7 +257,7 @@ class JobRun:
     async def _take_steps(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         while not await self._is_over(learner):
             self._is_held = True
-            was_held = await self._services.status.obey_pause()
+            was_held = await self._services.status.obey_pause(lambda: self.is_leaving)
             self._is_held = False
             if was_held:
                 continue
@@ -277,6 +287,9 @@ class JobRun:
         self._saving.check()
 
     def _leave_if_wound_up(self) -> None:
+        if self.is_leaving:
+            self.has_left = True
+            raise WoundUp
         if self.cancelled is None:
             return
         num_open = sum(1 for _ in self._lineage.owed())

@@ -41,7 +41,7 @@ class Cancelled(Exception):
 
 
 class Stopped(Exception):
-    """This process was asked to stop; the job is left to another trainer."""
+    """This process was asked to stop, or to leave; the job is left to another trainer."""
 
 
 class TrainerWorker:
@@ -63,16 +63,19 @@ class TrainerWorker:
         self._check = check
         self.beat_s = min(BEAT_S, lease_s / BEATS_PER_LEASE)
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event, leaving: asyncio.Event | None = None) -> None:
+        """Until ``stop`` is set, which ends an attempt where it is, or ``leaving``, which ends it at a step boundary,
+        saved."""
+        leaving = leaving or asyncio.Event()
         announcing = asyncio.create_task(self._announce(), name="announce")
         try:
-            while not stop.is_set():
+            while not (stop.is_set() or leaving.is_set()):
                 self._check()
                 claim = await self._claim()
                 if claim is None:
                     await _sleep_unless(stop, IDLE_POLL_S)
                     continue
-                await self._serve(claim, stop)
+                await self._serve(claim, stop, leaving)
         finally:
             announcing.cancel()
             with contextlib.suppress(*UNREACHABLE):
@@ -93,11 +96,11 @@ class TrainerWorker:
             get_logger().warning("Redis does not answer", error=str(error))
             return None
 
-    async def _serve(self, claim: Claim, stop: asyncio.Event) -> None:
+    async def _serve(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> None:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
         log.info("claimed")
         try:
-            await self._run_to_its_end(claim, stop)
+            await self._run_to_its_end(claim, stop, leaving)
         except RanksLost:
             raise
         except Fenced:
@@ -107,13 +110,15 @@ class TrainerWorker:
         except Exception:
             log.exception("the end of the job could not be told; it is left to whoever claims it next")
 
-    async def _run_to_its_end(self, claim: Claim, stop: asyncio.Event) -> None:
+    async def _run_to_its_end(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> None:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
         job = await self._store.get_job(claim.job_id)
         run = self._make_run(claim, JobSpec.model_validate_json(job.spec))
         try:
-            watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, run, stop)
+            watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, run, stop, leaving)
             await first_to_end(run.run(), self._beat(claim), *watching)
+            if run.has_left:
+                raise Stopped
             if run.cancelled is not None:
                 raise Cancelled
             await run.discard_queue()
@@ -143,12 +148,14 @@ class TrainerWorker:
             await self._store.beat_trainer(claim.job_id, claim.token)
             await asyncio.sleep(self.beat_s)
 
-    async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event) -> None:
+    async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event, leaving: asyncio.Event) -> None:
         while not stop.is_set():
             self._check()
             job = await self._store.get_job(claim.job_id)
             if job.desired_state == "cancelled" and not run.wind_up(job.cancel_manner or CancelManner.NOW):
                 raise Cancelled
+            if leaving.is_set() and not run.is_leaving and not run.leave():
+                break
             await _sleep_unless(stop, IDLE_POLL_S)
         raise Stopped
 

@@ -189,6 +189,18 @@ class TwinBus:
             queue.holders[token] = worker
         return [_lease(job, key, queue) for key, _ in taken]
 
+    async def take(self, job: str, worker: str, token: str, keys: Sequence[EpisodeKey]) -> list[EpisodeLease]:
+        queue = self._world.queue(job)
+        taken: list[EpisodeKey] = []
+        for key in keys:
+            episode = _find(queue, key)
+            if episode is not None and episode.stage is Stage.QUEUED:
+                episode.stage, episode.token = Stage.HELD, token
+                queue.holders[token] = worker
+            if episode is not None and _holds(episode, token):
+                taken.append(key)
+        return [_lease(job, (key.group, key.member), queue) for key in taken]
+
     async def append(self, job: str, token: str, appends: Sequence[Append]) -> None:
         queue = self._world.queue(job)
         for item in appends:

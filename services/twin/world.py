@@ -135,6 +135,7 @@ class World:
         self.fleet: dict[str, dict[str, dict[str, Any]]] = {"engine": {}, "worker": {}, "trainer": {}}
         self.bindings: dict[str, tuple[str, int, str]] = {}
         """Engine -> job, epoch and token of who it is bound to."""
+        self.engine_drains: set[str] = set()
         self.engine_states: dict[str, dict[str, Any]] = {}
         """What the owner of an engine said of it."""
         self.news = asyncio.Condition()

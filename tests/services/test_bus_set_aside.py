@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_core.types import Split
+from gspo_core.types import EpisodeKey, Split
 from services.bus import Append, Bus, EpisodeLease, Fenced, Gap, Snapshot, Stage
 from services.store import Claim
 
@@ -153,3 +153,28 @@ async def test_a_new_attempt_begins_with_what_its_world_holds(bus: Bus, claim: C
     # Without them the world goes too.
     await bus.restart(lease.key, token, 2)
     assert await bus.read_snapshot(lease.key) is None
+
+
+async def test_episodes_that_are_asked_for_by_name_are_taken_if_they_wait(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=3)
+    await dispatch(bus, claim, 1)
+    mine, other = await bus.join("mine"), await bus.join("other")
+    (held,) = await bus.lease(job, "other", other, 1)
+    keys = [EpisodeKey(job, 0, member) for member in range(3)]
+    free = [key for key in keys if key != held.key]
+    for _ in range(2):  # said again
+        assert [one.key for one in await bus.take(job, "mine", mine, [*keys, EpisodeKey(job, 9, 0)])] == free
+    assert [one.key for one in await bus.lease(job, "other", other, 10)] == [EpisodeKey(job, 1, 0)]
+    for lease in await bus.take(job, "mine", mine, free[:1]):
+        await append(bus, mine, lease, 0)
+        with pytest.raises(Fenced):
+            await append(bus, other, lease, 1)
+        await append(bus, mine, lease, 1, final=True)
+    assert await bus.take(job, "mine", mine, free[:1]) == []  # it has ended
+    (view,) = await bus.groups(job, limit=1)
+    assert [one.worker for one in view.episodes if one.stage is Stage.HELD] == [
+        "other" if one.key == held.key else "mine" for one in view.episodes if one.key != free[0]
+    ]
+    await bus.hand_back(job, mine, free)
+    assert [one.key for one in await bus.lease(job, "other", other, 10)] == free[1:]

@@ -16,7 +16,7 @@ router = APIRouter(prefix="/workers", tags=["workers"])
 
 
 class DrainView(View):
-    """A worker that was asked to leave."""
+    """A process that was asked to leave."""
 
     object: Literal["worker.drain"] = "worker.drain"
     id: str
@@ -44,12 +44,13 @@ def _shown(one: dict[str, Any], asked: set[str]) -> dict[str, Any]:
 
 @router.post("/{worker}/drain", status_code=202, responses=documented(409))
 async def drain(worker: str, context: ContextOf) -> DrainView:
-    """Ask a rollout worker to leave: it takes no more episodes, hands back what it holds, and ends."""
+    """Ask a process to leave. A rollout worker takes no more episodes, hands back what it holds, and ends. A trainer
+    ends the step that it is in, saves it, hands its job back for another one to go on with, and ends."""
     found = next((one for one in await context.presence.members() if one["id"] == worker), None)
     if found is None:
         raise ApiError(404, "worker_not_found", f"no process {worker[:80]!r} is registered", param="worker")
-    if found["role"] != "rollout":
-        message = f"{worker} is a process of the role {found['role']}; only rollout workers leave when asked"
+    if found["role"] == "engine":
+        message = f"{worker} is an engine: it is drained by POST /v1/engines/{{engine}}/drain"
         raise ApiError(409, "cannot_drain", message, headers=FINAL)
     if found["alive"]:
         await Drains(context.redis).ask(worker)
