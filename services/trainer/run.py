@@ -303,10 +303,21 @@ class JobRun:
     async def _resume(self, learner: AnyLearner) -> None:
         """Go on where the epochs before have come, and record where this one forks off."""
         services, epoch = self._services, self._claim.epoch
-        found = await asyncio.to_thread(recover, learner, services.checkpoints, services.batch_log, epoch, self._tuning)
+        every = self._spec.checkpoint_every
+        found = await asyncio.to_thread(
+            recover,
+            learner,
+            services.checkpoints,
+            services.batch_log,
+            epoch,
+            self._tuning,
+            checkpoint_every=every,
+        )
         self._lineage.become(found.lineage)
         self._saved_step = found.saved.step or -1
         await self._disk.write("the record of this attempt", services.checkpoints.begin_epoch, epoch, found.reached)
+        for store in (services.batch_log, services.weights):
+            await asyncio.to_thread(store.remove_unfinished)
         self._ages.forks = await asyncio.to_thread(services.checkpoints.forks)
         for remark in found.remarks:
             await self._alert(remark.kind, remark.message)

@@ -28,7 +28,7 @@ class DrainView(View):
 async def list_workers(context: ContextOf) -> Page[dict[str, Any]]:
     """Trainers, rollout workers and engines that have registered, each with whether it is `alive`.
 
-    `links.drain` is there for those that leave when they are asked; `draining` says that one was.
+    `links.drain` is where one is asked to leave, or an engine to be left alone; `draining` says that one was.
     """
     asked = await Drains(context.redis).all_asked()
     everyone = [_shown(one, asked) for one in await context.presence.members()]
@@ -36,9 +36,8 @@ async def list_workers(context: ContextOf) -> Page[dict[str, Any]]:
 
 
 def _shown(one: dict[str, Any], asked: set[str]) -> dict[str, Any]:
-    if one["role"] != "rollout":
-        return one
-    links = {"drain": f"/v1/workers/{quote(one['id'], safe='')}/drain"} if one["alive"] else {}
+    kind = "engines" if one["role"] == "engine" else "workers"
+    links = {"drain": f"/v1/{kind}/{quote(one['id'], safe='')}/drain"} if one["alive"] else {}
     return one | {"draining": one.get("draining", False) or one["id"] in asked, "links": links}
 
 
