@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from types import FrameType
 
 import numpy as np
@@ -29,7 +28,7 @@ RESULTS = Path(__file__).with_name("results") / "rollout.md"
 TURN_TOKENS, PAGE_CHARS = 128, 350
 FOREWORDS = (0, 6000)
 GROUP_SIZE = 8
-AIM_MS, AIM_TOKENS, NEAR_TOKENS = 2.0, 8000, 1000
+AIM_MS, AIM_TOKENS = 2.0, 8000
 _LOOK_S = 0.25
 
 PAGE = """# A turn in a rollout worker
@@ -44,9 +43,9 @@ more others do, the more often its caches are cold.
 |---|---|---|---|---|---|---|---|---|
 {rows}
 
-A turn costs {fixed:.2f} ms and {slope:.3f} ms for each 1,000 tokens of its context (a line through the rows). The
-rows around {aim_tokens:,} tokens have {at_aim:.2f} ms (their median; aim: under {aim:g}: {verdict}). Beginning a long
-episode (lease, session, first prompt) took {begin:.2f} ms.
+A turn costs {fixed:.2f} ms and {slope:.3f} ms for each 1,000 tokens of its context (a line through the rows), at
+{aim_tokens:,} tokens {at_aim:.2f} ms (aim: under {aim:g}: {verdict}). Beginning a long episode (lease, session, first
+prompt) took {begin:.2f} ms.
 """
 
 
@@ -173,7 +172,7 @@ async def run(num_episodes: int, num_turns: int, foreword: int, samples: Samples
 
 def page(found: list[Window], num_episodes: int, num_turns: int, begin_ms: float) -> str:
     slope, fixed = np.polyfit([one.context_tokens / 1e3 for one in found], [one.cpu_ms for one in found], 1)
-    at_aim = median(one.cpu_ms for one in found if abs(one.context_tokens - AIM_TOKENS) < NEAR_TOKENS)
+    at_aim = fixed + slope * AIM_TOKENS / 1e3
     return PAGE.format(
         episodes=num_episodes,
         turns=num_turns,
