@@ -163,7 +163,7 @@ class JobRun:
 
     def wind_up(self, manner: CancelManner) -> bool:
         """Ask a cancelled job to end in order. False: there is nothing to keep, it may be ended where it is."""
-        if manner is CancelManner.NOW or not self._is_stepping:
+        if manner is CancelManner.NOW or not (self._is_stepping or self.cancelled):
             return False
         self.cancelled = manner
         return True
