@@ -70,7 +70,7 @@ class Run:
     async def play(self) -> None:
         """Raises RunFailed."""
         options = self.options
-        self._write("run.json", {"seed": options.seed, "options": asdict(options), "without": self._without()})
+        self._write("run.json", {"seed": options.seed, "options": asdict(options), "without": self._without(), "data_dir": str(self.disk.place.absolute())})
         await self._make_model()
         try:
             await self.stack.open()
