@@ -42,6 +42,8 @@ def main() -> int:
     work = arguments.work or Path(tempfile.mkdtemp(prefix="gspo-chaos-")) / "run"
     again = f"make chaos CHAOS_FLAGS='--seed {seed} --faults {options.faults} --minutes {options.minutes:g}'"
     print(f"chaos: seed {seed}, {options.faults} faults in {options.minutes:g} minutes, in {work}", flush=True)
+    # More threads give other numbers, and what is learned is computed again to the last bit.
+    os.environ["OMP_NUM_THREADS"] = "1"
     run = Run(work, options)
     is_well = False
     try:

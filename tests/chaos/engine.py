@@ -35,6 +35,8 @@ async def serve(model_dir: Path, port: int, tick_s: float, stop: asyncio.Event) 
         tick_s=tick_s,
         script=Talker(model_dir).script,
     )
+    # What it was told to load may be gone when a trainer asks whether it fits: then this alone decides.
+    engine.architectures = ["Qwen3ForCausalLM"]
 
     async def handle(request: Request) -> Response:
         try:

@@ -215,16 +215,16 @@ class Faults:
     async def _jump(self, rng: random.Random) -> Outcome:
         if self._clock_is_off:
             return "it is off already"
-        who, seconds = rng.choice(["services", "redis"]), rng.choice([-3600, 3600])
+        seconds = rng.choice([-3600, 3600])
         self._clock_is_off = True
-        self._stack.clock.set(who, seconds)
+        self._stack.clock.set(seconds)
 
         async def set_right() -> None:
             await asyncio.sleep(rng.uniform(2.0, 5.0))
-            self._stack.clock.set(who, 0)
+            self._stack.clock.set(0)
             self._clock_is_off = False
 
-        return Hit(who, self._running(), f"{seconds:+d} s", set_right())
+        return Hit("redis", self._running(), f"{seconds:+d} s", set_right())
 
 
 def described(outcome: Hit) -> dict[str, Any]:

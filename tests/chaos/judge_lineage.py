@@ -1,5 +1,5 @@
-"""Of each job: every group is trained once or dropped for a reason, versions and checkpoints only go forward, nothing is
-trained that is too old, and no more was started than may be. Each check yields what is wrong.
+"""Of each job: every group is trained once or dropped for a reason, versions and checkpoints only go forward, nothing
+is trained that is too old, and no more was started than may be. Each check yields what is wrong.
 """
 
 from __future__ import annotations
@@ -121,10 +121,17 @@ def _mixed(job: JobEvidence, batch: LoggedBatch, number: int) -> Iterator[str]:
 def checkpoints_go_forward(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
     """As they were seen appear: the newest one that counts never stands for less than the one before."""
     newest: Place = (0, 0)
+    damaged = {
+        fault["detail"].split("/")[1] for fault in evidence.faults if fault.get("detail", "").startswith("checkp")
+    }
     for sample in evidence.samples:
         if sample["kind"] != "checkpoints" or sample["job"] != job.id:
             continue
-        names = [name.removeprefix("ep").split("-step") for name in sample["names"] if name.startswith("ep0")]
+        names = [
+            name.removeprefix("ep").split("-step")
+            for name in sample["names"]
+            if name.startswith("ep0") and name not in damaged
+        ]
         begun = [int(name[5:11]) for name in sample["names"] if name.startswith("epoch")]
         if not begun:
             continue

@@ -50,7 +50,7 @@ def nothing_crashed(evidence: Evidence) -> Iterator[str]:
 
 def redis_holds_no_queue(evidence: Evidence) -> Iterator[str]:
     with RedisServer.spawn(evidence.work / "redis") as server, redis.Redis.from_url(server.url) as client:
-        for key in sorted(key.decode() for key in client.keys()):
+        for key in sorted(key.decode() for key in client.scan_iter()):
             found = _OF_A_JOB.fullmatch(key)
             if found is None:
                 yield f"{key} is no key of ours"

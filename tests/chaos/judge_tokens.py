@@ -45,7 +45,8 @@ def tokens_were_sampled(job: JobEvidence) -> Iterator[str]:
                 true = _logprobs(ids, places, job.weights_name(version))
                 worst = float(np.max(np.abs(true - branch.behavior_logprobs[places])))
                 if not worst <= TOLERANCE:
-                    yield f"step {step}: {trajectory.key} has log-probs that version {version} does not give ({worst:.3g} off)"
+                    problem = f"version {version} does not give its log-probs ({worst:.3g} off)"
+                    yield f"step {step}: {trajectory.key}: {problem}"
 
 
 def _logprobs(ids: Sequence[int], places: Sequence[int], weights: str) -> np.ndarray:

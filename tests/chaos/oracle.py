@@ -82,9 +82,14 @@ def main() -> int:
         print(f"oracle: {problem}", flush=True)
     evidence = Evidence(work)
     num_steps = sum(len(job.lineage) for job in evidence.jobs)
-    num_groups = sum(len(batch.groups) for job in evidence.jobs for batch in job.batches.values()) if not problems else 0
+    num_groups = (
+        sum(len(batch.groups) for job in evidence.jobs for batch in job.batches.values()) if not problems else 0
+    )
     verdict = f"{len(problems)} problems" if problems else f"all is well: {num_groups} groups trained once"
-    print(f"oracle: {len(evidence.jobs)} jobs, {num_steps} steps, {verdict} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(
+        f"oracle: {len(evidence.jobs)} jobs, {num_steps} steps, {verdict} ({time.monotonic() - began:.0f} s)",
+        flush=True,
+    )
     return 1 if problems else 0
 
 

@@ -1,7 +1,7 @@
 """One chaos run: jobs are submitted without end while faults strike, then all must succeed and everything must leave.
 
 The rule kept here: the run judges nothing that the oracle can judge; it fails by itself only where a run cannot come to
-its end (a job that is not over in time, a process that crashes or does not leave). Whatever it knows is in its directory.
+its end (a job that is not over in time, a process that does not leave). Whatever it knows is in its directory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable
@@ -24,7 +25,7 @@ from tests.chaos.faults import Faults, Hit, described
 from tests.chaos.jobs import job_spec
 from tests.chaos.processes import marked, stamp
 from tests.chaos.report import Recoveries
-from tests.chaos.schedule import Fault, plan
+from tests.chaos.schedule import WEIGHTS, Fault, plan
 from tests.chaos.stack import Size, Stack
 from tests.chaos.watch import Watch
 
@@ -70,7 +71,15 @@ class Run:
     async def play(self) -> None:
         """Raises RunFailed."""
         options = self.options
-        self._write("run.json", {"seed": options.seed, "options": asdict(options), "without": self._without(), "data_dir": str(self.disk.place.absolute())})
+        self._write(
+            "run.json",
+            {
+                "seed": options.seed,
+                "options": asdict(options),
+                "without": self._without(),
+                "data_dir": str(self.disk.place.absolute()),
+            },
+        )
         await self._make_model()
         try:
             await self.stack.open()
@@ -96,8 +105,6 @@ class Run:
         return self.faults.impossible()
 
     async def _make_model(self) -> None:
-        import sys
-
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.chaos.model", str(self.work / "model")
         )
@@ -161,8 +168,6 @@ class Run:
         self._is_calm = True
 
     def _left_out(self) -> set[str]:
-        from tests.chaos.schedule import WEIGHTS
-
         chosen = set(self.options.kinds or WEIGHTS)
         return set(self._without()) | (set(WEIGHTS) - chosen)
 

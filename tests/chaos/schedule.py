@@ -7,26 +7,26 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 WEIGHTS = {
-    "kill worker": 9,
-    "kill trainer": 8,
+    "kill worker": 8,
+    "kill trainer": 6,
     "kill engine": 5,
     "kill api": 3,
-    "kill redis": 6,
+    "kill redis": 4,
     "stop worker": 5,
-    "stop trainer": 6,
+    "stop trainer": 4,
     "stop engine": 3,
     "stop redis": 2,
-    "flushall": 3,
-    "cut redis": 12,
+    "flushall": 2,
+    "cut redis": 16,
     "cut engine": 6,
-    "lose request": 9,
-    "lose reply": 14,
-    "halve reply": 7,
+    "lose request": 13,
+    "lose reply": 20,
+    "halve reply": 11,
     "lose engine reply": 5,
     "stall redis": 4,
     "disk full": 2,
-    "torn checkpoint": 3,
-    "clock jump": 3,
+    "torn checkpoint": 2,
+    "clock jump": 2,
 }
 AT_LEAST = 2
 """Of each kind, if there are faults enough."""

@@ -21,7 +21,7 @@ from tests.chaos.clock import Clock
 from tests.chaos.lines import Line, to_port, to_unix
 from tests.chaos.processes import Nursery, Process
 
-LEASE_S = 1.5
+LEASE_S = 2.0
 REDIS_START_S = 60.0
 
 
@@ -51,7 +51,10 @@ class Stack:
         home.mkdir(parents=True, exist_ok=True)
         self.mark = f"HOME={home}"
         """What the environment of every process of this run holds."""
-        self.nursery = Nursery(work / "logs", {"HOME": str(home), "TMPDIR": str(home), **clock.env("services")})
+        self.nursery = Nursery(
+            work / "logs",
+            {"HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
 
     @property
     def redis_url(self) -> str:
@@ -101,7 +104,7 @@ class Stack:
         deadline = time.monotonic() + REDIS_START_S
         while True:
             try:
-                with self.clock.around_a_start("redis"):
+                with self.clock.around_a_start():
                     self._redis = await asyncio.to_thread(RedisServer.spawn, self.redis_dir)
                 self.num_redis_starts += 1
                 return

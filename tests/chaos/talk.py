@@ -1,7 +1,7 @@
 """What the engine of a chaos run says, and what its world answers: both functions that the oracle computes again.
 
-The rule kept here: everything but the first token of a turn follows from the tokens before it. So whoever has the tokens
-of an episode can say of each whether an engine and a world have said it, and in one attempt. No process is known here.
+The rule kept here: everything but the first token of a turn follows from the tokens before it. So whoever has the
+tokens of an episode can say of each whether an engine and a world have said it, and in one attempt.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CONTROL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
 _SAMPLE = [
     TOOLS_HEADER,
     TOOLS_FOOTER,
-    '{"type": "function", "function": {"name": "add", "description": "Add to the sum.", "parameters": {"type": "object"',
-    '"properties": {"number": {"type": "integer", "description": "what to add"}}, "required": ["number"]}}}',
+    '{"type": "function", "function": {"name": "add", "description": "Add to the sum.", "parameters": {"type":',
+    '"object", "properties": {"number": {"type": "integer", "description": "what to add"}}, "required": ["number"]}}}',
     'so so so {"name": "add", "arguments": {"number": 123}} system user assistant done. Add up, task',
 ]
 

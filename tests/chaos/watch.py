@@ -1,7 +1,7 @@
 """What a run sees of its jobs while they run: their steps, from their own files, and samples for the oracle.
 
-The rule kept here: what a later fault could wipe out (counters in Redis, names of checkpoints that are removed again) is
-written down as it is seen, one line each, and judged by nobody here.
+The rule kept here: what a later fault could wipe out (counters in Redis, names of checkpoints that are removed again)
+is written down as it is seen, one line each, and judged by nobody here.
 """
 
 from __future__ import annotations

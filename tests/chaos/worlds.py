@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.chaos.talk import chain
 
@@ -17,8 +17,8 @@ from tests.chaos.talk import chain
 class Replayed:
     """Add up."""
 
-    tasks: list[dict[str, Any]] = [{"number": number} for number in range(16)]
-    eval_tasks: list[dict[str, Any]] = [{"number": number} for number in range(100, 102)]
+    tasks: ClassVar[list[dict[str, Any]]] = [{"number": number} for number in range(16)]
+    eval_tasks: ClassVar[list[dict[str, Any]]] = [{"number": number} for number in range(100, 102)]
     replayable = True
 
     def __init__(self, ledger: str) -> None:
