@@ -52,6 +52,7 @@ async def main(stop: asyncio.Event) -> None:
             lease_s=settings.lease_s,
             max_attempts=settings.max_attempts,
             jobs_dir=settings.data_dir / "jobs",
+            waits_for_room=True,
         )
         await bus.load_functions()
         await warn_if_weaker(redis)

@@ -17,6 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gspo_core.spec import JobSpec
 from services.bus import Fenced
+from services.room import lacks_room
 from services.store import CancelManner, Claim, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.failure import AttemptFailed, JobFailure
@@ -126,6 +127,8 @@ class TrainerWorker:
         except (Fenced, *UNREACHABLE):
             raise
         except Exception as error:
+            if lacks_room(error):  # no reason for a job to end
+                raise
             log.exception("failed")
             await run.discard_queue()
             await self._store.set_status(claim.job_id, "failed", token=claim.token, reason=_cause(error))

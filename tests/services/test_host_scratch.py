@@ -1,14 +1,13 @@
-"""Who starts a host may be killed while the environment is still being imported: no temporary directory stays behind."""
+"""Who starts a host may be killed while the environment is being imported: no temporary directory stays behind."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-
-from tests.services.rollout_kit import until
 
 WORLD = """
 import os
@@ -26,15 +25,23 @@ asyncio.run(ForkServer.boot(HostOrder(sys.argv[1], {}, {})))
 """
 
 
-async def test_a_worker_that_is_killed_while_a_host_comes_up_leaves_no_directory(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_while_a_host_comes_up_leaves_no_directory(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(WORLD)
     environment = {**os.environ, "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    worker = subprocess.Popen([sys.executable, "-c", STARTS_A_HOST, f"{tmp_path / 'slow.py'}:World"], env=environment)
+    reference, told = f"{tmp_path / 'slow.py'}:World", tmp_path / "importing"
+    worker = subprocess.Popen([sys.executable, "-c", STARTS_A_HOST, reference], env=environment)
     try:
-        await until(lambda: (tmp_path / "importing").exists() and bool((tmp_path / "importing").read_text()), 60.0)
+        wait_until(lambda: told.exists() and bool(told.read_text()))
     finally:
         worker.kill()
-        await asyncio.to_thread(worker.wait)
-    host = Path("/proc", (tmp_path / "importing").read_text())
-    await until(lambda: not host.exists() or "Z" in (host / "stat").read_text().rpartition(")")[2].split()[0])
+        worker.wait()
+    host = Path("/proc", told.read_text())
+    wait_until(lambda: not host.exists() or "Z" in (host / "stat").read_text().rpartition(")")[2].split()[0])
     assert list(tmp_path.glob("gspo-env-*")) == []
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
