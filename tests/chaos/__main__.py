@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from tests.chaos.report import table
-from tests.chaos.runner import Options, Run, RunFailed
+from tests.chaos.runner import SETTLE_S, Options, Run, RunFailed
 from tests.chaos.stack import Size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,11 +34,12 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=None, help="directory of the run; left out: a temporary one")
     parser.add_argument("--keep", action="store_true", help="keep the directory also when all is well")
     parser.add_argument("--oracle-root", type=Path, default=ROOT, help="the tree whose oracle judges")
+    parser.add_argument("--settle-s", type=float, default=SETTLE_S, help="for the jobs to end after the last fault")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
     kinds = tuple(part.strip() for part in arguments.kinds.split(",") if part.strip())
     size = Size(jobs=arguments.jobs, trainers=arguments.jobs + 1, engines=arguments.jobs)
-    options = Options(seed, arguments.faults, arguments.minutes, arguments.steps, size, kinds)
+    options = Options(seed, arguments.faults, arguments.minutes, arguments.steps, size, kinds, arguments.settle_s)
     work = arguments.work or Path(tempfile.mkdtemp(prefix="gspo-chaos-")) / "run"
     again = f"make chaos CHAOS_FLAGS='--seed {seed} --faults {options.faults} --minutes {options.minutes:g}'"
     print(f"chaos: seed {seed}, {options.faults} faults in {options.minutes:g} minutes, in {work}", flush=True)

@@ -31,7 +31,7 @@ from tests.chaos.watch import Watch
 
 DISK_MB = 1536
 SUBMIT_FOR_S = 120.0
-SETTLE_S = 120.0
+SETTLE_S = 240.0
 """For the jobs to end once nothing strikes any more."""
 PROGRESS_S = 15.0
 REPEATED_SHARE = 3
@@ -47,6 +47,7 @@ class Options:
     size: Size = field(default_factory=Size)
     kinds: tuple[str, ...] = ()
     """Only these; empty: all."""
+    settle_s: float = SETTLE_S
 
 
 class RunFailed(Exception):
@@ -148,7 +149,7 @@ class Run:
             time.sleep(0.2)
 
     async def _wait_for_first_steps(self, submitting: asyncio.Task[None]) -> None:
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + self.options.settle_s
         while not any(job.step for job in self.watch.jobs.values()):
             self._check(submitting)
             if time.monotonic() > deadline:
@@ -206,11 +207,12 @@ class Run:
 
     async def _settle(self, submitting: asyncio.Task[None]) -> None:
         await asyncio.gather(*self._after)
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + self.options.settle_s
         while open_jobs := self.watch.running():
             self._check(submitting)
             if time.monotonic() > deadline:
-                raise RunFailed(f"not over {SETTLE_S:.0f} s after the last fault: {', '.join(map(str, open_jobs))}")
+                still = ", ".join(f"{job.id} at step {job.step} ({job.status})" for job in open_jobs)
+                raise RunFailed(f"not over {self.options.settle_s:.0f} s after the last fault: {still}")
             await asyncio.sleep(0.1)
 
     async def _leave(self) -> None:
