@@ -274,6 +274,8 @@ class JobRun:
         found = await asyncio.to_thread(recover, learner, services.checkpoints, services.batch_log, epoch, self._tuning)
         self._lineage, self._saved_step = found.lineage, found.saved.step or -1
         await self._disk.write("the record of this attempt", services.checkpoints.begin_epoch, epoch, found.reached)
+        for store in (services.batch_log, services.weights):
+            await asyncio.to_thread(store.remove_unfinished)
         self._forks = await asyncio.to_thread(services.checkpoints.forks)
         for remark in found.remarks:
             await self._alert(remark.kind, remark.message)

@@ -146,3 +146,15 @@ async def test_a_disk_that_is_full_at_the_wrong_moment_is_no_reason_for_a_job_to
     assert claim is not None
     await worker._serve(claim, stop)
     assert (await store.get_job(job)).status == "starting"
+
+
+async def test_what_a_dead_trainer_left_half_written_goes(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = loop_spec(write_model(tmp_path / "model"), steps=1)
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        for name in ("weights/.tmp-dead/part", "checkpoints/.tmp-ep000000-dead/part", "batches/.tmp-dead"):
+            (loop.job_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (loop.job_dir / name).touch()
+        await serve(loop)
+    assert list(loop.job_dir.rglob(".tmp-*")) == []
