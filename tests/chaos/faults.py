@@ -183,8 +183,9 @@ class Faults:
     async def _fill_disk(self, rng: random.Random) -> Outcome:
         if self._disk_is_full:
             return "it is full already"
+        if not self._disk.fill():
+            return "it could not be filled"
         self._disk_is_full = True
-        self._disk.fill()
 
         async def make_room() -> None:
             await asyncio.sleep(rng.uniform(0.5, 2.0))
