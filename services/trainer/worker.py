@@ -18,7 +18,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from gspo_core.spec import JobSpec
 from services.bus import Fenced
 from services.room import lacks_room
-from services.store import CancelManner, Claim, StatusReason, Store
+from services.store import CancelManner, Claim, JobNotFound, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.failure import AttemptFailed, JobFailure
 from services.trainer.ill_environments import IllEnvironments
@@ -94,7 +94,7 @@ class TrainerWorker:
         log.info("claimed")
         try:
             await self._run_to_its_end(claim, stop)
-        except Fenced:
+        except (Fenced, JobNotFound):  # a server that was wiped knows neither
             log.warning("the claim was lost; what this process did since then has no effect")
         except UNREACHABLE as error:
             log.warning("Redis does not answer; the job is left to whoever claims it next", error=str(error))
@@ -124,7 +124,7 @@ class TrainerWorker:
         except Stopped:
             await self._store.release_job(claim.job_id, claim.token)
             log.info("left to another trainer")
-        except (Fenced, *UNREACHABLE):
+        except (Fenced, JobNotFound, *UNREACHABLE):
             raise
         except Exception as error:
             if lacks_room(error):  # no reason for a job to end

@@ -15,7 +15,7 @@ from services.bus import Bus, Fenced
 from services.job_directory import DamagedRecord, JobDirectory, RecordConflict, VersionRecord, job_directories
 from services.keys import job_key
 from services.refusals import Conflict
-from services.store import Claim, JobConflict, JobNotFound, Store
+from services.store import Claim, JobConflict, JobNotFound, JobStatus, Store
 
 pytestmark = pytest.mark.every_server
 
@@ -355,3 +355,32 @@ def test_a_version_file_names_one_thing(tmp_path: Path) -> None:
     (tmp_path / "job" / "status" / "00000001.json").write_text("[]")
     with pytest.raises(DamagedRecord):
         directory.newest_status()
+
+
+async def test_a_server_that_is_wiped_while_a_state_is_written_down_gets_the_whole_job_back(
+    store: Store, redis_client: Redis, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, written = asyncio.get_running_loop(), JobDirectory.write_status
+
+    def wipe(*_: object) -> bool:
+        monkeypatch.setattr(JobDirectory, "write_status", written)
+        asyncio.run_coroutine_threadsafe(redis_client.flushall(), loop).result(60)
+        return False  # as where the server counts again what is on disk
+
+    monkeypatch.setattr(JobDirectory, "write_status", wipe)
+    await store.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
+    assert [job.id for job in await store.list_jobs()] == [claim.job_id]
+    assert (await store.get_job(claim.job_id)).spec_data == {"name": "test"}
+
+
+async def test_versions_are_given_back_to_a_job_that_is_known_only(
+    store: Store, redis_client: Redis, claim: Claim
+) -> None:
+    await publish(store, claim, 1)
+    await redis_client.flushall()
+    rebuild = store._rebuild
+    assert rebuild is not None
+    records = JobDirectory(rebuild._root / claim.job_id).versions()
+    assert records
+    await rebuild._restore_versions(claim.job_id, records)
+    assert await redis_client.keys() == []
