@@ -6,7 +6,7 @@ held then included, so that the same weights come out and what was published of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,12 @@ def replay(
     log: BatchLog,
     forks: Mapping[int, Position],
     tuning: Tuning,
+    trained: Callable[[Position], None] = lambda _: None,
 ) -> tuple[Position, str | None]:
     """Train what follows the checkpoint ``start``; returns the last step of the run so far, and what cut it short.
 
     ``forks`` is where each epoch that was begun forked off. A damaged log ends the row: the groups of that step and
-    those after it are owed again. Raises UnknownLogSchema.
+    those after it are owed again. ``trained`` is told of every step. Raises UnknownLogSchema.
     """
     for position in batches_after(start, log.steps(), max(forks, default=start.epoch), forks):
         try:
@@ -42,6 +43,7 @@ def replay(
             return start, str(error)
         train_again(learner, lineage, batch, tuning)
         get_logger().info("step replayed", epoch=position.epoch, step=position.step)
+        trained(position)
         start = position
     return start, None
 

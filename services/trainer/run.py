@@ -271,7 +271,16 @@ class JobRun:
     async def _resume(self, learner: Learner) -> None:
         """Go on where the epochs before have come, and record where this one forks off."""
         services, epoch = self._services, self._claim.epoch
-        found = await asyncio.to_thread(recover, learner, services.checkpoints, services.batch_log, epoch, self._tuning)
+        every = self._spec.checkpoint_every
+        found = await asyncio.to_thread(
+            recover,
+            learner,
+            services.checkpoints,
+            services.batch_log,
+            epoch,
+            self._tuning,
+            checkpoint_every=every,
+        )
         self._lineage, self._saved_step = found.lineage, found.saved.step or -1
         await self._disk.write("the record of this attempt", services.checkpoints.begin_epoch, epoch, found.reached)
         for store in (services.batch_log, services.weights):

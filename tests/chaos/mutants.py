@@ -116,7 +116,7 @@ def run(mutant: Mutant) -> str:
         change(tree / mutant.file, mutant.old, mutant.new)
         command = [sys.executable, "-m", "tests.chaos", *mutant.flags, "--work", f"{folder}/run"]
         ended = subprocess.run(
-            [*command, "--oracle-root", str(ROOT), "--settle-s", "60"],
+            [*command, "--oracle-root", str(ROOT), "--settle-s", "240"],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree)},
             capture_output=True,
