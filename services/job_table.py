@@ -39,7 +39,7 @@ from services.jobs import (
 from services.keys import InvalidJobId, check_job_id, job_key, job_keys, service_key, service_keys
 from services.leases import BeatWatch
 from services.rebuild import Rebuild
-from services.refusals import Conflict, Forbidden, Missing
+from services.refusals import Conflict, Fenced, Forbidden, Missing
 from services.room import write_when_there_is_room
 
 # What is written down of a job's record with every change. Progress is not: checkpoints and versions tell it.
@@ -233,7 +233,12 @@ class JobTable:
             await self._ensure_rebuilt()
             for job in await self._open():
                 seen = await self._seen(job)
-                claim = None if seen is None else await self._claim(job, trainer, *seen)
+                try:
+                    claim = None if seen is None else await self._claim(job, trainer, *seen)
+                except (Missing, JobNotFound, Fenced):
+                    # The server was wiped between two of these calls: nobody has the job, perhaps soon somebody else.
+                    self._unanswered.pop(job, None)
+                    continue
                 if claim is not None:
                     return claim
         return None

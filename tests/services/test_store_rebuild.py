@@ -384,3 +384,27 @@ async def test_versions_are_given_back_to_a_job_that_is_known_only(
     assert records
     await rebuild._restore_versions(claim.job_id, records)
     assert await redis_client.keys() == []
+
+
+@pytest.mark.parametrize("after", ["_seen", "_own_epoch"])
+async def test_a_server_that_is_wiped_in_the_middle_of_a_claim_is_claimed_from_again(
+    store: Store, redis_client: Redis, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    job = (await store.create_job("{}")).id
+    real = getattr(store._jobs, after)
+
+    async def then_wipe(*args: Any) -> Any:
+        answer = await real(*args)
+        await redis_client.flushall()
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._jobs, after, then_wipe)
+        first = await store.claim_job("trainer")
+    if first is not None:  # it was restored in time, and somebody may have it: this one is fenced
+        with pytest.raises(Fenced):
+            await store.beat_trainer(job, first.token)
+    claim = await store.claim_job("trainer")
+    assert claim is not None
+    assert claim.job_id == job
+    await store.beat_trainer(job, claim.token)
