@@ -14,6 +14,7 @@ from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.bus import Bus, Fenced
 from services.job_directory import DamagedRecord, JobDirectory, RecordConflict, VersionRecord, job_directories
 from services.keys import job_key
+from services.rebuild import Rebuild
 from services.refusals import Conflict
 from services.store import Claim, JobConflict, JobNotFound, JobStatus, Store
 
@@ -408,3 +409,21 @@ async def test_a_server_that_is_wiped_in_the_middle_of_a_claim_is_claimed_from_a
     assert claim is not None
     assert claim.job_id == job
     await store.beat_trainer(job, claim.token)
+
+
+async def test_a_server_that_is_wiped_while_it_gets_its_jobs_back_gets_them_once_more(
+    store: Store, redis_client: Redis, claim: Claim, jobs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (jobs_dir / claim.job_id / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    await redis_client.flushall()
+    wipes = [redis_client.flushall]
+    restore = Rebuild._restore_environments
+
+    async def then_wipe(self: Rebuild, job: str, directory: JobDirectory) -> None:
+        await restore(self, job, directory)
+        if wipes:
+            await wipes.pop()()
+
+    monkeypatch.setattr(Rebuild, "_restore_environments", then_wipe)
+    assert await store.rebuild() == 1
+    assert [record["step"] for record in await store.read_metrics(claim.job_id)] == [1]
