@@ -72,12 +72,6 @@ MUTANTS = {
         "return true",
         short("stop trainer", faults=8),
     ),
-    "who has lost an episode is still obeyed": Mutant(
-        "services/functions_bus.lua",
-        'token == "" or state.token ~= token or append.attempt',
-        "append.attempt",
-        short("stop worker", faults=10),
-    ),
     "a checkpoint is believed": Mutant(
         "gspo_core/learner/state.py",
         'path.stat().st_size != expected["size_bytes"] or _sha256(path) != expected["sha256"]:',
