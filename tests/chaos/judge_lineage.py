@@ -121,27 +121,30 @@ def _mixed(job: JobEvidence, batch: LoggedBatch, number: int) -> Iterator[str]:
 def checkpoints_go_forward(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
     """As they were seen appear: the newest one that counts never stands for less than the one before."""
     newest: Place = (0, 0)
-    damaged = {
-        fault["detail"].split("/")[1] for fault in evidence.faults if fault.get("detail", "").startswith("checkp")
-    }
+    hits = [fault for fault in evidence.faults if fault.get("detail", "").startswith("checkpoints/")]
+    damaged = {fault["detail"].split("/")[1] for fault in hits if job.id in fault["jobs"]}
+    # Where the newest one was damaged the row begins anew: who goes on from an older one saves on its way.
+    damages = sorted(fault["at"] for fault in hits if job.id in fault["jobs"])
     for sample in evidence.samples:
         if sample["kind"] != "checkpoints" or sample["job"] != job.id:
             continue
-        names = [
-            name.removeprefix("ep").split("-step")
-            for name in sample["names"]
-            if name.startswith("ep0") and name not in damaged
-        ]
-        begun = [int(name[5:11]) for name in sample["names"] if name.startswith("epoch")]
-        if not begun:
-            continue
-        reached = job.reach((max(begun), 1 << 60))
-        living = [(int(epoch), int(step)) for epoch, step in names if int(step) <= reached.get(int(epoch), -1)]
+        while damages and damages[0] < sample["at"]:
+            damages.pop(0)
+            newest = (0, 0)
+        living = _living(job, [name for name in sample["names"] if name not in damaged])
         if not living:
             continue
         if max(living)[1] < newest[1]:
             yield f"its newest checkpoint was of step {newest[1]} and then of step {max(living)[1]}"
         newest = max(living)
+
+
+def _living(job: JobEvidence, names: list[str]) -> list[Place]:
+    """Of the checkpoints among ``names``, those that count for the newest epoch among them."""
+    begun = [int(name[5:11]) for name in names if name.startswith("epoch")]
+    reached = job.reach((max(begun), 1 << 60)) if begun else {}
+    found = [name.removeprefix("ep").split("-step") for name in names if name.startswith("ep0")]
+    return [(int(epoch), int(step)) for epoch, step in found if int(step) <= reached.get(int(epoch), -1)]
 
 
 def books_are_balanced(evidence: Evidence, job: JobEvidence) -> Iterator[str]:
