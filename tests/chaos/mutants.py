@@ -72,18 +72,6 @@ MUTANTS = {
         "return true",
         short("stop trainer", faults=8),
     ),
-    "a checkpoint is believed": Mutant(
-        "gspo_core/learner/state.py",
-        'path.stat().st_size != expected["size_bytes"] or _sha256(path) != expected["sha256"]:',
-        "False:",
-        short("torn checkpoint", faults=10, minutes=0.7, steps=24),
-    ),
-    "a checkpoint forgets what is settled": Mutant(
-        "services/trainer/run.py",
-        "lineage, settled=set(lineage.settled), num_published",
-        "lineage, settled=set(), low_watermark=0, num_published",
-        short("kill trainer", faults=6),
-    ),
 }
 
 
