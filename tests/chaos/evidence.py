@@ -57,7 +57,7 @@ class JobEvidence:
 
     @cached_property
     def logged(self) -> set[Place]:
-        found = (_BATCH.fullmatch(entry.name) for entry in (self.directory / "batches").iterdir())
+        found = (_BATCH.fullmatch(entry.name) for entry in (self.directory / "batches").glob("ep*"))
         return {(int(match[1]), int(match[2])) for match in found if match}
 
     def reach(self, place: Place) -> dict[int, int]:

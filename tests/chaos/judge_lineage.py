@@ -82,7 +82,7 @@ def _age(job: JobEvidence, version: Place, here: Place) -> int:
     reached = job.reach(here)
     epoch, step = version
     while epoch not in reached:
-        parent = job.forks[epoch]
+        parent = job.forks.get(epoch, (0, 0))
         epoch, step = parent[0], min(step, parent[1])
         if step == 0:
             break
