@@ -4,8 +4,9 @@ A real worker, queue and host; a simulated engine that takes about 6 s for a tur
 and not that of a busy machine. Throughput is the turns of the healthy job, whose episodes never end meanwhile.
 `neighbour`: a second job in the same worker, all of whose episodes end the process of their world at their first
 action, beside one that is as healthy as the first. `network`: 30 ms round trips to Redis and to the engine, and one
-exchange in a hundred cut, beside lines without delay. With and without at the same time, each with processes of its
-own, so that what else the machine does is done to both.
+exchange in a hundred cut, beside lines without delay. With and without one after the other, each with processes of its
+own and the machine to itself, so that what the neighbour computes is counted too; `--together` runs both at the same
+time, where other work on the machine would be taken for a difference.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PAGE = """# Bad company
 
 Written by `python -m benchmarks.neighbours --seconds {seconds:g} --pairs {pairs}`: turns of the healthy job per second,
 {episodes} episodes of it, {places} places in the worker, {low:g} to {high:g} s a turn. {machine}.
-Both sides of a pair ran at the same time. "CPU" is the share of a core that the worker took, "lag" how late its event
+Both sides of a pair ran {manner}. "CPU" is the share of a core that the worker took, "lag" how late its event
 loop was (p99), each without and with.
 
 | what | without | with | change | CPU | lag, ms |
@@ -198,13 +199,22 @@ async def measure_one(name: str, which: str, seconds: float) -> None:
     print(msgspec.json.encode(found).decode())
 
 
-async def main(names: list[str], seconds: float, num_pairs: int) -> None:
+async def _pair(name: str, place: int, seconds: float, is_together: bool) -> tuple[Found, Found]:
+    """Without and with; in turns the first one is another."""
+    if is_together:
+        without, with_it = await asyncio.gather(*(_apart(name, which, seconds) for which in (False, True)))
+        return without, with_it
+    found = {which: await _apart(name, which, seconds) for which in ((False, True) if place % 2 else (True, False))}
+    return found[False], found[True]
+
+
+async def main(names: list[str], seconds: float, num_pairs: int, is_together: bool) -> None:
     rows, verdicts = [], []
     for name in names:
         what, aim, *_ = HALVES[name]
         changes = []
-        for _ in range(num_pairs):
-            one, two = await asyncio.gather(*(_apart(name, with_it, seconds) for with_it in (False, True)))
+        for place in range(num_pairs):
+            one, two = await _pair(name, place, seconds, is_together)
             changes.append(two.turns_per_s / one.turns_per_s - 1)
             rates = f"{one.turns_per_s:.2f} | {two.turns_per_s:.2f} | {changes[-1]:+.1%}"
             rows.append(f"| {what} | {rates} | {one.cpu:.0%}, {two.cpu:.0%} | {one.lag_ms:.0f}, {two.lag_ms:.0f} |")
@@ -217,6 +227,7 @@ async def main(names: list[str], seconds: float, num_pairs: int) -> None:
     page = PAGE.format(
         seconds=seconds,
         pairs=num_pairs,
+        manner="at the same time" if is_together else "one after the other",
         places=PLACES,
         episodes=NUM_GROUPS * GROUP_SIZE,
         low=TURN_S[0],
@@ -235,8 +246,9 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--only", choices=("with", "without"), help="measure one side of one half and print it")
+    parser.add_argument("--together", action="store_true", help="both sides of a pair at the same time")
     arguments = parser.parse_args()
     if arguments.only:
         asyncio.run(measure_one(arguments.halves[0], arguments.only, arguments.seconds))
     else:
-        asyncio.run(main(arguments.halves, arguments.seconds, arguments.pairs))
+        asyncio.run(main(arguments.halves, arguments.seconds, arguments.pairs, arguments.together))
