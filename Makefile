@@ -104,7 +104,7 @@ $(SGLANG_VENV)/ready: services/local/sglang_cpu/setup.sh services/local/sglang_c
 	@touch $@
 
 sglang-cpu: $(STAMP) $(SGLANG_VENV)/ready  ## a real SGLang on the CPU (own environment, 3 GB), and the engine cases against it
-	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engine/test_engine_conformance.py -k sglang
+	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engine/test_engine_conformance.py tests/services/engine/test_engine_export.py -k sglang
 
 test-third-party: $(STAMP)  ## environments of others, each in a virtual environment of its own (installs them)
 	$(BIN)/pytest -m third_party --timeout 1200
