@@ -144,7 +144,7 @@ async def test_a_disk_that_is_full_at_the_wrong_moment_is_no_reason_for_a_job_to
     worker = TrainerWorker(store, "trainer", lambda claim, spec: Run())  # type: ignore[arg-type, return-value]
     claim = await store.claim_job("trainer")
     assert claim is not None
-    await worker._serve(claim, stop)
+    await worker._serve(claim, stop, asyncio.Event())
     assert (await store.get_job(job)).status == "starting"
 
 

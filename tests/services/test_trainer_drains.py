@@ -75,8 +75,8 @@ async def test_the_step_is_ended_and_saved_and_another_trainer_goes_on(
     replayed: list[Any] = []
     recover = recovery.recover
 
-    def watched(*args: Any) -> Any:
-        found = recover(*args)
+    def watched(*args: Any, **options: Any) -> Any:
+        found = recover(*args, **options)
         replayed.append((found.saved.step, found.reached.step))
         return found
 
