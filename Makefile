@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow test-k8s verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis demo up fmt bench clean
+.PHONY: help setup check test test-slow test-k8s verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis chaos chaos-mutants demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -104,10 +104,25 @@ $(SGLANG_VENV)/ready: services/local/sglang_cpu/setup.sh services/local/sglang_c
 	@touch $@
 
 sglang-cpu: $(STAMP) $(SGLANG_VENV)/ready  ## a real SGLang on the CPU (own environment, 3 GB), and the engine cases against it
-	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engine/test_engine_conformance.py -k sglang
+	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engine/test_engine_conformance.py tests/services/engine/test_engine_export.py -k sglang
 
 test-third-party: $(STAMP)  ## environments of others, each in a virtual environment of its own (installs them)
 	$(BIN)/pytest -m third_party --timeout 1200
+
+# Clocks can jump where Debian's libfaketime can be had; without it the run says that they do not.
+FAKETIME := .make/libfaketime
+CHAOS_FLAGS ?=
+
+$(FAKETIME)/tried: tests/chaos/get_libfaketime.sh
+	@mkdir -p $(@D)
+	@tests/chaos/get_libfaketime.sh $(@D) >/dev/null 2>&1 || echo "no libfaketime: clocks will not jump"
+	@touch $@
+
+chaos: $(STAMP) $(FAKETIME)/tried  ## kill, stop, cut off, wipe, fill and tear while jobs run; an oracle judges (4 minutes)
+	$(BIN)/python -m tests.chaos $(CHAOS_FLAGS)
+
+chaos-mutants: $(STAMP) $(FAKETIME)/tried  ## known ways to build it wrongly: each is noticed by a short chaos run
+	$(BIN)/python -m tests.chaos.mutants
 
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool
 	$(BIN)/python -m services.local.demo $(DEMO_FLAGS)

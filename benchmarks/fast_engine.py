@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -67,6 +68,7 @@ class _Engine:
         plan, most = self.plan, ask.sampling_params.max_new_tokens
         ids = [FILLER] * most if self._is_long(bytes(ask.input_ids)) else plan.say[:most]
         seconds = self.rng.uniform(*plan.seconds) + plan.seconds_per_token * len(ids)
+        logprob = -self.rng.random()  # by which an answer can be told from all others
         began, self.num_running = self.label, self.num_running + 1
         try:
             await asyncio.sleep(seconds)
@@ -81,7 +83,7 @@ class _Engine:
                     "id": ask.rid,
                     "finish_reason": finish,
                     "completion_tokens": len(ids),
-                    "output_token_logprobs": [(-0.5, one, None) for one in ids],
+                    "output_token_logprobs": [(logprob, one, None) for one in ids],
                     "weight_versions": [
                         {"version": began, "start": 0, "end": half},
                         {"version": self.label, "start": half, "end": len(ids)},
@@ -105,7 +107,8 @@ class _Engine:
                 return msgspec.json.encode({"weight_version": self.label})
             case b"/v1/loads":
                 load = {"timestamp": time.time(), "num_running_reqs": self.num_running, "num_waiting_reqs": 0}
-                return msgspec.json.encode({"timestamp": time.time(), "loads": [load]})
+                # The outer time in words, as SGLang writes it.
+                return msgspec.json.encode({"timestamp": datetime.now(UTC), "loads": [load]})
             case b"/label":
                 self.label = msgspec.json.decode(content, type=_Label).label
         return b"{}"

@@ -1,9 +1,12 @@
 """What bad company costs a healthy job: `python -m benchmarks.neighbours` (`neighbour` or `network` for one half).
 
-A real worker, queue and host; an engine that takes 1 to 2 s for a turn. Throughput is the turns of the healthy job.
+A real worker, queue and host; a simulated engine that takes about 6 s for a turn, so that what is measured is its time
+and not that of a busy machine. Throughput is the turns of the healthy job, whose episodes never end meanwhile.
 `neighbour`: a second job in the same worker, all of whose episodes end the process of their world at their first
 action, beside one that is as healthy as the first. `network`: 30 ms round trips to Redis and to the engine, and one
-exchange in a hundred cut, beside lines without delay. With and without in turns, in one run.
+exchange in a hundred cut, beside lines without delay. With and without one after the other, each with processes of its
+own and the machine to itself, so that what the neighbour computes is counted too; `--together` runs both at the same
+time, where other work on the machine would be taken for a difference.
 """
 
 from __future__ import annotations
@@ -12,27 +15,34 @@ import argparse
 import asyncio
 import contextlib
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.rollout_stage import Stage, machine, open_stage
+import msgspec
+
+from benchmarks.rollout_stage import LoopLag, Stage, machine, open_stage
 from services.store import Claim
 
 RESULTS = Path(__file__).with_name("results") / "neighbours.md"
-NUM_TURNS, GROUP_SIZE, PLACES = 12, 8, 64
-TURN_S = (1.0, 2.0)
+NUM_GROUPS, GROUP_SIZE, PLACES = 4, 8, 64
+NUM_EXPLODING_GROUPS = 200
+TURN_S = (5.0, 7.0)
 ONE_WAY_S, CUT_SHARE = 0.015, 0.01
 
 PAGE = """# Bad company
 
 Written by `python -m benchmarks.neighbours --seconds {seconds:g} --pairs {pairs}`: turns of the healthy job per second,
-{places} places in the worker, {low:g} to {high:g} s a turn. {machine}.
+{episodes} episodes of it, {places} places in the worker, {low:g} to {high:g} s a turn. {machine}.
+Both sides of a pair ran {manner}. "CPU" is the share of a core that the worker took, "lag" how late its event
+loop was (p99), each without and with.
 
-| what | without | with | change |
-|---|---|---|---|
+| what | without | with | change | CPU | lag, ms |
+|---|---|---|---|---|---|
 {rows}
 
 {verdicts}
@@ -104,35 +114,47 @@ def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def _submit(stage: Stage, world: str) -> Claim:
-    limits = {"max_turns": NUM_TURNS, "max_tool_calls": 1000, "max_episode_tokens": 100_000, "retries": 0}
+    limits = {"max_turns": 1000, "max_tool_calls": 1000, "max_episode_tokens": 100_000}
     claim = await stage.submit(world, {"page_chars": 200}, limits=limits)
     await stage.serve(claim, seconds=TURN_S)
-    await stage.dispatch(claim, range(200), size=GROUP_SIZE)
+    num_groups = NUM_EXPLODING_GROUPS if world == "Bomb" else NUM_GROUPS
+    await stage.dispatch(claim, range(num_groups), size=GROUP_SIZE)
     return claim
 
 
-async def _turns_per_s(stage: Stage, claim: Claim, seconds: float) -> float:
+@dataclass(frozen=True)
+class Found:
+    turns_per_s: float
+    cpu: float
+    lag_ms: float
+
+
+async def _measure(stage: Stage, claim: Claim, seconds: float) -> Found:
     """Of one job, after a while in which everything begins."""
     await asyncio.sleep(seconds / 4)
     position, num_turns = "0", 0
     while entries := await stage.bus.read_segments(claim.job_id, position, count=5000, block_ms=0):
         position = entries[-1][0]
-    begun = time.monotonic()
+    lag = LoopLag()
+    watching = asyncio.create_task(lag.watch())
+    begun, cpu = time.monotonic(), time.process_time()
     await asyncio.sleep(seconds)
+    watching.cancel()
+    cpu = (time.process_time() - cpu) / (time.monotonic() - begun)
     while entries := await stage.bus.read_segments(claim.job_id, position, count=5000, block_ms=0):
         position, num_turns = entries[-1][0], num_turns + len(entries)
-    return num_turns / (time.monotonic() - begun)
+    return Found(num_turns / (time.monotonic() - begun), cpu, lag.percentile(0.99))
 
 
-async def beside(neighbour: str, seconds: float) -> float:
+async def beside(neighbour: str, seconds: float) -> Found:
     async with open_stage(num_turn_tokens=100) as stage:
         healthy = await _submit(stage, "Library")
         await _submit(stage, neighbour)
         async with stage.working(max_episodes=PLACES):
-            return await _turns_per_s(stage, healthy, seconds)
+            return await _measure(stage, healthy, seconds)
 
 
-async def over(is_slow: bool, seconds: float) -> float:
+async def over(is_slow: bool, seconds: float) -> Found:
     async with open_stage(num_turn_tokens=100) as stage, contextlib.AsyncExitStack() as lines:
         healthy = await _submit(stage, "Library")
         if is_slow:
@@ -141,10 +163,10 @@ async def over(is_slow: bool, seconds: float) -> float:
             stage.redis_url = f"redis://127.0.0.1:{redis_line.port}"
             stage.engine_urls[healthy.job_id] = f"http://127.0.0.1:{engine_line.port}"
         async with stage.working(max_episodes=PLACES):
-            return await _turns_per_s(stage, healthy, seconds)
+            return await _measure(stage, healthy, seconds)
 
 
-Measure = Callable[[float], Coroutine[Any, Any, float]]
+Measure = Callable[[float], Coroutine[Any, Any, Found]]
 HALVES: dict[str, tuple[str, float, Measure, Measure]] = {
     "neighbour": (
         "an exploding job beside it",
@@ -161,24 +183,53 @@ HALVES: dict[str, tuple[str, float, Measure, Measure]] = {
 }
 
 
-async def main(names: list[str], seconds: float, num_pairs: int) -> None:
+async def _apart(name: str, with_it: bool, seconds: float) -> Found:
+    """In processes of its own."""
+    command = [sys.executable, "-m", "benchmarks.neighbours", name, "--seconds", str(seconds)]
+    child = await asyncio.create_subprocess_exec(
+        *command, "--only", "with" if with_it else "without", stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await child.communicate()
+    return msgspec.json.decode(output.splitlines()[-1], type=Found)
+
+
+async def measure_one(name: str, which: str, seconds: float) -> None:
+    _, _, without, with_it = HALVES[name]
+    found = await (with_it if which == "with" else without)(seconds)
+    print(msgspec.json.encode(found).decode())
+
+
+async def _pair(name: str, place: int, seconds: float, is_together: bool) -> tuple[Found, Found]:
+    """Without and with; in turns the first one is another."""
+    if is_together:
+        without, with_it = await asyncio.gather(*(_apart(name, which, seconds) for which in (False, True)))
+        return without, with_it
+    found = {which: await _apart(name, which, seconds) for which in ((False, True) if place % 2 else (True, False))}
+    return found[False], found[True]
+
+
+async def main(names: list[str], seconds: float, num_pairs: int, is_together: bool) -> None:
     rows, verdicts = [], []
     for name in names:
-        what, aim, without, with_it = HALVES[name]
+        what, aim, *_ = HALVES[name]
         changes = []
-        for _ in range(num_pairs):
-            pair = await without(seconds), await with_it(seconds)
-            changes.append(pair[1] / pair[0] - 1)
-            rows.append(f"| {what} | {pair[0]:.1f} | {pair[1]:.1f} | {changes[-1]:+.1%} |")
+        for place in range(num_pairs):
+            one, two = await _pair(name, place, seconds, is_together)
+            changes.append(two.turns_per_s / one.turns_per_s - 1)
+            rates = f"{one.turns_per_s:.2f} | {two.turns_per_s:.2f} | {changes[-1]:+.1%}"
+            rows.append(f"| {what} | {rates} | {one.cpu:.0%}, {two.cpu:.0%} | {one.lag_ms:.0f}, {two.lag_ms:.0f} |")
             print(rows[-1], flush=True)
         verdict = "kept" if -median(changes) < aim else "missed"
         verdicts.append(
-            f"- {what}: {median(changes):+.1%}, the median (aim: a loss of less than {aim:.0%}: {verdict})."
+            f"- {what}: {median(changes):+.1%}, the median of {num_pairs} pairs from {min(changes):+.1%} to "
+            f"{max(changes):+.1%} (aim: a loss of less than {aim:.0%}: {verdict})."
         )
     page = PAGE.format(
         seconds=seconds,
         pairs=num_pairs,
+        manner="at the same time" if is_together else "one after the other",
         places=PLACES,
+        episodes=NUM_GROUPS * GROUP_SIZE,
         low=TURN_S[0],
         high=TURN_S[1],
         machine=machine(),
@@ -192,7 +243,12 @@ async def main(names: list[str], seconds: float, num_pairs: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("halves", nargs="*", default=list(HALVES), help="neighbour, network (default: both)")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--only", choices=("with", "without"), help="measure one side of one half and print it")
+    parser.add_argument("--together", action="store_true", help="both sides of a pair at the same time")
     arguments = parser.parse_args()
-    asyncio.run(main(arguments.halves, arguments.seconds, arguments.pairs))
+    if arguments.only:
+        asyncio.run(measure_one(arguments.halves[0], arguments.only, arguments.seconds))
+    else:
+        asyncio.run(main(arguments.halves, arguments.seconds, arguments.pairs, arguments.together))

@@ -1,7 +1,7 @@
 """A Python client of the REST API.
 
-One rule: every call may be cut at any moment and is safe to go on with. A job is submitted under a key of its own, so a
-repeated request makes no second job; events resume after the last one seen. It shows the answers of the API as they
+One rule: every call may be cut at any moment and is safe to go on with. Every POST carries a key of its own, so what is
+sent again is done once; events resume after the last one seen. It shows the answers of the API as they
 are (a newer server may add keys) and keeps no state beside its connections.
 
 Importing it is cheap: the HTTP library is loaded by the first client.
@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, Self, TypedDict
 
@@ -209,9 +210,11 @@ class Client:
         job: Job = self._ask("POST", _job_path(job_id, "/cancel"), params=params)
         return job
 
-    def change(self, job_id: str, changes: Mapping[str, Any]) -> Job:
-        """Change settings of a job that runs: ``{"optimizer": {"lr": 5e-7}}``. They hold from its next step on."""
-        job: Job = self._ask("PATCH", _job_path(job_id), json=dict(changes))
+    def change(self, job_id: str, changes: Mapping[str, Any], *, if_match: str | None = None) -> Job:
+        """Change settings of a job that runs: ``{"optimizer": {"lr": 5e-7}}``. They hold from its next step on. With
+        ``if_match``, the ``ETag`` of the job as it was looked at, only if nobody else has changed them since."""
+        headers = {"If-Match": if_match} if if_match else {}
+        job: Job = self._ask("PATCH", _job_path(job_id), json=dict(changes), headers=headers)
         return job
 
     def metrics(self, job_id: str, from_step: int = 0, *, names: str | None = None) -> list[dict[str, Any]]:
@@ -241,6 +244,20 @@ class Client:
         params = {"include": "tokens"} if tokens else {}
         episode: dict[str, Any] = self._ask("GET", f"/v1/episodes/{_path(episode_id)}", params=params)
         return episode
+
+    def push_trajectories(self, job_id: str, trajectories: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Episodes, or pieces of them, that your own code has sampled: what became of each, ``accepted`` or the
+        ``reason`` why not. Their shape is ``PushedTrajectory`` of the API's document."""
+        body = {"trajectories": [dict(one) for one in trajectories]}
+        found: list[dict[str, Any]] = self._ask("POST", _job_path(job_id, "/trajectories"), json=body)["data"]
+        return found
+
+    def describe_environment(self, job_id: str, num_train: int, num_eval: int = 0, *, index: int = 0) -> dict[str, Any]:
+        """Say how many tasks an environment of a job has that only your own code can play."""
+        body = {"num_tasks": {"train": num_train, "eval": num_eval}}
+        path = _job_path(job_id, f"/environments/{index}/description")
+        description: dict[str, Any] = self._ask("POST", path, json=body)["description"]
+        return description
 
     def versions(self, job_id: str) -> Iterator[dict[str, Any]]:
         """The published versions of a job's weights, newest first."""
@@ -298,6 +315,13 @@ class Client:
             headers={"Content-Type": kind},
         )
         return environment
+
+    def upload_folder(self, name: str, ref: str, folder: str | Path) -> RegisteredEnvironment:
+        """A folder as a package: the same files are the same version. ``ref`` is ``package.module:Class`` or
+        ``file.py:Class`` in it. Raises FolderRefused."""
+        from gspo_core.packed_folder import pack_folder
+
+        return self.upload_environment(name, ref, pack_folder(Path(folder)), kind="application/zip")
 
     def environments(self, *, name: str | None = None) -> Iterator[RegisteredEnvironment]:
         """Registered versions by name."""
@@ -358,8 +382,14 @@ class Client:
         return workers
 
     def drain_worker(self, worker_id: str) -> dict[str, Any]:
-        """Ask a rollout worker to leave: it hands back what it holds, and ends."""
+        """Ask a rollout worker or a trainer to leave: it hands back what it holds, and ends."""
         found: dict[str, Any] = self._ask("POST", f"/v1/workers/{_path(worker_id)}/drain")
+        return found
+
+    def drain_engine(self, engine_id: str, *, undo: bool = False) -> dict[str, Any]:
+        """Leave an engine alone, by its address: no new requests, no new weights. ``state`` is ``drained`` when it may
+        be stopped; ``undo`` uses it again."""
+        found: dict[str, Any] = self._ask("DELETE" if undo else "POST", f"/v1/engines/{_path(engine_id)}/drain")
         return found
 
     def events(
@@ -418,6 +448,8 @@ class Client:
 
     def _ask(self, method: str, path: str, **request: Any) -> Any:
         """One answer. Requests are repeated when they may not have arrived: all of ours are safe to repeat."""
+        if method == "POST":
+            request["headers"] = {"Idempotency-Key": uuid.uuid4().hex} | request.get("headers", {})
         for attempt in range(RETRIES + 1):
             is_last = attempt == RETRIES
             try:
@@ -429,7 +461,9 @@ class Client:
             else:
                 if answer.is_success:
                     return answer.json() if answer.content else None
-                if is_last or answer.status_code not in RETRIED:
+                # A conflict that is worth another try says when: our first request is still being done.
+                is_under_way = answer.status_code == 409 and "retry-after" in answer.headers
+                if is_last or not (is_under_way or answer.status_code in RETRIED):
                     raise _api_error(answer)
             self._sleep(_delay(attempt))
         raise AssertionError("the last attempt returns or raises")

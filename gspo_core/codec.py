@@ -32,9 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 from zlib_ng.zlib_ng import crc32
 
-from gspo_core.types import CacheMode, EpisodeKey, InvalidValue, NonFiniteValue, Outcome, Segment, StopReason
+from gspo_core.types import CacheMode, EpisodeKey, InvalidValue, NonFiniteValue, Outcome, Segment, Spent, StopReason
 
 SCHEMA: Final = 1
+# As above, with ``spent`` at the end of the meta block; written where a segment has it.
+TIMED_SCHEMA: Final = 2
 # 4 MiB are 466,000 tokens: more than the longest context that the models have, so nothing honest is refused, and
 # one hostile or broken entry costs the queue and the trainer no more than this.
 MAX_SEGMENT_BYTES: Final = 4 * 2**20
@@ -61,7 +63,7 @@ class BadMagic(SegmentRejected):
 
 
 class UnknownSchema(SegmentRejected):
-    """Written by another release; this one reads schema ``SCHEMA``."""
+    """Written by another release; this one reads ``SCHEMA`` and ``TIMED_SCHEMA``."""
 
 
 class TruncatedSegment(SegmentRejected):
@@ -119,8 +121,15 @@ class _Meta(msgspec.Struct, array_like=True, gc=False):
     outcome: _OutcomeMeta | None
 
 
+class _TimedMeta(_Meta, array_like=True, gc=False):
+    spent: Spent
+
+
 _encode_meta = msgspec.msgpack.Encoder().encode
-_decode_meta = msgspec.msgpack.Decoder(_Meta).decode
+_decode_meta = {
+    SCHEMA: msgspec.msgpack.Decoder(_Meta).decode,
+    TIMED_SCHEMA: msgspec.msgpack.Decoder(_TimedMeta).decode,
+}
 
 
 def encode(segment: Segment) -> bytes:
@@ -135,7 +144,8 @@ def encode(segment: Segment) -> bytes:
     if size > MAX_SEGMENT_BYTES:
         raise OversizedSegment(f"{segment.key} index {segment.index}: {size} bytes, at most {MAX_SEGMENT_BYTES}")
     crc = crc32(mask, crc32(logprobs, crc32(token_ids, crc32(front))))
-    return b"".join((_PREFIX.pack(_MAGIC, SCHEMA, crc), front, token_ids, logprobs, mask))
+    schema = SCHEMA if segment.spent is None else TIMED_SCHEMA
+    return b"".join((_PREFIX.pack(_MAGIC, schema, crc), front, token_ids, logprobs, mask))
 
 
 def decode(data: bytes) -> Segment:
@@ -143,9 +153,9 @@ def decode(data: bytes) -> Segment:
     if type(data) is not bytes:
         # The arrays are views: what they show must not change afterwards.
         data = memoryview(data).tobytes()
-    meta_length, num_tokens, num_actions, logprob_sum = _checked_header(data)
+    schema, meta_length, num_tokens, num_actions, logprob_sum = _checked_header(data)
     meta_end = _HEADER_BYTES + meta_length
-    meta = _checked_meta(data, meta_end)
+    meta = _checked_meta(data, meta_end, schema)
     start = meta_end + -meta_end % _ALIGNMENT
     token_ids = np.frombuffer(data, _I4, num_tokens, start)
     logprobs = np.frombuffer(data, _F4, num_tokens, start + 4 * num_tokens)
@@ -163,27 +173,28 @@ def decode(data: bytes) -> Segment:
 
 def _meta_bytes(segment: Segment) -> bytes:
     key, outcome = segment.key, segment.outcome
-    meta = _Meta(
+    fields = (
         *(key.job, key.group, key.member, segment.attempt, segment.branch, segment.index, segment.turn),
         *(segment.version, segment.temperature, segment.engine_id, segment.cache_mode, segment.turn_reward),
         None
         if outcome is None
         else _OutcomeMeta(outcome.stop_reason, outcome.reward, dict(outcome.reward_parts), dict(outcome.metrics)),
     )
+    meta = _Meta(*fields) if segment.spent is None else _TimedMeta(*fields, segment.spent)
     try:
         return _encode_meta(meta)
     except UnicodeEncodeError as error:
         raise MalformedMeta(f"{key} index {segment.index}: {error}") from error
 
 
-def _checked_header(data: bytes) -> tuple[int, int, int, float]:
-    """Length of meta, number of tokens, number of actions and sum, after everything that needs no parsing."""
+def _checked_header(data: bytes) -> tuple[int, int, int, int, float]:
+    """Schema, length of meta, number of tokens, number of actions and sum, after everything that needs no parsing."""
     size = len(data)
     if size < _HEADER_BYTES or data[:4] != _MAGIC or size > MAX_SEGMENT_BYTES:
         raise _refuse_start(data)
     _, schema, crc, meta_length, num_tokens, num_actions, logprob_sum = _HEADER.unpack_from(data)
-    if schema != SCHEMA:
-        raise UnknownSchema(f"schema {schema}; this release reads schema {SCHEMA}")
+    if schema not in _decode_meta:
+        raise _unknown(schema)
     meta_end = _HEADER_BYTES + meta_length
     promised = meta_end + -meta_end % _ALIGNMENT + _BYTES_PER_TOKEN * num_tokens
     if size < promised:
@@ -194,7 +205,11 @@ def _checked_header(data: bytes) -> tuple[int, int, int, float]:
         raise CorruptSegment("the crc does not match: the bytes were damaged after they were written")
     if num_actions > num_tokens:
         raise MismatchedLengths(f"{num_actions} actions among {num_tokens} tokens")
-    return meta_length, num_tokens, num_actions, logprob_sum
+    return schema, meta_length, num_tokens, num_actions, logprob_sum
+
+
+def _unknown(schema: int) -> UnknownSchema:
+    return UnknownSchema(f"schema {schema}; this release reads {SCHEMA} and {TIMED_SCHEMA}")
 
 
 def _refuse_start(data: bytes) -> SegmentRejected:
@@ -204,18 +219,18 @@ def _refuse_start(data: bytes) -> SegmentRejected:
         return OversizedSegment(f"{size} bytes, at most {MAX_SEGMENT_BYTES}")
     if data[:4] != _MAGIC[:size]:
         return BadMagic(f"a segment starts with {_MAGIC!r}, not {data[:4]!r}")
-    if size >= _PREFIX.size and (schema := _PREFIX.unpack_from(data)[1]) != SCHEMA:
-        return UnknownSchema(f"schema {schema}; this release reads schema {SCHEMA}")
+    if size >= _PREFIX.size and (schema := _PREFIX.unpack_from(data)[1]) not in _decode_meta:
+        return _unknown(schema)
     return TruncatedSegment(f"{size} bytes, a header has {_HEADER_BYTES}")
 
 
-def _checked_meta(data: bytes, end: int) -> _Meta:
+def _checked_meta(data: bytes, end: int, schema: int) -> _Meta:
     padding = -end % _ALIGNMENT
     if data[end : end + padding] != bytes(padding):
         raise MalformedMeta("the bytes between the meta block and the arrays are not zero")
     encoded = data[_HEADER_BYTES:end]
     try:
-        meta = _decode_meta(encoded)
+        meta: _Meta = _decode_meta[schema](encoded)
     # UnicodeDecodeError is a ValueError; nesting beyond the interpreter's limit is a RecursionError.
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMeta(f"the meta block cannot be read: {error}") from error
@@ -256,6 +271,7 @@ def _build(
                 "cache_mode": meta.cache_mode,
                 "turn_reward": meta.turn_reward,
                 "outcome": outcome,
+                "spent": meta.spent if isinstance(meta, _TimedMeta) else None,
             }
         )
     except NonFiniteValue as error:

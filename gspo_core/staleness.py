@@ -48,8 +48,13 @@ def shared_step(version: Position, current: Position, forks: Mapping[int, Positi
     while epoch in forks:
         epoch, step = _origin(epoch, step, forks)
         reach[epoch] = step
+    begins_anew = step == 0
     epoch, step = version.epoch, version.step
     while epoch not in reach:
+        # Who found nothing to go on from shares the beginning with everybody; the epoch before it may have died before
+        # it left a record.
+        if step == 0 or (begins_anew and epoch not in forks):
+            return 0
         epoch, step = _origin(epoch, step, forks)
     return min(step, reach[epoch])
 

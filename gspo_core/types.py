@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -134,6 +134,17 @@ class Outcome:
         object.__setattr__(self, "metrics", _finite_mapping("metrics", self.metrics))
 
 
+class Spent(NamedTuple):
+    """Seconds that went by for a piece of an episode, since the piece before it."""
+
+    engine_s: float
+    """Sampling it."""
+    env_s: float
+    """The environment, with what led to it."""
+    queue_s: float
+    """Waiting: no engine could take the request, or the environment had no free place."""
+
+
 @dataclass(frozen=True, eq=False)
 class Segment:
     """A piece of an episode on the wire: tokens in order, those with ``action_mask`` sampled by ``version``."""
@@ -160,6 +171,8 @@ class Segment:
     turn_reward: float | None = None
     outcome: Outcome | None = None
     """Only on the last segment of an episode."""
+    spent: Spent | None = None
+    """Where the time went, as far as it was recorded."""
     num_actions: int = field(init=False)
     """How many tokens the policy sampled. With ``logprob_sum`` it checks a segment end to end."""
     logprob_sum: float = field(init=False)
@@ -177,6 +190,7 @@ class Segment:
             behavior_logprobs=_frozen_array(self.behavior_logprobs, "float32", "behavior_logprobs"),
             cache_mode=_member(CacheMode, self.cache_mode),
             turn_reward=None if self.turn_reward is None else _number("turn_reward", self.turn_reward),
+            spent=None if self.spent is None else Spent(*(_number("spent", second) for second in self.spent)),
         )
         self._check()
 
@@ -201,6 +215,9 @@ class Segment:
             raise kind(f"the sampling temperature is positive and finite, not {self.temperature}")
         if self.turn_reward is not None and not math.isfinite(self.turn_reward):
             raise NonFiniteValue(f"turn_reward is not a finite number: {self.turn_reward}")
+        if self.spent is not None and not all(0.0 <= second < math.inf for second in self.spent):
+            kind = InvalidValue if all(map(math.isfinite, self.spent)) else NonFiniteValue
+            raise kind(f"spent holds finite seconds, none below 0, not {tuple(self.spent)}")
         num_tokens = len(self.token_ids)
         if not num_tokens == len(self.action_mask) == len(self.behavior_logprobs):
             raise InvalidValue(
@@ -224,7 +241,7 @@ class Segment:
     def _scalars(self) -> tuple[object, ...]:
         return (
             *(self.key, self.attempt, self.branch, self.index, self.turn, self.version),
-            *(self.temperature, self.engine_id, self.cache_mode, self.turn_reward, self.outcome),
+            *(self.temperature, self.engine_id, self.cache_mode, self.turn_reward, self.outcome, self.spent),
         )
 
     def __eq__(self, other: object) -> bool:

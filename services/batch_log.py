@@ -27,7 +27,7 @@ import msgspec
 from gspo_core import codec
 from gspo_core.staleness import Position, in_history
 from gspo_core.types import Group, InvalidValue, Split, Trajectory
-from services.durable import make_directory, write_once
+from services.durable import make_directory, remove_unfinished, write_once
 
 SCHEMA = 1
 _MAGIC = b"GSPOBLOG"
@@ -109,6 +109,10 @@ class BatchLog:
         """The (epoch, step) of every file, in order."""
         names = (_FILE_NAME.fullmatch(path.name) for path in batch_files(self._root))
         return sorted((int(match[1]), int(match[2])) for match in names if match)
+
+    def remove_unfinished(self) -> None:
+        """For who has taken the job over: those before it have lost it."""
+        remove_unfinished(self._root)
 
     def collect(self, keep: set[tuple[int, int]]) -> list[tuple[int, int]]:
         """Remove the files whose (epoch, step) is not in ``keep``; returns the removed ones."""

@@ -231,6 +231,16 @@ class Bus:
             del self._unanswered[job, token]
         return [read_lease(job, row) for row in rows]
 
+    async def take(self, job: str, worker: str, token: str, keys: Sequence[EpisodeKey]) -> list[EpisodeLease]:
+        """These very episodes, as far as they wait for a worker or are this one's already: now they are this one's.
+
+        For who plays what was agreed on elsewhere; a worker that takes what comes calls ``lease``.
+        """
+        if not keys:
+            return []
+        rows = await self._functions.call("take", bus_keys(job), worker, token, *(_member(key) for key in keys))
+        return [read_lease(job, row) for row in rows]
+
     async def append(self, job: str, token: str, appends: Sequence[Append]) -> None:
         """Append segments, of one or several episodes, in one atomic call: all of them or none.
 
@@ -248,9 +258,18 @@ class Bus:
         if args:
             await self._functions.call("append", bus_keys(job), token, *args)
 
-    async def restart(self, key: EpisodeKey, token: str, attempt: int) -> None:
-        """Start the episode again as ``attempt``, one more than before: its segments so far are deleted."""
-        await self._functions.call("restart", bus_keys(key.job), token, _member(key), attempt)
+    async def restart(self, key: EpisodeKey, token: str, attempt: int, kept: Sequence[Append] = ()) -> None:
+        """Start the episode again as ``attempt``, one more than before: its segments so far are deleted.
+
+        ``kept`` are those that the new attempt begins with, from the first one to the place of the snapshot, which
+        stays with them; Gap where none stands there.
+        """
+        args: list[str | bytes | int] = [kept[-1].note[:MAX_NOTE_CHARS] if kept else ""]
+        for index, item in enumerate(kept):
+            if (item.key, item.attempt, item.index, item.final) != (key, attempt, index, False):
+                raise ValueError(f"attempt {attempt} of {key} does not begin with segment {item.index} of {item.key}")
+            args += ["" if item.version is None else item.version, _digest(item), item.payload]
+        await self._functions.call("restart", bus_keys(key.job), token, _member(key), attempt, *args)
 
     async def hand_back(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
         """Return episodes to the head of the queue. Those that the token does not hold (any more) are passed over."""
@@ -282,8 +301,9 @@ class Bus:
     async def fail(self, key: EpisodeKey, token: str, reason: str) -> None:
         """Give an episode back that could not be played: unlike a hand-back this counts.
 
-        After three leases in a row that ended so (or with the worker's death) and came no further than an earlier one,
-        the episode is given up. What the token does not hold (any more) is passed over.
+        After three leases in a row that ended so and came no further than an earlier one, the episode is given up. The
+        death of a worker counts only after three that were nobody's fault; then the episode is a suspect, and ``lease``
+        gives no worker two of them. What the token does not hold (any more) is passed over.
         """
         await self._functions.call("fail", bus_keys(key.job), token, _member(key), reason[:MAX_REASON_CHARS])
 

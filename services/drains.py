@@ -1,4 +1,5 @@
-"""Rollout workers that are asked to leave: they take no further episodes, hand back what they hold, and end.
+"""Processes that are asked to leave. A rollout worker takes no further episodes, hands back what it holds, and ends; a
+trainer ends the step that it is in, saves it, hands its job back, and ends.
 
 The rule: a wish is for one process, by its id, which no other ever has; it stays until that process has seen it, so
 asking twice is asking once.
@@ -24,19 +25,23 @@ class Drains:
         # Replies are bytes; the client's types allow for more.
         self._redis: Any = redis
 
-    async def ask(self, worker: str) -> None:
-        await self._redis.hset(_WISHES, worker, 1)
+    async def ask(self, process: str) -> None:
+        await self._redis.hset(_WISHES, process, 1)
 
-    async def is_asked(self, worker: str) -> bool:
-        return bool(await self._redis.hexists(_WISHES, worker))
+    async def is_asked(self, process: str) -> bool:
+        return bool(await self._redis.hexists(_WISHES, process))
 
-    async def wait(self, worker: str, stop: asyncio.Event) -> None:
-        """Sets ``stop`` when the worker is asked to leave. While Redis is away nobody can ask."""
+    async def all_asked(self) -> set[str]:
+        """Who has not seen it yet."""
+        return {process.decode() for process in await self._redis.hkeys(_WISHES)}
+
+    async def wait(self, process: str, stop: asyncio.Event) -> None:
+        """Sets ``stop`` when the process is asked to leave. While Redis is away nobody can ask."""
         while True:
             with contextlib.suppress(ConnectionError, TimeoutError):
-                if await self.is_asked(worker):
+                if await self.is_asked(process):
                     break
             await asyncio.sleep(LOOK_S)
         stop.set()
         with contextlib.suppress(ConnectionError, TimeoutError):
-            await self._redis.hdel(_WISHES, worker)
+            await self._redis.hdel(_WISHES, process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -61,6 +62,16 @@ def write_once(path: Path, pieces: Iterable[bytes]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     flush_directory(path.parent)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """What writers that are no more have left half-written. One that still writes there fails."""
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        if entry.name.startswith(TEMPORARY_PREFIX):
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
 
 
 def append_line(path: Path, line: bytes) -> None:

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 import re
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,6 +24,7 @@ import msgspec
 
 from gspo_core.types import MAX_LOGPROB
 from services.engine_http import EngineHttp, EngineTransport
+from services.http_line import Answer
 from services.token_ids import TokenIds
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -220,7 +221,7 @@ class EngineClient:
         ``rid`` must be fresh and is 32 hex digits when left out. ``extra_key`` names a space of the prefix cache.
         Cancelling the call aborts the request in the engine.
         """
-        rid = rid or uuid.uuid4().hex
+        rid = rid or os.urandom(16).hex()
         body = {
             "rid": rid,
             "input_ids": self._checked_input(input_ids, max_new_tokens),
@@ -228,7 +229,7 @@ class EngineClient:
             "logprob_start_len": -1,
             "stream": False,
             "extra_key": extra_key,
-            "sampling_params": _sampling_params(max_new_tokens, temperature, stop_token_ids, sampling_seed),
+            "sampling_params": _sampling_params(max_new_tokens, temperature, tuple(stop_token_ids), sampling_seed),
         }
         try:
             response = await self._call("POST", "/generate", body, timeout=_GENERATE_TIMEOUT)
@@ -243,7 +244,7 @@ class EngineClient:
     async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
         """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
         body = {
-            "rid": uuid.uuid4().hex,
+            "rid": os.urandom(16).hex(),
             "input_ids": self._checked_input(input_ids, 1),
             "return_logprob": True,
             "logprob_start_len": 0,
@@ -453,43 +454,36 @@ class EngineClient:
 
     async def _call(
         self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
-    ) -> httpx.Response:
+    ) -> Answer:
         """The answer, when it is a 2xx; what else there is becomes one of our errors."""
-        response = await self._send(method, path, body, admin=admin, timeout=timeout)
-        if response.is_success:
-            return response
-        problem = f"{method} {self.url}{path}: {response.status_code}: {_error_text(response)}"
-        raise EngineUnavailable(problem) if response.is_server_error else EngineRejected(problem)
+        answer = await self._send(method, path, body, admin=admin, timeout=timeout)
+        if 200 <= answer.status_code < 300:
+            return answer
+        problem = f"{method} {self.url}{path}: {answer.status_code}: {_error_text(answer.content)}"
+        raise EngineUnavailable(problem) if answer.status_code >= 500 else EngineRejected(problem)
 
     async def _send(
         self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
-    ) -> httpx.Response:
+    ) -> Answer:
         headers = {} if body is None else {"Content-Type": "application/json"}
         if key := self._keys[admin]:
             headers["Authorization"] = f"Bearer {key}"
+        content = b"" if body is None else msgspec.json.encode(body)
+        given, url, http = timeout or _CONTROL_TIMEOUT, self.url + path, self._http
         try:
-            # Not through ``http.request``, which parses and merges for as long as all the rest takes.
-            request = httpx.Request(
-                method,
-                _parsed(self.url + path),
-                content=None if body is None else msgspec.json.encode(body),
-                headers=headers,
-                extensions={"timeout": (timeout or _CONTROL_TIMEOUT).as_dict()},
-            )
-            return await self._http.send(request)
+            if isinstance(http, EngineHttp):
+                return await http.ask(method, url, headers, content, given)
+            response = await http.request(method, url, content=content, headers=headers, timeout=given)
+            return Answer(response.status_code, response.content)
         except httpx.TransportError as error:
-            raise EngineUnavailable(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from error
+            raise EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}") from error
 
 
-@functools.lru_cache(maxsize=1024)
-def _parsed(url: str) -> httpx.URL:
-    return httpx.URL(url)
-
-
+@functools.lru_cache(maxsize=256)
 def _sampling_params(
-    max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], sampling_seed: int | None
-) -> dict[str, Any]:
-    """Every key that shapes the distribution is said, so that no default of a model or a server can bend it."""
+    max_new_tokens: int, temperature: float, stop_token_ids: tuple[int, ...], sampling_seed: int | None
+) -> msgspec.Raw:
+    """As JSON. Every key that shapes the distribution is said: no default of a model or a server can bend it."""
     params: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -509,7 +503,7 @@ def _sampling_params(
     }
     if sampling_seed is not None:
         params["sampling_seed"] = sampling_seed
-    return params
+    return msgspec.Raw(msgspec.json.encode(params))
 
 
 def _tile(spans: Sequence[_WireSpan], length: int) -> bool:
@@ -521,12 +515,12 @@ def _tile(spans: Sequence[_WireSpan], length: int) -> bool:
     return position == length
 
 
-def _error_text(response: httpx.Response) -> str:
+def _error_text(content: bytes) -> str:
     """The message inside any of SGLang's error shapes."""
     try:
-        body = msgspec.json.decode(response.content)
+        body = msgspec.json.decode(content)
     except msgspec.DecodeError:
-        return response.text[:500]
+        return content[:500].decode("utf-8", "replace")
     if isinstance(body, dict):
         error = body.get("error", body)
         text = error.get("message", error) if isinstance(error, dict) else error

@@ -1,34 +1,26 @@
-"""A transport for httpx that holds many plain HTTP/1.1 connections to few engines.
+"""Many plain HTTP/1.1 connections to few engines, for httpx and, for less, past it.
 
 Why: httpx's own pool looks through all its connections at every request and every answer. At 128 concurrent requests
-that cost 6 ms of CPU time each, on the core that the trainer needs; this one costs a tenth.
-Rule: one request at a time on a connection, and a connection whose exchange did not end cleanly is closed, never used
-again. No redirects, proxies, cookies, streaming bodies or HTTP/2: engines are neighbours. Errors are httpx's own.
+that cost 6 ms of CPU time each, on the core that the trainer needs. What httpx builds around a request and its answer
+is most of what is left, so whoever asks thousands of times uses ``EngineHttp.ask``.
+Rule: a connection whose exchange did not end cleanly is never used again. No redirects, proxies, cookies, streaming
+bodies or HTTP/2: engines are neighbours. Errors are httpx's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
 
+from services.http_line import Answer, Line, NotHttp
+
 _Origin = tuple[str, str, int]
-_MAX_HEAD_BYTES = 2**16
-
-
-@dataclass(slots=True)
-class _Connection:
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    @property
-    def is_usable(self) -> bool:
-        return not (self.writer.is_closing() or self.reader.at_eof())
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
@@ -36,63 +28,55 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, max_connections: int) -> None:
         self._slots = asyncio.Semaphore(max_connections)
-        self._idle: defaultdict[_Origin, list[_Connection]] = defaultdict(list)
+        self._idle: defaultdict[_Origin, list[Line]] = defaultdict(list)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        async with self._slots:
-            return await self._exchange(request)
-
-    async def _exchange(self, request: httpx.Request) -> httpx.Response:
-        timeouts = request.extensions.get("timeout", {})
         content = await request.aread()
-        url = request.url
-        origin = (url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
-        connection = await self._connect(origin, timeouts.get("connect"))
-        try:
-            async with asyncio.timeout(timeouts.get("read")):
-                connection.writer.write(_head(request, len(content)) + content)
-                await connection.writer.drain()
-                response, keep = await _read_response(connection.reader, request.method)
-        except TimeoutError as error:
-            connection.writer.transport.abort()
-            raise httpx.ReadTimeout("no complete answer in time", request=request) from error
-        except (OSError, EOFError) as error:
-            connection.writer.transport.abort()
-            raise httpx.ReadError(f"connection lost: {error}", request=request) from error
-        except (ValueError, LookupError, asyncio.LimitOverrunError) as error:
-            connection.writer.transport.abort()
-            raise httpx.RemoteProtocolError(f"not an HTTP/1.1 answer: {error}", request=request) from error
-        except asyncio.CancelledError:
-            connection.writer.transport.abort()
-            raise
-        if keep:
-            self._idle[origin].append(connection)
-        else:
-            connection.writer.close()
-        return response
+        headers = [b"%s: %s" % header for header in request.headers.raw if header[0].lower() != b"content-length"]
+        head = _head(request.method, request.url.raw_path, headers, len(content))
+        timeout = httpx.Timeout(**request.extensions.get("timeout", {"timeout": None}))
+        has_content = request.method != "HEAD"
+        answer = await self.exchange(_origin(request.url), head + content, timeout, has_content=has_content)
+        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+
+    async def exchange(
+        self, origin: _Origin, request: bytes, timeout: httpx.Timeout, *, has_content: bool = True
+    ) -> Answer:
+        """Raises what httpx raises."""
+        async with self._slots:
+            line = await self._connect(origin, timeout.connect)
+            try:
+                async with _at_most(timeout.read):
+                    answer = await line.exchange(request, has_content=has_content)
+            except TimeoutError as error:
+                raise httpx.ReadTimeout("no complete answer in time") from error
+            except OSError as error:
+                raise httpx.ReadError(f"connection lost: {error}") from error
+            except NotHttp as error:
+                raise httpx.RemoteProtocolError(f"not an HTTP/1.1 answer: {error}") from error
+            if line.is_usable:
+                self._idle[origin].append(line)
+            return answer
 
     async def aclose(self) -> None:
-        connections = [connection for idle in self._idle.values() for connection in idle]
+        lines = [line for idle in self._idle.values() for line in idle]
         self._idle.clear()
-        for connection in connections:
-            connection.writer.close()
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                await connection.writer.wait_closed()
+        for line in lines:
+            line.close()
+        await asyncio.sleep(0)  # sockets are closed by the loop, soon
 
-    async def _connect(self, origin: _Origin, timeout_s: float | None) -> _Connection:
+    async def _connect(self, origin: _Origin, timeout_s: float | None) -> Line:
         idle = self._idle[origin]
         while idle:
-            connection = idle.pop()
-            if connection.is_usable:
-                return connection
-            connection.writer.close()
+            line = idle.pop()
+            if line.is_usable:
+                return line
         scheme, host, port = origin
         try:
-            async with asyncio.timeout(timeout_s):
-                return _Connection(
-                    *await asyncio.open_connection(host, port, ssl=scheme == "https" or None, limit=_MAX_HEAD_BYTES)
-                )
+            async with _at_most(timeout_s):
+                loop = asyncio.get_running_loop()
+                _, line = await loop.create_connection(Line, host, port, ssl=scheme == "https" or None)
+                return line
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection to {host}:{port} in time") from error
         except OSError as error:
@@ -107,47 +91,40 @@ class EngineHttp(httpx.AsyncClient):
         self._engines = transport
 
     async def send(self, request: httpx.Request, **_options: Any) -> httpx.Response:
-        if self.is_closed:
-            raise RuntimeError("the client was closed")
+        self._check_open()
         response = await self._engines.handle_async_request(request)
         response.request = request
         return response
 
+    async def ask(
+        self, method: str, url: str, headers: Mapping[str, str], content: bytes, timeout: httpx.Timeout
+    ) -> Answer:
+        """One exchange without httpx's objects. Raises what httpx raises."""
+        self._check_open()
+        origin, host, target = _parsed(url)
+        lines = [host, *(f"{name}: {value}".encode("ascii") for name, value in headers.items())]
+        return await self._engines.exchange(origin, _head(method, target, lines, len(content)) + content, timeout)
 
-def _head(request: httpx.Request, content_length: int) -> bytes:
-    lines = [b"%s %s HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
-    lines += [b"%s: %s" % header for header in request.headers.raw if header[0].lower() != b"content-length"]
-    lines.append(b"Content-Length: %d" % content_length)
-    return b"\r\n".join(lines) + b"\r\n\r\n"
-
-
-async def _read_response(reader: asyncio.StreamReader, method: str) -> tuple[httpx.Response, bool]:
-    """The answer, and whether the connection can be used again."""
-    status_line, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
-    version, status, *_ = status_line.split(b" ", 2)
-    if version != b"HTTP/1.1":
-        raise ValueError(f"{version!r}")
-    headers = []
-    for line in lines:
-        name, _, value = line.partition(b":")
-        headers.append((name.lower(), value.strip()))
-    fields = dict(headers)
-    keep = fields.get(b"connection", b"").lower() != b"close"
-    if method == "HEAD" or status in (b"204", b"304"):
-        content = b""
-    elif fields.get(b"transfer-encoding", b"").lower() == b"chunked":
-        content = b"".join([chunk async for chunk in _chunks(reader)])
-        headers = [header for header in headers if header[0] != b"transfer-encoding"]
-    elif b"content-length" in fields:
-        content = await reader.readexactly(int(fields[b"content-length"]))
-    else:
-        content, keep = await reader.read(), False
-    return httpx.Response(int(status), headers=headers, content=content), keep
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("the client was closed")
 
 
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-        yield await reader.readexactly(size)
-        await reader.readexactly(2)
-    while await reader.readuntil(b"\r\n") != b"\r\n":
-        pass  # trailers
+def _at_most(timeout_s: float | None) -> contextlib.AbstractAsyncContextManager[object]:
+    return contextlib.nullcontext() if timeout_s is None else asyncio.timeout(timeout_s)
+
+
+def _origin(url: httpx.URL) -> _Origin:
+    return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(url: str) -> tuple[_Origin, bytes, bytes]:
+    """Its origin, the header that names the host, and what is asked for there."""
+    parsed = httpx.URL(url)
+    return _origin(parsed), b"Host: " + parsed.netloc, parsed.raw_path
+
+
+def _head(method: str, target: bytes, headers: list[bytes], content_length: int) -> bytes:
+    request_line = b"%s %s HTTP/1.1" % (method.encode("ascii"), target)
+    return b"\r\n".join([request_line, *headers, b"Content-Length: %d\r\n\r\n" % content_length])

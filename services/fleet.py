@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from services.functions import Functions
@@ -17,6 +17,7 @@ from services.keys import job_key, service_key, service_keys
 from services.refusals import Fenced
 
 Kind = Literal["engine", "trainer", "worker"]
+_KINDS: tuple[Kind, ...] = ("engine", "trainer", "worker")
 
 
 class Fleet:
@@ -33,16 +34,39 @@ class Fleet:
 
     async def delist(self, kind: Kind, name: str) -> None:
         await self._functions.call("delist", service_keys(), kind, name)
+        if kind == "engine":
+            await self.drain_engine(name, False)
 
     async def engines(self) -> list[dict[str, Any]]:
         records = await self._records("engine")
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hgetall(service_key("engine_bindings"))
             pipeline.hgetall(service_key("engine_states"))
-            bindings, states = await pipeline.execute()
-        bound = {name.decode(): binding.decode().split("/")[0] for name, binding in bindings.items()}
-        told = {name.decode(): json.loads(state) for name, state in states.items()}
-        return [record | {"job": bound.get(record["id"])} | told.get(record["id"], {}) for record in records]
+            pipeline.hkeys(service_key("engine_drains"))
+            bindings, states, drains = await pipeline.execute()
+        return _described(records, bindings, states, drains)
+
+    async def drain_engine(self, engine_id: str, wanted: bool) -> None:
+        """Whether it is to be left alone: an engine knows no Redis, so this is kept for whoever would use it."""
+        key = service_key("engine_drains")
+        await (self._redis.hset(key, engine_id, 1) if wanted else self._redis.hdel(key, engine_id))
+
+    async def everyone(self) -> dict[Kind, list[dict[str, Any]]]:
+        """All processes by kind, in one look."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for kind in _KINDS:
+                pipeline.hgetall(service_key(f"{kind}s"))
+                pipeline.hgetall(service_key(f"{kind}_beats"))
+            pipeline.hgetall(service_key("engine_bindings"))
+            pipeline.hgetall(service_key("engine_states"))
+            pipeline.hkeys(service_key("engine_drains"))
+            *replies, bindings, states, drains = await pipeline.execute()
+        found = {
+            kind: _merged(records, beats)
+            for kind, records, beats in zip(_KINDS, replies[::2], replies[1::2], strict=True)
+        }
+        found["engine"] = _described(found["engine"], bindings, states, drains)
+        return found
 
     async def trainers(self) -> list[dict[str, Any]]:
         return await self._records("trainer")
@@ -93,4 +117,25 @@ class Fleet:
             pipeline.hgetall(service_key(f"{kind}s"))
             pipeline.hgetall(service_key(f"{kind}_beats"))
             records, beats = await pipeline.execute()
-        return [json.loads(records[name]) | {"beats": int(beats[name])} for name in sorted(records)]
+        return _merged(records, beats)
+
+
+def _merged(records: Mapping[bytes, bytes], beats: Mapping[bytes, bytes]) -> list[dict[str, Any]]:
+    """One that registered between two reads has no beat yet, and one that left no record any more."""
+    return [json.loads(records[name]) | {"beats": int(beats.get(name, 0))} for name in sorted(records)]
+
+
+def _described(
+    records: Sequence[dict[str, Any]],
+    bindings: Mapping[bytes, bytes],
+    states: Mapping[bytes, bytes],
+    drains: Iterable[bytes],
+) -> list[dict[str, Any]]:
+    """Engines with who holds them, what that one said, and whether they drain."""
+    bound = {name.decode(): binding.decode().split("/")[0] for name, binding in bindings.items()}
+    told = {name.decode(): json.loads(state) for name, state in states.items()}
+    draining = {name.decode(): {"draining": True} for name in drains}
+    return [
+        record | {"job": bound.get(record["id"])} | draining.get(record["id"], {}) | told.get(record["id"], {})
+        for record in records
+    ]

@@ -27,6 +27,7 @@ SOURCES = (
     "functions_jobs.lua",
     "functions_records.lua",
     "functions_service.lua",
+    "functions_replies.lua",
 )
 
 

@@ -3,13 +3,18 @@
 -- last append is recognized), dead (done too, but without an outcome: it failed too often). A group is deleted with all
 -- that belongs to it by `commit`, and only by it.
 
--- Episodes that come back stand before all new ones: first those that hold tokens, by their oldest version, then those
--- that hold none. New ones have their (positive) sequence as score; all scores stay below the 2^53 of a double.
-local WITH_TOKENS, WITHOUT_TOKENS = -2 ^ 52, -2 ^ 50
+-- Episodes that come back stand before all new ones: first suspects, then those that hold tokens, by their oldest
+-- version, then those that hold none. New ones have their (positive) sequence as score; all scores stay within the 2^53
+-- of a double.
+local SUSPECTS, WITH_TOKENS, WITHOUT_TOKENS = -2 ^ 53, -2 ^ 52, -2 ^ 50
 local SEQUENCES, HIGHEST_VERSION = 2 ^ 31, 2 ^ 20
 
 -- So many leases in a row that end without a segment more than ever before: the next worker would fare no better.
 local MAX_FAILURES = 3
+-- So many deaths of its workers in a row, and no progress either: it may be what kills them. Until it gets any further a
+-- worker holds no other such suspect beside it, and from now on a death counts as its failure. Before that the death of
+-- a worker is no fault of an episode: it had many.
+local MAX_DEATHS = 3
 local DEAD_LETTERS_KEPT = 1000
 
 local function held_name(token, episode)
@@ -24,6 +29,10 @@ local function forget_idle_holder(K, token)
   end
 end
 
+local function is_suspect(state)
+  return state.deaths >= MAX_DEATHS and state.segments <= state.furthest
+end
+
 local function requeue(K, episode, state)
   redis.call("ZREM", K.held, held_name(state.token, episode))
   state.token = ""
@@ -31,6 +40,9 @@ local function requeue(K, episode, state)
   local score = WITHOUT_TOKENS + state.sequence
   if state.version then
     score = WITH_TOKENS + math.min(state.version, HIGHEST_VERSION) * SEQUENCES + state.sequence
+  end
+  if is_suspect(state) then
+    score = SUSPECTS + state.sequence
   end
   redis.call("ZADD", K.queue, score, episode)
 end
@@ -97,7 +109,7 @@ register("dispatch", {}, function(keys, args)
     local episode = group .. ":" .. member
     write_packed(K.episodes, episode, {
       attempt = 0, segments = 0, token = "", sequence = sequence, done = false,
-      reserve = reserve, bytes = 0, failures = 0, furthest = 0
+      reserve = reserve, bytes = 0, failures = 0, deaths = 0, furthest = 0
     })
     redis.call("ZADD", K.queue, sequence, episode)
   end
@@ -122,6 +134,28 @@ local function describe(K, episodes)
   return rows
 end
 
+local function holds_a_suspect(K, token)
+  local found = false
+  in_chunks(redis.call("ZRANGE", K.held, "[" .. token .. "/", "(" .. token .. "0", "BYLEX"), function(names)
+    for position, name in ipairs(names) do
+      names[position] = string.sub(name, #token + 2)
+    end
+    for _, packed in ipairs(redis.call("HMGET", K.episodes, unpack(names))) do
+      found = found or is_suspect(cmsgpack.unpack(packed))
+    end
+  end)
+  return found
+end
+
+-- Episodes of the queue from this place on.
+local function take(K, place, count)
+  local episodes = count > 0 and redis.call("ZRANGE", K.queue, place, place + count - 1) or {}
+  in_chunks(episodes, function(some)
+    redis.call("ZREM", K.queue, unpack(some))
+  end)
+  return episodes
+end
+
 -- worker, its token, request, limit -> rows. A request that is asked again is answered again with the same episodes.
 register("lease", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
@@ -130,15 +164,20 @@ register("lease", {}, function(keys, args)
   if holder and holder.request == request then
     return describe(K, holder.episodes)
   end
+  local num_suspects = #redis.call("ZRANGE", K.queue, "-inf", "(" .. string.format("%.0f", WITH_TOKENS), "BYSCORE")
   local episodes = {}
-  local popped = redis.call("ZPOPMIN", K.queue, limit)
-  for position = 1, #popped, 2 do
-    local episode = popped[position]
+  if num_suspects > 0 and limit > 0 and not holds_a_suspect(K, token) then
+    episodes = take(K, 0, 1)
+    num_suspects = num_suspects - 1
+  end
+  for _, episode in ipairs(take(K, num_suspects, limit - #episodes)) do
+    episodes[#episodes + 1] = episode
+  end
+  for _, episode in ipairs(episodes) do
     local state = read_packed(K.episodes, episode)
     state.token = token
     write_packed(K.episodes, episode, state)
     redis.call("ZADD", K.held, 0, held_name(token, episode))
-    episodes[#episodes + 1] = episode
   end
   if #episodes > 0 then
     write_packed(K.holders, token, {worker = worker, request = request, episodes = episodes})
@@ -210,6 +249,16 @@ local function states_of(K, appends)
   return states
 end
 
+local function store_segments(K, writes)
+  local entries = {}
+  for _, write in ipairs(writes) do
+    local name = write.episode .. ":" .. write.index
+    local id = redis.call("XADD", K.segments, "*", "s", name .. ":" .. write.attempt, "d", write.payload)
+    entries[#entries + 1], entries[#entries + 2] = name, id .. "/" .. write.digest
+  end
+  write_fields(K.index, entries)
+end
+
 -- worker token, then per segment: episode, attempt, index, final, version ("" if unknown), digest, payload, note (what
 -- can be looked at while the episode runs; no part of the segment).
 -- All of it or nothing is written.
@@ -237,7 +286,7 @@ register("append", {}, function(keys, args)
   if #writes == 0 then
     return 0
   end
-  local changed, entries = {}, {}
+  local changed = {}
   for episode, state in pairs(states) do
     if state.done then
       drop_snapshot(K, episode, state)
@@ -247,12 +296,7 @@ register("append", {}, function(keys, args)
   end
   write_fields(K.episodes, changed)
   account(K, charged, stored)
-  for _, write in ipairs(writes) do
-    local name = write.episode .. ":" .. write.index
-    local id = redis.call("XADD", K.segments, "*", "s", name .. ":" .. write.attempt, "d", write.payload)
-    entries[#entries + 1], entries[#entries + 2] = name, id .. "/" .. write.digest
-  end
-  write_fields(K.index, entries)
+  store_segments(K, writes)
   for _, write in ipairs(writes) do
     if write.final then
       finish_episode(K, token, write.episode)
@@ -262,10 +306,11 @@ register("append", {}, function(keys, args)
   return #writes
 end)
 
--- worker token, episode, attempt: the segments of the attempt before it are gone
+-- worker token, episode, attempt, note, then per segment that the new attempt begins with: version ("" if unknown),
+-- digest, payload. The segments of the attempt before it are gone; so is its world, unless it stands after just these.
 register("restart", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
-  local token, episode, attempt = args[1], args[2], tonumber(args[3])
+  local token, episode, attempt, num_kept = args[1], args[2], tonumber(args[3]), (#args - 4) / 3
   local state = read_packed(K.episodes, episode)
   if not state or token == "" or state.token ~= token or state.done or attempt < state.attempt then
     return refuse("FENCED", "restart of episode " .. episode .. " as attempt " .. attempt)
@@ -276,15 +321,37 @@ register("restart", {}, function(keys, args)
   if attempt > state.attempt + 1 then
     return refuse("GAP", "attempt " .. attempt .. " of episode " .. episode .. ", the server knows " .. state.attempt)
   end
+  local world = num_kept > 0 and read_packed(K.snapshots, episode)
+  if num_kept > 0 and not (world and world.segments == num_kept) then
+    return refuse("GAP", "attempt " .. attempt .. " of episode " .. episode .. " from segment " .. num_kept
+      .. " on, where no world was kept")
+  end
   delete_segments(K, episode, state.segments)
   local charged, stored = charge(state), stored_bytes(state)
-  drop_snapshot(K, episode, state)
   -- How far the old attempt came is remembered: a new one that does not get further is no progress.
   state.furthest = math.max(state.furthest, state.segments)
   state.attempt, state.segments, state.bytes, state.version = attempt, 0, 0, nil
-  state.note = nil
+  state.note = args[4] ~= "" and args[4] or nil
+  if world then
+    world.attempt = attempt
+    write_packed(K.snapshots, episode, world)
+    local kept = {}
+    for position = 5, #args, 3 do
+      local version, payload = tonumber(args[position]), args[position + 2]
+      kept[#kept + 1] = {
+        episode = episode, index = #kept, attempt = attempt, digest = args[position + 1], payload = payload
+      }
+      state.segments, state.bytes = #kept, state.bytes + #payload
+      if version then
+        state.version = math.min(state.version or version, version)
+      end
+    end
+    store_segments(K, kept)
+  else
+    drop_snapshot(K, episode, state)
+  end
   write_packed(K.episodes, episode, state)
-  account(K, charge(state) - charged, -stored)
+  account(K, charge(state) - charged, stored_bytes(state) - stored)
   return 1
 end)
 
@@ -314,9 +381,11 @@ local function end_without_outcome(K, episode, state)
 end
 
 -- A lease of this episode ended badly: it goes back to the queue, or to the dead letters when that has happened too often.
-local function fail_episode(K, episode, state, reason)
+local function fail_episode(K, episode, state, reason, is_death)
   if state.segments > state.furthest then
-    state.furthest, state.failures = state.segments, 0
+    state.furthest, state.failures, state.deaths = state.segments, 0, 0
+  elseif is_death and not is_suspect(state) then
+    state.deaths = state.deaths + 1
   else
     state.failures = state.failures + 1
   end
@@ -338,7 +407,7 @@ register("fail", FREES, function(keys, args)
   if not state or token == "" or state.token ~= token or state.done then
     return 0
   end
-  fail_episode(K, episode, state, args[3])
+  fail_episode(K, episode, state, args[3], false)
   forget_idle_holder(K, token)
   return 1
 end)
@@ -351,7 +420,7 @@ register("requeue", FREES, function(keys, args)
   local names = redis.call("ZRANGE", K.held, "[" .. token .. "/", "(" .. token .. "0", "BYLEX")
   for _, name in ipairs(names) do
     local episode = string.sub(name, #token + 2)
-    fail_episode(K, episode, read_packed(K.episodes, episode), args[2])
+    fail_episode(K, episode, read_packed(K.episodes, episode), args[2], true)
   end
   redis.call("HDEL", K.holders, token)
   return #names

@@ -71,3 +71,29 @@ register("read_snapshot", READS, function(keys, args)
   local held = read_packed(K.snapshots, args[1])
   return held and {held.attempt, held.segments, held.data}
 end)
+
+-- worker, its token, episodes -> rows of those that are the worker's now: the ones that waited, and those that it held
+register("take", {}, function(keys, args)
+  local K = named(BUS_KEYS, keys)
+  local worker, token, taken = args[1], args[2], {}
+  if token == "" then
+    return refuse("FENCED", "taking episodes")
+  end
+  for position = 3, #args do
+    local episode = args[position]
+    local state = read_packed(K.episodes, episode)
+    if state and not state.done and state.token == "" then
+      redis.call("ZREM", K.queue, episode)
+      state.token = token
+      write_packed(K.episodes, episode, state)
+      redis.call("ZADD", K.held, 0, held_name(token, episode))
+    end
+    if state and not state.done and state.token == token then
+      taken[#taken + 1] = episode
+    end
+  end
+  if #taken > 0 then
+    write_packed(K.holders, token, {worker = worker, request = "", episodes = {}})
+  end
+  return describe(K, taken)
+end)

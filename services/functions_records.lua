@@ -132,12 +132,17 @@ register("read_metrics", READS, function(keys, args)
   return rows
 end)
 
--- A server that was wiped, or that lost its newest writes, is told what the job's directory knows.
+-- A server that was wiped, or that lost its newest writes, is told what the job's directory knows. It may be wiped between
+-- two of these calls: only restore_job makes a record, else half a one would pass for a job that is known.
+
+local function is_known(K)
+  return redis.call("HEXISTS", K.job, "spec") == 1
+end
 
 -- revision, then fields and values of the job -> 1, or 0 when the server knows as much or more
 register("restore_job", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
-  if number_of(K.job, "revision") >= tonumber(args[1]) then
+  if is_known(K) and number_of(K.job, "revision") >= tonumber(args[1]) then
     return 0
   end
   local epoch = number_of(K.job, "epoch")
@@ -164,7 +169,7 @@ end)
 -- the highest revision on disk: the present state is the next one, if it is not known to be newer
 register("pass_revision", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
-  if number_of(K.job, "revision") <= tonumber(args[1]) then
+  if is_known(K) and number_of(K.job, "revision") <= tonumber(args[1]) then
     redis.call("HSET", K.job, "revision", args[1] + 1)
   end
   return 1
@@ -173,6 +178,9 @@ end)
 -- version, its step, manifest, version, its step, manifest, ... in order
 register("restore_versions", {}, function(keys, args)
   local K = named(JOB_KEYS, keys)
+  if not is_known(K) then
+    return 0
+  end
   local highest = tonumber(redis.call("HGET", K.job, "published_version") or -1)
   for position = 1, #args, 3 do
     local version, step = args[position], args[position + 1]

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,8 +88,9 @@ class ForkServer(asyncio.Protocol):
         self._pids: set[int] = set()
         self._next_number = 0
         self._output = _Output()
-        self._scratch = tempfile.mkdtemp(prefix="gspo-env-")
-        """Its processes' temporary files: below it, so that they go even where the server cannot clean up."""
+        self._scratch = str(Path(tempfile.gettempdir()) / f"gspo-env-{uuid.uuid4().hex}")
+        """Its processes' temporary files: below it, so that they go even where the server cannot clean up. The server
+        makes it, once it outlives whoever started it: else a worker that is killed meanwhile would leave it behind."""
         self.is_dead = False
         self.gone = asyncio.Event()
         self.description: Description

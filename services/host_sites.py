@@ -1,7 +1,7 @@
 """Hosts of registered environments: what `name@version` stands for is looked up where the host is started.
 
-Rule: a job holds the name of a version and nothing of its content, and a host that reaches a URL which somebody named
-connects to public addresses and to the operator's networks only.
+Rule: a job holds the name of a version and nothing of its content, and a host that reaches a URL which somebody named,
+when it was registered or in a job, connects to public addresses and to the operator's networks only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TypeVar
 from gspo_core.env import InvalidEnvironment
 from services.environment_registry import Registry
 from services.host_server import HostOrder
+from services.named_urls import urls_in
 
 Host = TypeVar("Host")
 
@@ -30,7 +31,7 @@ class Sites:
     def placed(self, order: HostOrder) -> HostOrder:
         """The order with what its host has to load; an import string stays. Raises ``InvalidEnvironment``."""
         if ":" in order.ref:
-            return order
+            return replace(order, networks=self.networks) if any(urls_in(order.config)) else order
         found = self.registry.place(order.ref)
         if self.elsewhere and found.paths:
             raise InvalidEnvironment(

@@ -39,7 +39,8 @@ from services.jobs import (
 from services.keys import InvalidJobId, check_job_id, job_key, job_keys, service_key, service_keys
 from services.leases import BeatWatch
 from services.rebuild import Rebuild
-from services.refusals import Conflict, Forbidden, Missing
+from services.refusals import Conflict, Fenced, Forbidden, Missing
+from services.room import write_when_there_is_room
 
 # What is written down of a job's record with every change. Progress is not: checkpoints and versions tell it.
 _STATUS_FIELDS = (
@@ -68,7 +69,9 @@ class JobTable:
         max_attempts: int,
         root: Path | None,
         rebuild: Rebuild | None,
+        waits_for_room: bool = False,
     ) -> None:
+        self._to_disk = write_when_there_is_room if waits_for_room else asyncio.to_thread
         self._max_attempts = max_attempts
         self._root = root
         self._rebuild = rebuild
@@ -143,7 +146,7 @@ class JobTable:
         directory = self._directory(job)
         while directory is not None:
             record = {name: fields[name.encode()].decode() for name in _STATUS_FIELDS if name.encode() in fields}
-            if await asyncio.to_thread(directory.write_status, int(fields[b"revision"]), record):
+            if await self._to_disk(directory.write_status, int(fields[b"revision"]), record):
                 break
             # The server went back in time and counts again what is on disk with another content.
             highest, _ = await asyncio.to_thread(directory.newest_status)
@@ -230,7 +233,12 @@ class JobTable:
             await self._ensure_rebuilt()
             for job in await self._open():
                 seen = await self._seen(job)
-                claim = None if seen is None else await self._claim(job, trainer, *seen)
+                try:
+                    claim = None if seen is None else await self._claim(job, trainer, *seen)
+                except (Missing, JobNotFound, Fenced):
+                    # The server was wiped between two of these calls: nobody has the job, perhaps soon somebody else.
+                    self._unanswered.pop(job, None)
+                    continue
                 if claim is not None:
                     return claim
         return None

@@ -156,7 +156,8 @@ class Attempt:
     began_at: str
     ended_at: str | None = None
     code: str | None = None
-    """What ended it: ``trainer_lost``, ``handed_over``, ``no_progress``, or the reason of the job's end."""
+    """What ended it: ``trainer_lost``, ``rank_lost``, ``handed_over``, ``no_progress``, or the reason of the job's
+    end."""
     message: str | None = None
     step: int | None = None
     """Where the job was then."""

@@ -63,6 +63,7 @@ SERVICE_KEYS = (
     "engine_beats",  # hash: engine id -> how often it registered
     "engine_signs",  # sorted set: engine id -> the count of signs when it gave its last one
     "engine_bindings",  # hash: engine id -> "job/epoch/token"
+    "engine_drains",  # hash: engine id -> 1 for those that are to be left alone
     "engine_states",  # hash: engine id -> what the owner of its binding says of it, as JSON
     "trainers",  # hash: trainer -> record as JSON
     "trainer_beats",  # hash: trainer -> how often it registered
@@ -72,6 +73,9 @@ SERVICE_KEYS = (
     "worker_signs",  # sorted set, like engine_signs
     "lease_tokens",  # hash: worker -> token of its one lease
     "lease_beats",  # hash: worker -> beat counter of its one lease
+    "replies",  # hash: name -> packed {request, owner, till, reply} of requests that may be sent again
+    "replies_order",  # sorted set: the same names by age, so that the oldest can be forgotten
+    "replies_held",  # hash: bytes
 )
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

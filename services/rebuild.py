@@ -20,6 +20,7 @@ from services.functions import Functions
 from services.job_directory import AcceptedJob, DamagedRecord, JobDirectory, VersionRecord, job_directories
 from services.jobs import DesiredState, JobStatus, default_reason
 from services.keys import InvalidJobId, check_job_id, job_keys, service_key, service_keys
+from services.refusals import Missing
 from services.telemetry import get_logger
 
 T = TypeVar("T")
@@ -63,6 +64,8 @@ class Rebuild:
         for job, directory in directories.items():
             try:
                 count += await self._restore(check_job_id(job), directory)
+            except Missing:
+                return count  # the server was wiped meanwhile, which the end of this round notices
             except (DamagedRecord, InvalidJobId, TypeError, OSError) as error:
                 # One damaged directory must not keep all other jobs away.
                 get_logger().error("job not restored", job=job, error=f"{type(error).__name__}: {error}")

@@ -44,6 +44,7 @@ from services.leases import BeatWatch
 from services.metric_series import MetricSeries
 from services.rebuild import Rebuild, encode_description
 from services.refusals import Conflict, Fenced, Missing
+from services.room import write_when_there_is_room
 from services.versions import Version, VersionTable
 
 __all__ = [
@@ -70,6 +71,7 @@ class Store:
     """``lease_s``: a trainer whose beat stands still for so long loses its job. ``now`` is shown to people only.
 
     ``max_attempts``: so many trainers in a row may be lost without a new step, then the job has failed.
+    ``waits_for_room``: what is to be written down where the disk is full is waited for, instead of raising.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class Store:
         now: Callable[[], float] = time.time,
         max_attempts: int = 3,
         jobs_dir: Path | None = None,
+        waits_for_room: bool = False,
     ) -> None:
         self._functions = Functions(redis)
         self._jobs_dir = jobs_dir
+        self._to_disk = write_when_there_is_room if waits_for_room else asyncio.to_thread
         self._rebuild = None if jobs_dir is None else Rebuild(self._functions, jobs_dir)
         self._jobs = JobTable(
             self._functions,
@@ -92,6 +96,7 @@ class Store:
             max_attempts=max_attempts,
             root=jobs_dir,
             rebuild=self._rebuild,
+            waits_for_room=waits_for_room,
         )
         self._events = EventLog(self._functions)
         self._versions = VersionTable(self._functions, jobs_dir)
@@ -236,7 +241,7 @@ class Store:
             return None
         description = self._description(held)
         if self._jobs_dir is not None:
-            await asyncio.to_thread(JobDirectory(self._jobs_dir / job).write_environment, index, description)
+            await self._to_disk(JobDirectory(self._jobs_dir / job).write_environment, index, description)
         return description
 
     def _description(self, text: bytes) -> dict[str, Any]:
@@ -275,8 +280,14 @@ class Store:
         await self._fleet.delist("engine", engine_id)
 
     async def engines(self) -> list[dict[str, Any]]:
-        """The records, each with ``beats`` and ``job``, the one it is bound to or None, and what its owner said."""
+        """The records, each with ``beats`` and ``job``, the one it is bound to or None, what its owner said, and
+        ``draining`` for one that drains."""
         return await self._fleet.engines()
+
+    async def drain_engine(self, engine_id: str, wanted: bool = True) -> None:
+        """It gets no new requests and no new weights; the job that holds it gives it back when it is idle, and no job
+        takes it until this is taken back."""
+        await self._fleet.drain_engine(engine_id, wanted)
 
     async def bind_engine(self, job: str, token: str, engine_id: str) -> bool:
         """Bind an engine to the job. False: it serves another job. Raises Fenced, Missing (no such engine)."""
@@ -296,6 +307,11 @@ class Store:
 
     async def remove_trainer(self, trainer: str) -> None:
         await self._fleet.delist("trainer", trainer)
+
+    async def processes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+        """Trainers, workers and engines, as the three methods for them give each, in one look."""
+        found = await self._fleet.everyone()
+        return found["trainer"], found["worker"], found["engine"]
 
     async def trainers(self) -> list[dict[str, Any]]:
         """The records, each with ``beats``."""

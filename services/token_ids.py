@@ -50,6 +50,12 @@ class TokenIds(Sequence[int]):
         """Of the first ``length`` ids."""
         return int(crc32(memoryview(self._ids)[:length]))
 
+    def since(self, place: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """The ids from ``place`` on, as an array that never changes."""
+        array_of_its_own = np.frombuffer(self._ids[place:], dtype=np.int32)
+        array_of_its_own.flags.writeable = False
+        return array_of_its_own
+
     def head(self, length: int) -> Sequence[int]:
         """The first ``length`` ids, packed."""
         return self._ids[:length]

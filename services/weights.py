@@ -21,7 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gspo_core.types import InvalidValue, WeightFile, WeightsManifest
-from services.durable import TEMPORARY_PREFIX, flush_directory, flush_tree, make_directory, write_flushed
+from services.durable import (
+    TEMPORARY_PREFIX,
+    flush_directory,
+    flush_tree,
+    make_directory,
+    remove_unfinished,
+    write_flushed,
+)
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
@@ -131,6 +138,10 @@ class WeightStore:
                 shutil.rmtree(doomed)
         self._sweep()
         return removed
+
+    def remove_unfinished(self) -> None:
+        """For who has taken the job over: those before it have lost it."""
+        remove_unfinished(self._root)
 
     def _sweep(self) -> None:
         if not self._root.is_dir():

@@ -1,6 +1,7 @@
 """Makes the pictures of the viewer from a running service: ``python docs/images/make.py --url http://127.0.0.1:8000``.
 
-It shows the newest job that has groups. Needs chromium and playwright (``make test-browser`` installs both).
+It shows the newest job that has groups, and plays an episode of the registered environment ``calculator``, which it
+registers where it is not. Needs chromium and playwright (``make test-browser`` installs both).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def main() -> None:
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser's program")
     arguments = parser.parse_args()
     with httpx.Client(base_url=arguments.url) as api, sync_playwright() as playwright:
-        jobs = _with_groups(api)
-        job = arguments.job or jobs[0]
-        group = max((_telling_group(api, one) for one in jobs[:5]), key=_tells)
+        job = arguments.job or _with_groups(api)
+        group = _telling_group(api, job)
         member = _telling_member(group)
+        environment = _environment(api)
         browser = playwright.chromium.launch(executable_path=arguments.chromium, args=["--no-sandbox"])
         for name, place, scheme, size in (
             ("jobs", "#/jobs", "light", DESKTOP),
@@ -37,21 +38,29 @@ def main() -> None:
             ("group", f"#/groups/{group['id']}", "light", DESKTOP),
             ("episode", f"#/episodes/{group['id']}/{member}", "light", (1360, 1000)),
             ("episode-dark", f"#/episodes/{group['id']}/{member}", "dark", (1360, 1000)),
-            ("environments", "#/environments", "light", (1360, 560)),
-            ("workers", "#/workers", "light", (1360, 640)),
+            ("time", f"#/jobs/{job}", "light", (1360, 640)),
+            ("environments", "#/environments", "light", (1360, 720)),
+            ("environment", f"#/environments/{environment}", "light", (1360, 1190)),
+            ("workers", "#/workers", "light", (1360, 700)),
             ("phone", f"#/jobs/{job}", "dark", PHONE),
+            ("phone-workers", "#/workers", "dark", PHONE),
         ):
             _picture(browser, arguments.url, name, place, scheme, size)
         browser.close()
 
 
-def _with_groups(api: httpx.Client) -> list[str]:
-    """The jobs that there is something to see of, the newest first."""
-    jobs = [job["id"] for job in api.get("/v1/jobs", params={"order": "desc"}).json()["data"]]
-    found = [job for job in jobs if api.get(f"/v1/jobs/{job}/groups", params={"limit": 1}).json()["data"]]
-    if not found:
-        raise SystemExit("no job has groups yet: submit one and wait for its first step")
-    return found
+def _with_groups(api: httpx.Client) -> str:
+    """The newest job that there is something to see of."""
+    for job in api.get("/v1/jobs", params={"order": "desc"}).json()["data"]:
+        if api.get(f"/v1/jobs/{job['id']}/groups", params={"limit": 1}).json()["data"]:
+            return str(job["id"])
+    raise SystemExit("no job has groups yet: submit one and wait for its first step")
+
+
+def _environment(api: httpx.Client) -> str:
+    source = {"type": "reference", "ref": "environments.calculator:Calculator"}
+    answer = api.post("/v1/environments", json={"name": "calculator", "source": source})
+    return str(answer.raise_for_status().json()["id"])
 
 
 def _telling_group(api: httpx.Client, job: str) -> dict[str, Any]:
@@ -60,9 +69,10 @@ def _telling_group(api: httpx.Client, job: str) -> dict[str, Any]:
 
 
 def _tells(group: dict[str, Any]) -> tuple[float, ...]:
-    """An episode of several versions, turns of different numbers, rewards that differ."""
+    """Rewards that differ, an episode of several versions, turns of different numbers."""
+    spread = group["reward_std"] or 0.0
     most = max(len(one["versions"]) for one in group["episodes"])
-    return most, len({one["num_turns"] for one in group["episodes"]}), group["reward_std"] or 0.0
+    return spread > 0, most, len({one["num_turns"] for one in group["episodes"]}), spread
 
 
 def _telling_member(group: dict[str, Any]) -> int:
@@ -82,9 +92,26 @@ def _picture(browser: Browser, url: str, name: str, place: str, scheme: str, siz
     page.wait_for_timeout(1500)
     if "episode" in name:
         _point_at_a_token(page)
+    elif name == "time":
+        page.locator('[data-split="Time of a step"]').wait_for()
+        page.locator(".stack.wide .card").first.evaluate("one => one.scrollIntoView()")
+        page.wait_for_timeout(300)
+    elif name == "environment":
+        _play(page)
     page.screenshot(path=HERE / f"{name}.png")
     context.close()
     print(f"{name}.png  {place}")
+
+
+def _play(page: Page) -> None:
+    """One call and an answer, by hand."""
+    task = page.locator('[data-part="trial"] .chosen dd')
+    task.wait_for(timeout=60_000)
+    page.get_by_label("expression of calculate").fill(task.inner_text())
+    page.get_by_label("what the policy says").nth(1).fill("about four thousand")
+    page.get_by_role("button", name="Play", exact=True).click()
+    page.locator("[data-reward]").wait_for(timeout=60_000)
+    page.evaluate("scrollTo(0, 0)")
 
 
 def _point_at_a_token(page: Page) -> None:

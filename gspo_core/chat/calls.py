@@ -58,18 +58,26 @@ class TaggedCalls:
         self._closing_id = require_token(tokenizer, "</tool_call>", "this syntax of tool calls")
 
     def begin(self, ids: Sequence[int], start: int) -> int:
-        return next((position for position in range(start, len(ids)) if ids[position] == self.opening_id), len(ids))
+        return _find(ids, self.opening_id, start)
 
     def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
         position = begin
         while (position := self.begin(ids, position)) < len(ids):
-            close = next((p for p in range(position + 1, len(ids)) if ids[p] == self._closing_id), None)
-            end = len(ids) if close is None else close + 1
+            close = _find(ids, self._closing_id, position + 1)
+            is_open, end = close == len(ids), min(close + 1, len(ids))
             raw = self._tokenizer.decode(ids[position + 1 : close])
             unclosed: Reading = (None, {}, CallStatus.UNCLOSED_BLOCK)
-            name, arguments, status = unclosed if close is None else self._read_body(raw, tools)
+            name, arguments, status = unclosed if is_open else self._read_body(raw, tools)
             yield ToolCall(name, arguments, status, raw, position, end)
             position = end
+
+
+def _find(ids: Sequence[int], token: int, start: int) -> int:
+    """Where ``token`` is at or behind ``start``; ``len(ids)`` if it is nowhere."""
+    try:
+        return ids.index(token, start)
+    except ValueError:
+        return len(ids)
 
 
 class LlamaCalls:

@@ -103,13 +103,13 @@ class HermesCodec:
         roles = {message["role"] for message in new_messages}
         if not roles <= {"tool", "user", "system"}:
             return ForkReason.ASSISTANT_MESSAGE
-        stops = [position for position, token in enumerate(sampled_ids) if token in self.stop_ids]
-        if stops and stops[0] != len(sampled_ids) - 1:
+        is_ended = len(sampled_ids) > 0 and sampled_ids[-1] in self.stop_ids
+        if any(stop in sampled_ids[:-1] for stop in self.stop_ids):
             return ForkReason.SAMPLED_AFTER_END
         if self._strips_thinking and "user" in roles and self._has_thought(prefix_ids, sampled_ids):
             return ForkReason.THINKING_STRIPPED
         pieces: list[str | int] = []
-        if not stops:
+        if not is_ended:
             closing_id = self._turn_reader.think_end
             if closing_id is not None and self._turn_reader.is_thinking(prefix_ids, sampled_ids, self._start):
                 pieces.append(closing_id)
@@ -121,9 +121,15 @@ class HermesCodec:
         """Reads a sampled turn. With ``tools``, calls of other tools get the status ``unknown_tool``."""
         return self._turn_reader.read(sampled_ids, tools)
 
-    def message(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> Message:
-        """A sampled turn as a message of the history."""
-        turn = self.parse(sampled_ids, tools)
+    def message(
+        self,
+        sampled_ids: Sequence[int],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        turn: ParsedTurn | None = None,
+    ) -> Message:
+        """A sampled turn as a message of the history; ``turn`` is what ``parse`` made of it, where that is known."""
+        turn = turn or self.parse(sampled_ids, tools)
         return self._turn_reader.message(sampled_ids, turn, as_text=not can_be_written(turn))
 
     def _has_thought(self, prefix_ids: Sequence[int], sampled_ids: Sequence[int]) -> bool:

@@ -55,7 +55,13 @@ class ChatCodec(Protocol):
 
     def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn: ...
 
-    def message(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> Message: ...
+    def message(
+        self,
+        sampled_ids: Sequence[int],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        turn: ParsedTurn | None = None,
+    ) -> Message: ...
 
 
 def load_codec(

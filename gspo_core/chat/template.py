@@ -103,9 +103,16 @@ class TemplateCodec:
         """Reads a sampled turn. With ``tools``, calls of other tools get the status ``unknown_tool``."""
         return self._turn_reader.read(sampled_ids, tools)
 
-    def message(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> Message:
-        """A sampled turn as a message of the history, in a form that the template accepts."""
-        turn = self.parse(sampled_ids, tools)
+    def message(
+        self,
+        sampled_ids: Sequence[int],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        turn: ParsedTurn | None = None,
+    ) -> Message:
+        """A sampled turn as a message of the history, in a form that the template accepts; ``turn`` is what ``parse``
+        made of it, where that is known."""
+        turn = turn or self.parse(sampled_ids, tools)
         as_calls = can_be_written(turn) and (len(turn.calls) < 2 or self._takes_several_calls)
         return self._turn_reader.message(sampled_ids, turn, as_text=not as_calls)
 

@@ -76,18 +76,18 @@ class _FileTokenizer:
         self.special_tokens = tuple(token.content for token in added if token.special)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._encode_short(text) if len(text) <= _SHORT_CHARS else self._encode(text))
+        return list(self._encode_short(text)) if len(text) <= _SHORT_CHARS else self._encode(text)
 
-    def _encode(self, text: str) -> Sequence[int]:
+    def _encode(self, text: str) -> list[int]:
         # A policy can write half a surrogate pair as JSON escape; it has no bytes.
-        sound = text.encode("utf-8", "replace").decode("utf-8")
-        ids: Sequence[int] = self._backend.encode(sound, add_special_tokens=False).ids
+        sound = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+        ids: list[int] = self._backend.encode(sound, add_special_tokens=False).ids
         return ids
 
     def encode_whole(self, text: str) -> list[int]:
         self._backend.encode_special_tokens = False
         try:
-            return list(self._encode(text))
+            return self._encode(text)
         finally:
             self._backend.encode_special_tokens = True
 

@@ -73,7 +73,10 @@ class TurnReader:
 
     def _without_stop(self, sampled_ids: Sequence[int]) -> list[int]:
         ids = list(sampled_ids)
-        return ids[: next((position for position, token in enumerate(ids) if token in self._stop_ids), None)]
+        for stop in self._stop_ids:
+            if stop in ids:
+                del ids[ids.index(stop) :]
+        return ids
 
     def _split_thought(self, ids: Sequence[int], opens_thought: bool) -> tuple[Sequence[int], int, bool]:
         """The reasoning, where the rest begins, and whether the reasoning was left open. Reasoning comes first: a

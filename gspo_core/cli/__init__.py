@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from gspo_core.cli.env_options import add_env
+
     parser = argparse.ArgumentParser(prog="gspo", description="Train language-model agents by reinforcement learning.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.set_defaults(run=_no_command(parser))
@@ -44,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_jobs(commands)
     _add_control(commands)
     _add_episodes(commands)
-    _add_env(commands)
+    add_env(commands, _add_server)
+    _add_workers(commands)
     _add_launch(commands)
     doctor = commands.add_parser("doctor", help="look for what is missing or wrong on this machine")
     _add_server(doctor)
@@ -110,29 +113,16 @@ def _add_control(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     change.set_defaults(run=_set)
 
 
-def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    env = commands.add_parser("env", help="environments: examine one, try one by hand")
-    actions = env.add_subparsers(title="actions", metavar="ACTION", required=True)
-    validate = actions.add_parser("validate", help="examine an environment before it trains anything")
-    validate.add_argument("--json", action="store_true", help="the report as JSON")
-    validate.add_argument("--model", help="a model directory, to know how long the prompts are in tokens")
-    validate.add_argument("--timeout", type=float, default=5.0, help="seconds for each call (default: 5)")
-    validate.set_defaults(run=_env_validate)
-    play = actions.add_parser("play", help="be the policy: play an episode on the terminal")
-    play.add_argument("--task", type=int, default=0, help="number of the task (default: 0)")
-    play.add_argument("--split", choices=["train", "eval"], default="train")
-    play.add_argument("--seed", type=int, default=0)
-    play.set_defaults(run=_env_play)
-    serve = actions.add_parser("serve", help="serve an environment over OpenEnv's protocol")
-    serve.add_argument("ref", help="package.module:Class or path/to/file.py:Class")
-    serve.add_argument("--config", default="{}", help="keyword arguments of the class, as JSON")
-    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
-    serve.add_argument("--port", default="8000", help="port to bind (default: %(default)s)")
-    serve.add_argument("--capacity", default="16", help="episodes at once (default: %(default)s)")
-    serve.set_defaults(run=_env_serve)
-    for action in (validate, play):
-        action.add_argument("ref", help="package.module:Class or path/to/file.py:Class")
-        action.add_argument("--config", metavar="JSON", help="keyword arguments of the class")
+def _add_workers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    workers = commands.add_parser("workers", help="list trainers, rollout workers and engines")
+    workers.set_defaults(run=_workers)
+    drain = commands.add_parser("drain", help="ask a trainer or rollout worker to leave, or leave an engine alone")
+    drain.add_argument("process", help="its id, as `gspo workers` shows it; of an engine the address")
+    drain.add_argument("--undo", action="store_true", help="use an engine again")
+    drain.set_defaults(run=_drain)
+    for action in (workers, drain):
+        action.add_argument("--json", action="store_true", help="the answer as JSON")
+        _add_server(action)
 
 
 def _add_episodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -160,6 +150,8 @@ def _add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     slurm.add_argument("--partition")
     slurm.add_argument("--gpus-per-node", type=int, default=0)
     slurm.add_argument("--rollout-workers", type=int, default=1, help="on each node (default: 1)")
+    slurm.add_argument("--trainer-nodes", type=int, default=1, help="that train together (default: the first)")
+    slurm.add_argument("--trainer-ranks", type=int, default=1, help="of the trainer, on each of its nodes (default: 1)")
     slurm.add_argument("--output", metavar="FILE", help="where to write it (default: the terminal)")
     slurm.set_defaults(run=_launch_slurm)
 
@@ -197,12 +189,19 @@ def _up(arguments: argparse.Namespace) -> int:
 def _launch_slurm(arguments: argparse.Namespace) -> int:
     from gspo_core.cli.launch import EMBEDDED, Allocation, slurm_script, write
 
+    if not 1 <= arguments.trainer_nodes <= arguments.nodes or arguments.trainer_ranks < 1:
+        raise CommandError(
+            f"a trainer is one rank or more on one node or more of the {arguments.nodes} of the allocation; "
+            f"not --trainer-nodes {arguments.trainer_nodes} --trainer-ranks {arguments.trainer_ranks}"
+        )
     allocation = Allocation(
         nodes=arguments.nodes,
         time=arguments.time,
         partition=arguments.partition,
         gpus_per_node=arguments.gpus_per_node,
         rollout_workers=arguments.rollout_workers,
+        trainer_nodes=arguments.trainer_nodes,
+        trainer_ranks=arguments.trainer_ranks,
     )
     script = slurm_script(
         allocation,
@@ -259,28 +258,16 @@ def _set(arguments: argparse.Namespace) -> int:
     return jobs.change(arguments.url, arguments.job, arguments.assignments)
 
 
-def _env_validate(arguments: argparse.Namespace) -> int:
-    from gspo_core.cli import env
+def _workers(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import workers
 
-    return env.validate(arguments)
-
-
-def _env_serve(arguments: argparse.Namespace) -> int:
-    try:
-        from services.openenv_server import main as serve
-    except ImportError as error:
-        raise CommandError(f"serving needs the services, which are not installed: {error}") from error
-    if "" not in sys.path:  # modules beside the caller can be named
-        sys.path.insert(0, "")
-    names = ("config", "host", "port", "capacity")
-    options = [text for name in names for text in (f"--{name}", getattr(arguments, name))]
-    return serve([arguments.ref, *options])
+    return workers.show(arguments.url, as_json=arguments.json)
 
 
-def _env_play(arguments: argparse.Namespace) -> int:
-    from gspo_core.cli import env
+def _drain(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import workers
 
-    return env.play(arguments)
+    return workers.drain(arguments.url, arguments.process, undo=arguments.undo, as_json=arguments.json)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -22,6 +22,10 @@ class Allocation:
     gpus_per_node: int = 0
     rollout_workers: int = 1
     """On each node."""
+    trainer_nodes: int = 1
+    """The first ones."""
+    trainer_ranks: int = 1
+    """On each node of the trainer."""
 
 
 def slurm_script(
@@ -45,6 +49,8 @@ def slurm_script(
         "PROJECT": shlex.quote(project),
         "DATA": shlex.quote(data_dir),
         "WORKERS": str(allocation.rollout_workers),
+        "TRAINER_NODES": str(allocation.trainer_nodes),
+        "TRAINER_RANKS": str(allocation.trainer_ranks),
         "JOB": shlex.quote(job or ""),
     }
     settings = "\n".join(f"{name}={value}" for name, value in values.items())
@@ -52,9 +58,9 @@ def slurm_script(
 
 
 _BODY = r"""
-# Written by `gspo launch slurm`. Ports can be moved from outside: REDIS_PORT, API_PORT, ENGINE_PORT.
+# Written by `gspo launch slurm`. Ports can be moved from outside: REDIS_PORT, API_PORT, ENGINE_PORT, RANKS_PORT.
 set -euo pipefail
-: "${REDIS_PORT:=16379}" "${API_PORT:=18000}" "${ENGINE_PORT:=30000}"
+: "${REDIS_PORT:=16379}" "${API_PORT:=18000}" "${ENGINE_PORT:=30000}" "${RANKS_PORT:=29500}"
 cd "$PROJECT"
 PYTHON=$PROJECT/.venv/bin/python
 export PYTHONPATH=$PROJECT GSPO_DATA_DIR=$DATA TOKENIZERS_PARALLELISM=false
@@ -117,7 +123,17 @@ start api "$HEAD" env GSPO_SECRETS_DIR="$DATA/secrets/api" GSPO_API_HOST=0.0.0.0
   "$PYTHON" -m services.api
 wait_for "http://$HEAD:$API_PORT/healthz"
 for url in "${URLS[@]}"; do wait_for "$url/ready"; done
-start trainer "$HEAD" env GSPO_SECRETS_DIR="$DATA/secrets/trainer" "$PYTHON" -m services.trainer --grace-s 90
+if ((TRAINER_NODES * TRAINER_RANKS == 1)); then
+  start trainer "$HEAD" env GSPO_SECRETS_DIR="$DATA/secrets/trainer" "$PYTHON" -m services.trainer --grace-s 90
+else
+  # When a rank is lost, all are started again.
+  for ((number = 0; number < TRAINER_NODES; number++)); do
+    start "trainer-$number" "${NODES[number]}" env GSPO_SECRETS_DIR="$DATA/secrets/trainer" \
+      "$PYTHON" -m torch.distributed.run --nnodes "$TRAINER_NODES" --node-rank "$number" \
+      --nproc-per-node "$TRAINER_RANKS" --master-addr "$HEAD" --master-port "$RANKS_PORT" \
+      --max-restarts 100 --shutdown-timeout 95 --module services.trainer --grace-s 90
+  done
+fi
 for node in "${NODES[@]}"; do
   for ((number = 0; number < WORKERS; number++)); do
     start "rollout-$node-$number" "$node" env GSPO_SECRETS_DIR="$DATA/secrets/rollout" \

@@ -56,14 +56,17 @@ def _linear_layers(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
 
 
-def low_rank_additions(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """What is to be added to the weight of each layer, by the layer's name; every rank must ask."""
+def low_rank_additions(
+    model: nn.Module, whole: Callable[[Tensor], Tensor], keeps: Callable[[str], bool]
+) -> dict[str, Tensor]:
+    """What is to be added to each weight that ``keeps`` says yes to, by the layer's name; every rank must ask."""
     additions = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             layer: Any = module
             down, up = (whole(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
-            additions[name] = ((up @ down) * layer.scaling[ADAPTER]).cpu()
+            if keeps(f"{name}.base_layer.weight"):
+                additions[name] = ((up @ down) * layer.scaling[ADAPTER]).cpu()
     return additions
 
 

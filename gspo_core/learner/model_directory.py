@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -83,13 +85,60 @@ def fingerprint(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def export_model(
-    model: Any, tensors: Mapping[str, Tensor], directory: Path, *, source: Path, dtype: torch.dtype
-) -> None:
-    """Write `tensors` (those of `model`, whole, in `dtype`) and the small files of `source` into `directory`."""
-    directory.mkdir(parents=True, exist_ok=True)
+def export_share(model: Any, tensors: Mapping[str, Tensor], directory: Path, rank: int) -> None:
+    """Write one rank's share of the tensors of `model`, each whole; on disk when this returns. Then `join_shares`."""
+    share = _share(directory, rank)
+    share.mkdir(parents=True)
+    # transformers saves on the first rank alone
+    model.should_save_on_this_rank = lambda is_main_process: True
     with _without_progress_bars():
-        model.save_pretrained(directory, state_dict=dict(tensors))
+        model.save_pretrained(share, state_dict=dict(tensors))
+    for path in _weights(share):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def join_shares(directory: Path, num_ranks: int, *, source: Path, dtype: torch.dtype) -> None:
+    """Make what all ranks have written one model directory, with an index where there are several files, and add the
+    small files of `source`. `dtype` is that of the tensors."""
+    files = [path for rank in range(num_ranks) for path in _weights(_share(directory, rank))]
+    index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
+    for number, path in enumerate(files, 1):
+        name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        with safe_open(path, framework="pt") as opened:
+            index["weight_map"] |= dict.fromkeys(opened.keys(), name)
+        index["metadata"]["total_size"] += _size_of_tensors(path)
+        path.rename(directory / name)
+    if len(files) > 1:
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for path in _share(directory, 0).iterdir():
+        if not path.name.endswith(_WEIGHTS):
+            path.rename(directory / path.name)
+    for rank in range(num_ranks):
+        shutil.rmtree(_share(directory, rank))
+    _add_small_files(directory, source, dtype)
+
+
+def _share(directory: Path, rank: int) -> Path:
+    return directory / f"share-{rank:05d}"
+
+
+def _weights(share: Path) -> list[Path]:
+    """Without those that hold nothing: of a rank that owns no tensor."""
+    return [path for path in sorted(share.glob("*.safetensors")) if _holds_tensors(path)]
+
+
+def _holds_tensors(path: Path) -> bool:
+    with safe_open(path, framework="pt") as file:
+        return bool(list(file.keys()))
+
+
+def _size_of_tensors(path: Path) -> int:
+    with path.open("rb") as file:  # a header follows its own length
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def _add_small_files(directory: Path, source: Path, dtype: torch.dtype) -> None:
     for path in source.iterdir():
         if path.is_file() and path.suffix in _COPIED and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, directory / path.name)

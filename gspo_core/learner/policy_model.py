@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from gspo_core.learner.attention import UnsupportedAttention
 from gspo_core.learner.logprobs import chosen_logprobs
 from gspo_core.learner.low_rank import add_low_rank, low_rank_additions, merge
 from gspo_core.learner.model_directory import UnsupportedModel, attention_advice, load_model
-from gspo_core.learner.ranks import Ranks
+from gspo_core.learner.ranks import Ranks, owners, whole
 from gspo_core.learner_config import LearnerConfig
 
 # Of the head's output in float32; enough rows that the product with the head runs at full speed.
@@ -57,23 +56,26 @@ class PolicyModel(nn.Module):
             chunk_tokens=self.chunk_tokens,
         )
 
-    def export_tensors(self, whole: Callable[[Tensor], Tensor], *, keep: bool) -> dict[str, Tensor]:
-        """Parameters and persistent buffers of the plain model under its own names; tied ones are one tensor.
+    def export_tensors(self, ranks: Ranks) -> dict[str, Tensor]:
+        """This rank's share of the parameters and persistent buffers of the plain model under its own names; tied ones
+        are one tensor.
 
-        Every rank must ask, because `whole` gathers; only one that keeps them gets them.
+        Every rank must ask. One tensor after the other is gathered, and only its owner keeps it: beside its share, a
+        rank holds the largest tensor once.
         """
+        ranks.settle(self)
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        owner = owners({name: value.numel() for name, value in self.model.named_parameters()}, ranks.num_ranks)
         copies: dict[int, Tensor] = {}
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for parameter in self.model.parameters():
+        for name, parameter in self.model.named_parameters():
             gathered = whole(parameter.detach())
-            if keep:
+            if owner[name] == ranks.rank:
                 copies[id(parameter)] = gathered.to("cpu", self.dtype, copy=True)
-        additions = low_rank_additions(self.model, whole)
-        if not keep:
-            return {}
-        tensors = {name: copies[id(parameter)] for name, parameter in parameters.items()}
-        buffers = {name: value for name, value in self.model.state_dict().items() if name not in parameters}
-        return merge(tensors | buffers, additions)
+        additions = low_rank_additions(self.model, whole, lambda name: owner[name] == ranks.rank)
+        tensors = {name: copies[id(value)] for name, value in names.items() if id(value) in copies}
+        if ranks.is_first:
+            tensors |= {name: value for name, value in self.model.state_dict().items() if name not in names}
+        return merge(tensors, additions)
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         extra = {} if micro_batch.packing is None else {"packing": micro_batch.packing}

@@ -6,7 +6,8 @@ never do (they would be pickled). Process groups are made and ended by whoever s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -47,6 +48,19 @@ class Ranks:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
+    def settle(self, model: nn.Module) -> None:
+        """Parameters are parts again, also those that a forward pass without a backward one has left whole.
+
+        To be asked for before they are read: moments are found by the parts alone.
+        """
+        if self.num_ranks == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def sum(self, values: Tensor) -> Tensor:
         """Over the ranks, on each of them."""
         if self.num_ranks > 1:
@@ -62,6 +76,30 @@ class Ranks:
         """Until every rank has come here."""
         if self.num_ranks > 1:
             dist.barrier()
+
+
+# A layer's tensors stay together: some formats on disk join several of them.
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+
+
+def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """Which rank keeps and writes each tensor when a model is taken apart, so that each has about as much to keep.
+
+    The same answer on every rank; all tensors of a layer have the same owner.
+    """
+    parts: dict[str, int] = {}
+    for name, size in sizes.items():
+        parts[_part_of(name)] = parts.get(_part_of(name), 0) + size
+    loads, chosen = [0] * num_ranks, dict[str, int]()
+    for part, size in sorted(parts.items(), key=lambda item: (-item[1], item[0])):
+        chosen[part] = loads.index(min(loads))
+        loads[chosen[part]] += size
+    return {name: chosen[_part_of(name)] for name in sizes}
+
+
+def _part_of(name: str) -> str:
+    found = _LAYER.match(name)
+    return found[0] if found else name
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -7,11 +7,13 @@ It neither names nor collects checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device:
 def restore_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, tensors: Mapping[str, Tensor]
 ) -> None:
-    """The inverse of `training_tensors`; checks that everything fits before it changes anything."""
-    _check_fit(model, tensors)
+    """The inverse of `training_tensors`, of tensors that fit."""
     optimizer.state.clear()
     for name, parameter in _trained(model):
         local(parameter).copy_(tensors[f"parameter/{name}"])
@@ -77,7 +78,8 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raises InvalidState where `tensors` are those of another model, or of other additions to it."""
     expected = {f"parameter/{name}": local(parameter).shape for name, parameter in _trained(model)}
     found = {name: value.shape for name, value in tensors.items() if name.startswith("parameter/")}
     if expected != found:
@@ -125,18 +127,20 @@ def _write_whole(path: Path, text: str) -> None:
 def read_state(directory: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The manifest's content and the tensors of one rank, both checked.
 
-    Where another number of ranks saved it, every rank reads all shards and takes its part of each tensor; the random
+    Where another number of ranks saved it, every rank checks all shards and reads its part of each tensor; the random
     state is then that of a rank that saved.
     """
     manifest = _read_manifest(directory)
     if manifest["num_ranks"] == num_ranks:
         return manifest["content"], _read_shard(directory, manifest, rank)
-    shards = [_read_shard(directory, manifest, saved) for saved in range(manifest["num_ranks"])]
-    own = shards[rank % len(shards)]
-    return manifest["content"], {
-        name: value if _is_whole(name) else _part(torch.cat([shard[name] for shard in shards]), rank, num_ranks)
-        for name, value in own.items()
-    }
+    with contextlib.ExitStack() as stack:
+        paths = [_checked_shard(directory, manifest, saved) for saved in range(manifest["num_ranks"])]
+        shards = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        own = shards[rank % len(shards)]
+        return manifest["content"], {
+            name: own.get_tensor(name) if _is_whole(name) else _rows(shards, name, rank, num_ranks)
+            for name in own.keys()  # noqa: SIM118 (no mapping)
+        }
 
 
 def _is_whole(name: str) -> bool:
@@ -144,21 +148,33 @@ def _is_whole(name: str) -> bool:
     return name.startswith(("random/", "optimizer/step/"))
 
 
-def _part(tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
-    """As FSDP2 spreads a tensor: along the first dimension, the last ranks may have nothing."""
-    parts = torch.chunk(tensor, num_ranks)
-    return parts[rank].clone() if rank < len(parts) else tensor[:0].clone()
+def _rows(shards: Sequence[Any], name: str, rank: int, num_ranks: int) -> Tensor:
+    """As FSDP2 spreads a tensor: along the first dimension, the last ranks may have nothing. Reads no other rows."""
+    slices = [shard.get_slice(name) for shard in shards]
+    ends = list(itertools.accumulate(one.get_shape()[0] for one in slices))
+    size = -(-ends[-1] // num_ranks)
+    first, end = min(rank * size, ends[-1]), min((rank + 1) * size, ends[-1])
+    pieces = [
+        one[max(first, start) - start : min(end, stop) - start]
+        for one, start, stop in zip(slices, [0, *ends], ends, strict=False)
+        if max(first, start) < min(end, stop)
+    ]
+    return torch.cat(pieces) if pieces else shards[0].get_tensor(name)[:0].clone()
 
 
 def _read_shard(directory: Path, manifest: dict[str, Any], rank: int) -> dict[str, Tensor]:
+    with safe_open(_checked_shard(directory, manifest, rank), framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+
+
+def _checked_shard(directory: Path, manifest: dict[str, Any], rank: int) -> Path:
     name = shard_name(rank)
     if name not in manifest["files"]:
         raise InvalidState(f"{directory}: its manifest speaks of {manifest['num_ranks']} ranks and lists no {name}")
     expected, path = manifest["files"][name], directory / name
     if not path.is_file() or path.stat().st_size != expected["size_bytes"] or _sha256(path) != expected["sha256"]:
         raise InvalidState(f"{path} is not what its manifest says: the state is damaged, use an older one")
-    with safe_open(path, framework="pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    return path
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:

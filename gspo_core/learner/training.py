@@ -24,10 +24,10 @@ from torch import Tensor
 
 from gspo_core.batch import MicroBatch, TrainSequence, deal_minibatches, split_batch
 from gspo_core.learner import state
-from gspo_core.learner.model_directory import export_model, fingerprint
+from gspo_core.learner.model_directory import export_share, fingerprint, join_shares
 from gspo_core.learner.optimizer import Update, apply_update, build_adamw, learning_rate
 from gspo_core.learner.policy_model import PolicyModel, load_policy
-from gspo_core.learner.ranks import Ranks, whole
+from gspo_core.learner.ranks import Ranks
 from gspo_core.learner.routing import Routes, RoutingReplay
 from gspo_core.learner_config import LearnerConfig
 from gspo_core.objective import Alarm, LossStats, loss_alarms, loss_denominators, loss_metrics, policy_loss
@@ -46,10 +46,20 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Weights or a state as they were at one moment."""
+    """Weights or a state as they were at one moment; of several ranks each holds a share.
 
-    write: Callable[[Path], None]
-    """Into a directory. With one rank it may run in another thread while the learner goes on."""
+    Writing asks no other rank and may run in a thread of its own while the learner goes on.
+    """
+
+    write_share: Callable[[Path], None]
+    """This rank's files, into a directory that all ranks see."""
+    complete: Callable[[Path], None]
+    """On the first rank, when all have written their shares: makes them a whole."""
+
+    def write(self, directory: Path) -> None:
+        """Where there is one rank, all of it."""
+        self.write_share(directory)
+        self.complete(directory)
 
 
 @dataclasses.dataclass
@@ -67,6 +77,9 @@ class Learner:
 
     alarms: list[Alarm]
     """Of the last step: what about its loss cannot be right."""
+    trained_logprobs: list[NDArray[np.float32]]
+    """Of the last step, for each of its sequences: the log-probs of its actions under the weights that its update began
+    with; NaN where nothing was trained."""
 
     def __init__(
         self, model_dir: Path, config: LearnerConfig, objective: ObjectiveConfig, *, seed: int, device: str = "cpu"
@@ -75,6 +88,9 @@ class Learner:
         self.objective = objective
         self.counters = Counters()
         self.alarms = []
+        self.trained_logprobs = []
+        self._scored: list[tuple[tuple[int, ...], Tensor]] = []
+        """Positions of sequences in the batch of the step, and for each a row that begins with those of its actions."""
         self._model_dir = Path(model_dir)
         self._seed = seed
         self._device = torch.device(device)
@@ -93,6 +109,7 @@ class Learner:
             len(sequences), self.objective.minibatches, seed=self._seed, step=self.counters.num_steps
         )
         self._optimizer.zero_grad()  # of a step that failed half-way
+        self._scored.clear()
         work = [self._prepare(sequences, share) for share in shares]
         self._score_anchors(work)
         stats = LossStats.zero(self._device)
@@ -101,6 +118,7 @@ class Learner:
             stats = stats + self._accumulate(sequences, share, pieces)
             updates.append(self._update())
         self.counters.num_steps += 1
+        self.trained_logprobs = self._gather_scored(sequences)
         stats = LossStats(self._ranks.sum(stats.sums), self._ranks.max(stats.maxima))
         num_judged = len(updates) if self._could_clip(sequences, shares, updates) else 1
         self.alarms = loss_alarms(stats, self.objective, num_updates=num_judged)
@@ -109,6 +127,20 @@ class Learner:
         num_idle = sum(not self._acts(s) for s in sequences) - num_empty
         metrics |= {"gspo/num_empty": float(num_empty), "learner/num_idle_sequences": float(num_idle)}
         return metrics | self._update_metrics(updates)
+
+    def _gather_scored(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
+        """From all ranks."""
+        starts = np.cumsum([0, *(s.num_actions for s in sequences)])
+        flat = torch.zeros(int(starts[-1]), device=self._device)
+        for indices, rows in self._scored:
+            for index, row in zip(indices, rows, strict=True):
+                flat[starts[index] : starts[index + 1]] = row[: sequences[index].num_actions]
+        self._scored.clear()
+        values = self._ranks.sum(flat).cpu().numpy()
+        for sequence, (start, end) in zip(sequences, pairwise(starts), strict=True):
+            if not self._acts(sequence):
+                values[start:end] = np.nan
+        return [values[start:end] for start, end in pairwise(starts)]
 
     def retune(self, config: LearnerConfig, objective: ObjectiveConfig) -> None:
         """Go on with other numbers from the next step on. What was built from the old ones must stay as it is."""
@@ -152,30 +184,41 @@ class Learner:
 
     def save_weights(self, directory: Path) -> None:
         """A plain Hugging Face directory, in the dtype that this learner computes in."""
-        self.copy_weights().write(directory)
+        self._write(self.copy_weights(), directory)
 
     def copy_weights(self) -> Copy:
         """What `save_weights` would write now."""
         policy, ranks = self._policy, self._ranks
-        tensors = policy.export_tensors(whole, keep=ranks.is_first)
+        tensors = policy.export_tensors(ranks)
 
-        def write(directory: Path) -> None:
-            if ranks.is_first:
-                export_model(policy.model, tensors, Path(directory), source=self._model_dir, dtype=policy.dtype)
-            ranks.wait()
+        def write_share(directory: Path) -> None:
+            export_share(policy.model, tensors, Path(directory), ranks.rank)
 
-        return Copy(write)
+        def complete(directory: Path) -> None:
+            join_shares(Path(directory), ranks.num_ranks, source=self._model_dir, dtype=policy.dtype)
+
+        return Copy(write_share, complete)
+
+    def _write(self, copy: Copy, directory: Path) -> None:
+        """With all ranks."""
+        copy.write_share(directory)
+        self._ranks.wait()
+        if self._ranks.is_first:
+            copy.complete(directory)
+        self._ranks.wait()
 
     def save_state(self, directory: Path) -> None:
         """All that `load_state` needs to go on exactly; its files are on disk when this returns.
 
         Weights that are not trained are left out: they are those of the model directory.
         """
-        self.copy_state().write(directory)
+        self._write(self.copy_state(), directory)
 
     def copy_state(self) -> Copy:
         """What `save_state` would write now."""
-        ranks, found = self._ranks, state.training_tensors(self._policy, self._optimizer, self._device)
+        ranks = self._ranks
+        ranks.settle(self._policy)
+        found = state.training_tensors(self._policy, self._optimizer, self._device)
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
         content: dict[str, Any] = {
             "counters": dataclasses.asdict(self.counters),
@@ -184,17 +227,20 @@ class Learner:
         if self.config.lora is not None:
             content["lora_alpha"] = self.config.lora.alpha
 
-        def write(directory: Path) -> None:
+        def write_share(directory: Path) -> None:
             state.write_shard(Path(directory), ranks.rank, tensors)
-            ranks.wait()
-            if ranks.is_first:
-                state.write_manifest(Path(directory), ranks.num_ranks, content)
-            ranks.wait()
 
-        return Copy(write)
+        def complete(directory: Path) -> None:
+            state.write_manifest(Path(directory), ranks.num_ranks, content)
+
+        return Copy(write_share, complete)
 
     def load_state(self, directory: Path) -> None:
         """The inverse of `save_state`; refuses a damaged or unfitting state and then leaves this learner as it was."""
+        self.prepare_state(directory)()
+
+    def prepare_state(self, directory: Path) -> Callable[[], None]:
+        """What loads a state that has been read and fits; raises ValueError where it does not, on this rank."""
         content, tensors = state.read_state(Path(directory), self._ranks.rank, self._ranks.num_ranks)
         if content["model"] != fingerprint(self._model_dir):
             raise state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")
@@ -203,8 +249,17 @@ class Learner:
             content.get("lora_alpha", alpha) != alpha
         ):  # rank and layers show in the shapes, the scale of the sum does not
             raise state.InvalidState(f"{directory} holds additions of lora.alpha {content['lora_alpha']}, not {alpha}")
-        state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
-        self.counters = Counters(**content["counters"])
+        self._ranks.settle(self._policy)
+        state.check_fit(self._policy, tensors)
+
+        def load() -> None:
+            state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
+            self.counters = Counters(**content["counters"])
+
+        return load
+
+    def close(self) -> None:
+        """Nothing is left to end where there is one rank; its memory goes with it."""
 
     def _load_reference(self) -> PolicyModel | None:
         if not self.objective.kl_coef:
@@ -297,9 +352,11 @@ class Learner:
         policy_N = self._policy(micro_batch)
         if not len(policy_N):  # a rank without work, for whose gradients the others wait
             return policy_N.sum(), LossStats.zero(self._device)
+        policy_BT = micro_batch.table(policy_N)
+        self._scored.append((micro_batch.indices, policy_BT.detach().float()))
         return policy_loss(
             self.objective,
-            micro_batch.table(policy_N),
+            policy_BT,
             micro_batch.action_mask_BT,
             micro_batch.advantages,
             proximal_logprobs_BT=piece.proximal_BT,

@@ -30,6 +30,9 @@ from services.telemetry import configure_logging, get_logger
 # Requests are short and streams end by themselves; what is still open then is cut.
 GRACE_S = 3
 FIRST_CONTACT_S = 3.0
+# Longer than proxies and clients keep what they do not use: who sends on a line that we close in this moment gets no
+# answer.
+KEEP_ALIVE_S = 75
 
 
 class _Server(uvicorn.Server):
@@ -84,6 +87,7 @@ async def _serve_app(app: FastAPI, settings: Settings, stop: asyncio.Event) -> N
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = _Server(config)
     with _listen(settings.api_host, settings.api_port) as listening:

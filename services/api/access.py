@@ -92,7 +92,7 @@ class Access:
 
 def needed_scope(method: str, path: str) -> str:
     """What a key must be good for."""
-    if path.startswith("/v1/keys") or (path.startswith("/v1/workers") and method not in READING):
+    if path.startswith("/v1/keys") or (path.startswith(("/v1/workers", "/v1/engines")) and method not in READING):
         return "admin"
     if _EPISODES.match(path):
         return "episodes:read"

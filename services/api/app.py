@@ -11,8 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from fastapi import APIRouter, Depends, FastAPI, Security
-from fastapi.security import HTTPBearer
+from fastapi import Depends, FastAPI
 
 from gspo_core import __version__
 from services.api import errors
@@ -20,17 +19,20 @@ from services.api.access import Access, AccessMiddleware
 from services.api.audit import Audit
 from services.api.codecs import Codecs
 from services.api.context import Backend, Context, OpenBackend
+from services.api.document import V1, Application
 from services.api.exports import Exports
 from services.api.history import History
 from services.api.key_ring import KeyRing
 from services.api.limits import RateLimit
 from services.api.owners import own_job
 from services.api.presence import Presence
+from services.api.repeats import RepeatMiddleware
 from services.api.requests import RequestMiddleware
 from services.api.routes import (
     artifacts,
     capabilities,
     checkpoints,
+    engines,
     environments,
     episodes,
     events,
@@ -41,6 +43,7 @@ from services.api.routes import (
     pages,
     settings,
     telemetry,
+    trajectories,
     workers,
 )
 from services.api.routes import keys as keys_of_others
@@ -49,6 +52,7 @@ from services.api.tails import Tails
 from services.api.traffic import Traffic
 from services.cancelling import cancel_all
 from services.errands import Errands
+from services.replies import Replies
 
 LEASE_S = 30.0
 
@@ -86,7 +90,7 @@ def create_app(
                 await cancel_all([watching], again_after_s=0.1)
                 await presence.close()
 
-    app = FastAPI(
+    app = Application(
         title="GSPO",
         version=__version__,
         description="Jobs that train language-model agents by asynchronous reinforcement learning.",
@@ -97,20 +101,20 @@ def create_app(
         redirect_slashes=False,
     )
     # The last one added sees a request first.
+    app.add_middleware(RepeatMiddleware)
     app.add_middleware(AccessMiddleware, access=Access(keys, ring), limit=RateLimit(time.monotonic))
     app.add_middleware(RequestMiddleware, traffic=traffic, audit=audit)
     errors.install(app)
     app.include_router(health.router, responses=errors.documented(503))
     app.include_router(telemetry.router, responses=errors.documented(503))
     app.include_router(pages.router)
-    v1 = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False)), Depends(own_job)])
+    # Each on its own, not below one router for all: every level is walked through for every request.
     for module in (
-        *(jobs, events, metrics, artifacts, checkpoints, episodes, environments, workers, capabilities, keys_of_others),
-        fine_tuning,
-        settings,
+        *(jobs, events, metrics, artifacts, checkpoints, episodes, trajectories, environments, workers, engines),
+        *(capabilities, keys_of_others, fine_tuning, settings),
     ):
-        v1.include_router(module.router, responses=errors.documented(400, 401, 403, 404, 422, 429, 503))
-    app.include_router(v1)
+        refusals = errors.documented(400, 401, 403, 404, 422, 429, 503)
+        app.include_router(module.router, prefix=V1, dependencies=[Depends(own_job)], responses=refusals)
     return app
 
 
@@ -130,6 +134,7 @@ def _context(
         errands=Errands(backend.redis),
         exports=Exports(),
         redis=backend.redis,
+        replies=Replies(backend.redis),
         registry=backend.registry,
         networks=backend.networks,
         may_upload=backend.may_upload,

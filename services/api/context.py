@@ -25,6 +25,7 @@ from services.api.traffic import Traffic
 from services.bus import Bus
 from services.environment_registry import Registry
 from services.errands import Errands
+from services.replies import Replies
 from services.store import Store
 
 
@@ -62,6 +63,7 @@ class Context:
     errands: Errands
     exports: Exports
     redis: Redis
+    replies: Replies
     registry: Registry | None = None
     networks: tuple[Network, ...] = ()
     may_upload: bool = False

@@ -1,33 +1,47 @@
-"""The environments of a submitted job, with registered ones pinned to a version.
+"""The environments of a submitted job: registered ones pinned to a version, addresses judged.
 
 Rule: a job that is accepted names versions that exist, that its caller may see and that were not found unfit; what it
-stores is `name@version`, so that nothing registered later changes it.
+stores is `name@version`, so that nothing registered later changes it. A URL in the config of a class that it names by
+itself is judged as one that is registered; its host judges every address again when it connects.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
+from gspo_core.outbound import Network
 from gspo_core.spec import EnvironmentSpec, JobSpec
 from services.api.access import Caller
 from services.api.errors import ApiError
 from services.environment_registry import EnvironmentNotFound, Registry
+from services.named_urls import AddressNamed, check_urls
 
 Spec = TypeVar("Spec", bound=JobSpec)
 
 
-def pin(spec: Spec, registry: Registry | None, caller: Caller) -> Spec:
-    """Reads files: call it in a thread."""
-    if all(":" in entry.ref for entry in spec.environments):
-        return spec
-    entries = tuple(_pinned(index, entry, registry, caller) for index, entry in enumerate(spec.environments))
-    return spec.model_copy(update={"environments": entries})
+def pin(spec: Spec, registry: Registry | None, caller: Caller, networks: Sequence[Network]) -> Spec:
+    """Reads files and asks a resolver: call it in a thread, unless there is nothing of the kind."""
+    entries = []
+    for index, entry in enumerate(spec.environments):
+        param = f"environments[{index}]"
+        if ":" in entry.ref:
+            _judge(entry, param, networks)
+            entries.append(entry)
+        else:
+            entries.append(_pinned(param, entry, registry, caller))
+    return spec.model_copy(update={"environments": tuple(entries)})
 
 
-def _pinned(index: int, entry: EnvironmentSpec, registry: Registry | None, caller: Caller) -> EnvironmentSpec:
-    if ":" in entry.ref:
-        return entry
-    param = f"environments[{index}]"
+def _judge(entry: EnvironmentSpec, param: str, networks: Sequence[Network]) -> None:
+    try:
+        check_urls(entry.config, networks)
+    except AddressNamed as error:
+        message = f"{error} (GSPO_OUTBOUND_NETWORKS)"
+        raise ApiError(422, "address_refused", message, param=f"{param}.{error.where}") from None
+
+
+def _pinned(param: str, entry: EnvironmentSpec, registry: Registry | None, caller: Caller) -> EnvironmentSpec:
     try:
         if registry is None:
             raise EnvironmentNotFound(entry.ref)

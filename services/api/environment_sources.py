@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, St
 
 from gspo_core.job_spec import FreeForm
 from gspo_core.outbound import MAX_URL_CHARS, Network, check_url
+from services.named_urls import check_urls, urls_in
 
 
 def _of_a_module(ref: str) -> str:
@@ -91,6 +92,11 @@ class Loadable:
     config: dict[str, Any]
     url: str | None = None
 
+    @property
+    def is_remote(self) -> bool:
+        """It reaches what somebody has named."""
+        return self.url is not None or any(urls_in(self.config))
+
 
 class ConfigRefused(ValueError):
     """The further arguments repeat, or replace, what the source says."""
@@ -123,6 +129,7 @@ def judge(found: Loadable, networks: Sequence[Network]) -> None:
     """Raises AddressRefused. It may ask a resolver: call it in a thread."""
     if found.url is not None:
         check_url(found.url, networks)
+    check_urls(found.config, networks)
 
 
 def _refuse(config: FreeForm, names: tuple[str, ...]) -> None:

@@ -89,10 +89,15 @@ class EpisodeDetail(EpisodeSummary):
     note: str | None
     """Why text is missing, where it is."""
     turns: list[dict[str, Any]]
-    """What each turn began with (`messages`), what the policy said (`text`, `reasoning`, `calls`), and where its tokens
-    stand (`first_token`, `end_token`)."""
+    """What each turn began with (`messages`), what the policy said (`text`, `reasoning`, `calls`), where its tokens
+    stand (`first_token`, `end_token`), and the seconds that it took (`timings`: `engine_s` for sampling it, `env_s` for
+    the environment's answer before it, `queue_s` for waiting; null where nobody recorded them)."""
+    closing: dict[str, float] | None
+    """The seconds between its last token and its outcome, like `timings` of a turn."""
     tokens: dict[str, list[Any]] | None
-    """With `include=tokens`: columns `id`, `text`, `sampled`, `logprob`, `version`, `turn`, `branch`."""
+    """With `include=tokens`: columns `id`, `text`, `sampled`, `logprob`, `ratio`, `version`, `turn`, `branch`.
+    `ratio`: how much more probable the token was when it was trained than when it was sampled; null where that is not
+    known."""
 
 
 def trained_groups(job: str, batch: LoggedBatch, spec: JobSpec | None) -> list[GroupSummary]:

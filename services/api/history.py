@@ -13,11 +13,15 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group
 from services.batch_log import BatchLog, BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.jobs import Job
 from services.keys import check_job_id
+from services.trained_log import TrainedLog
 
 Value = TypeVar("Value")
 
@@ -72,6 +76,10 @@ class History:
         log = BatchLog(self.job_dir(job.id))
         path = log.path(position.epoch, position.step)
         return self._indexes.get(path, lambda: log.groups_of(position.epoch, position.step), len)
+
+    def trained(self, job: Job, position: Position) -> dict[tuple[int, int], NDArray[np.float32]]:
+        """By group and member, what the policy made of sampled tokens when they were trained; empty if not known."""
+        return TrainedLog(self.job_dir(job.id)).read(position.epoch, position.step)
 
     def find(self, job: Job, group: int) -> tuple[Position, Group]:
         """Where a group was trained. Raises GroupNotKept."""

@@ -48,8 +48,7 @@ class Presence:
             await cancel_all([self._looking], again_after_s=0.1)
 
     async def _look(self) -> list[dict[str, Any]]:
-        trainers = await self._store.trainers()
-        workers, engines = await self._store.workers(), await self._store.engines()
+        trainers, workers, engines = await self._store.processes()
         return [
             *(self._seen("trainer", record) for record in trainers),
             *(self._seen("rollout", record) for record in workers),

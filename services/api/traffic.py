@@ -27,6 +27,17 @@ class Traffic:
             registry=self.registry,
         )
 
+        self._pushed = Counter(
+            "gspo_pushed_trajectories",
+            "Trajectories pushed over HTTP, by what became of them",
+            ("fate",),
+            registry=self.registry,
+        )
+
+    def count_pushed(self, fate: str) -> None:
+        """``accepted``, or the reason why not: one of a few."""
+        self._pushed.labels(fate).inc()
+
     def count(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", UNKNOWN)
         method = scope["method"] if scope["method"] in METHODS else UNKNOWN

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gspo_core.chat import ChatCodec, Tokenizer, ToolSchema
-from gspo_core.types import Segment
+from gspo_core.types import Segment, Spent
 
 # A character of several bytes may be cut into as many tokens, with a little room for merged beginnings.
 MAX_TOKENS_OF_A_CHARACTER = 6
 MAX_SHOWN_DEPTH = 16
 MAX_EXACT = 2**53
+MAX_LOG_RATIO = 20.0
 DAMAGED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -51,18 +55,34 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def tokens_view(segments: Sequence[Segment], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
-    """One entry per token in each column, in the order of the segments."""
+def tokens_view(
+    segments: Sequence[Segment], tokenizer: Tokenizer | None, trained: NDArray[np.float32] | None = None
+) -> dict[str, list[Any]]:
+    """One entry per token in each column, in the order of the segments. ``trained``: log-probs of the sampled ones."""
     ids = [int(token) for segment in segments for token in segment.token_ids]
     return {
         "id": ids,
         "text": [] if tokenizer is None else token_texts(tokenizer, ids),
         "sampled": [bool(one) for segment in segments for one in segment.action_mask],
         "logprob": [round(float(one), 6) for segment in segments for one in segment.behavior_logprobs],
+        "ratio": _ratios(segments, trained),
         "version": [segment.version for segment in segments for _ in range(segment.num_tokens)],
         "turn": [segment.turn for segment in segments for _ in range(segment.num_tokens)],
         "branch": [segment.branch for segment in segments for _ in range(segment.num_tokens)],
     }
+
+
+def _ratios(segments: Sequence[Segment], trained: NDArray[np.float32] | None) -> list[float | None]:
+    """How much more probable a token was when it was trained than when it was sampled; None where that is not known."""
+    if trained is None or len(trained) != sum(segment.num_actions for segment in segments):
+        return [None for segment in segments for _ in range(segment.num_tokens)]
+    logprobs = iter(trained.tolist())
+    found: list[float | None] = []
+    for segment in segments:
+        for is_sampled, sampled in zip(segment.action_mask.tolist(), segment.behavior_logprobs.tolist(), strict=True):
+            difference = next(logprobs) - sampled if is_sampled else math.nan
+            found.append(round(math.exp(min(difference, MAX_LOG_RATIO)), 6) if math.isfinite(difference) else None)
+    return found
 
 
 def turns_view(
@@ -88,10 +108,19 @@ def turns_view(
             "engines": sorted({piece.engine_id for piece in acting}),
             "cache_modes": sorted({str(piece.cache_mode) for piece in acting}),
             "reward": sum(rewards) if rewards else None,
+            "timings": spent_view([piece for piece in pieces if not piece.is_final]),
         }
         turns.append(entry | _said(ids, sampled, codec, tools))
         begin = end
     return turns
+
+
+def spent_view(pieces: Sequence[Segment]) -> dict[str, float] | None:
+    """Seconds by where they went; None where nobody recorded any."""
+    known = [piece.spent for piece in pieces if piece.spent is not None]
+    if not known:
+        return None
+    return {name: round(sum(getattr(one, name) for one in known), 3) for name in Spent._fields}
 
 
 def _split(pieces: Sequence[Segment]) -> tuple[list[int], list[int]]:

@@ -55,6 +55,7 @@ def run(control: int, parent: int) -> None:
     if loaded is not None:
         bounds.outlive_parent()
         bounds.adopt_orphans()
+        os.mkdir(order["scratch"], mode=0o700)
         ForkServer(connection, *loaded, order).run()
 
 

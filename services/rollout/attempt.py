@@ -8,38 +8,25 @@ lead to the recorded tokens. This module never decides to try again.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
-from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Session, ToolSchema
-from gspo_core.messages import ForkReason
-from gspo_core.types import InvalidValue, Outcome, Segment, Split, StopReason
+from gspo_core.env import EnvironmentFailed, Session
+from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
 from services.bus import Snapshot
+from services.rollout.history import History
 from services.rollout.ledger import Ledger, LedgerConflict
 from services.rollout.policy import Drained, Interrupted
 from services.rollout.repetition import goes_in_circles
+from services.rollout.scoring import with_length, without_asking
 from services.rollout.setting import Order, Setting
+from services.rollout.tally import Tally
 from services.rollout.timings import Timings
 from services.rollout.worlds import World, WorldNotKept
 
 T = TypeVar("T")
-
-TRUNCATED = frozenset(
-    {
-        StopReason.MAX_TURNS,
-        StopReason.MAX_TOKENS,
-        StopReason.MAX_TOOL_CALLS,
-        StopReason.CONTEXT_OVERFLOW,
-        StopReason.EPISODE_TIMEOUT,
-        StopReason.REPETITION,
-    }
-)
-PROVOKED = frozenset({StopReason.TOOL_TIMEOUT, StopReason.ENV_CRASH})
-"""The policy's own action broke its session, so nobody can score it: an outcome all the same, else crashing would be
-an escape. What the turns before it paid does not count."""
 
 
 class Attempt:
@@ -63,14 +50,10 @@ class Attempt:
         self._order = order
         self._session = session
         self._ledger = ledger
+        self._history = History(setting.codec, ledger, setting.counters, order.max_context_tokens)
         self._record = deque(record)
-        self._messages: list[Message] = []
-        self._tools: Sequence[ToolSchema] = ()
-        self._num_calls = 0
-        self._num_parse_errors = 0
-        self._consecutive_parse_errors = 0
-        self._turn_rewards = 0.0
         self._world = world
+        self._tally = Tally() if world is None else world.tally
         self._num_acted = 0
         """Turns that the environment was given."""
         self._kept_turn = -1
@@ -91,28 +74,15 @@ class Attempt:
     async def _begin(self) -> StopReason | None:
         lease = self._order.lease
         task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index))
-        start = await self._in_environment(self._session.start(task, self._order.seed))
-        self._messages, self._tools = list(start.messages), start.tools
-        prompt = self._render()
-        if len(prompt) >= self._order.max_context_tokens:
-            return StopReason.CONTEXT_OVERFLOW
-        self._ledger.observe(prompt)
-        return None
+        return self._history.begin(await self._in_environment(self._session.start(task, self._order.seed)))
 
     async def _go_on(self, world: World) -> None:
         lease = self._order.lease
         task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index))
         await self._in_environment(self._session.restore(task, self._order.seed, world.state))
-        self._messages, self._tools = list(world.messages), world.tools
-        self._num_calls, self._num_parse_errors = world.num_calls, world.num_parse_errors
-        self._consecutive_parse_errors, self._turn_rewards = world.consecutive_parse_errors, world.turn_rewards
-        world.rebuild(self._ledger, self._record)
+        self._history.go_on(world, self._record)
         self._record.clear()
         self._num_acted = self._kept_turn = world.turn
-
-    def _render(self) -> list[int]:
-        with _wording():
-            return self._setting.codec.render(self._messages, self._tools)
 
     async def _sample_turn(self) -> StopReason | None:
         """Samples until the policy ends its turn, in chunks; the reason to stop if it cannot."""
@@ -181,30 +151,32 @@ class Attempt:
         counters.add("tokens/sampled", len(sampled.output_ids))
         self._num_sampled_here += len(sampled.output_ids)
         with self._setting.spans.span("store", **{"gspo.tokens": len(sampled.output_ids)}):
-            await self._setting.outbox.append(self._ledger.record(sampled), self._note())
+            await self._setting.outbox.append(self._ledger.record(sampled, timings.take()), self._note())
         counters.add_s("time/store_s", store_s := clock() - answered)
         timings.store_s += store_s
 
     def _note(self) -> str:
         ledger = self._ledger
         return self._timings.note(
-            turn=len(ledger.turns) - 1, tool_calls=self._num_calls, tokens_sampled=ledger.num_sampled
+            turn=len(ledger.turns) - 1, tool_calls=self._tally.num_calls, tokens_sampled=ledger.num_sampled
         )
 
     async def _act(self) -> StopReason | None:
         """Gives the finished turn to the environment and reads what it answers."""
-        parsed = self._setting.codec.parse(self._ledger.turns[-1].sampled, self._tools)
-        stop = self._judge(parsed)
+        parsed = self._history.parse()
+        stop = self._tally.judge(parsed, self._order.limits)
+        for call in parsed.calls if parsed.complete else ():
+            self._setting.counters.add(f"calls/{call.status}")
         if stop is not None:
             return stop
         self._num_acted += 1
         observation = await self._in_environment(self._session.act(parsed))
-        self._turn_rewards += observation.reward or 0.0
+        self._tally.turn_rewards += observation.reward or 0.0
         if observation.done:
             return observation.stop_reason
-        if len(self._ledger.turns) >= self._order.limits.max_turns:
+        if self._history.num_turns >= self._order.limits.max_turns:
             return StopReason.MAX_TURNS
-        stop = self._read(observation.messages)
+        stop = self._history.read(parsed, observation.messages)
         if stop is None and not self._record:
             await self._keep_world()
         return stop
@@ -216,19 +188,16 @@ class Attempt:
         state = await self._in_environment(self._session.snapshot())
         if state is None:
             return
-        setting, ledger, key = self._setting, self._ledger, self._order.key
-        turn = len(ledger.turns) - 1
+        setting, ledger, history, key = self._setting, self._ledger, self._history, self._order.key
+        turn = history.num_turns - 1
         try:
             data = World(
                 turn=turn,
                 branch=ledger.num_forks,
                 observed=list(ledger.turns[-1].observed),
-                messages=[dict(message) for message in self._messages],
-                tools=[dict(tool) for tool in self._tools],
-                num_calls=self._num_calls,
-                num_parse_errors=self._num_parse_errors,
-                consecutive_parse_errors=self._consecutive_parse_errors,
-                turn_rewards=self._turn_rewards,
+                messages=[dict(message) for message in history.messages],
+                tools=[dict(tool) for tool in history.tools],
+                tally=self._tally,
                 state=state,
             ).encode()
         except WorldNotKept:
@@ -238,39 +207,6 @@ class Attempt:
         await setting.patience.keep_trying(setting.records.save_snapshot, key, setting.token, snapshot)
         self._kept_turn = turn
 
-    def _judge(self, parsed: ParsedTurn) -> StopReason | None:
-        """What this turn breaks by itself, before anything acts on it: its structure, or a limit."""
-        if not parsed.complete:
-            return StopReason.PARSE_ERROR
-        self._num_calls += len(parsed.calls)
-        for call in parsed.calls:
-            self._setting.counters.add(f"calls/{call.status}")
-        self._num_parse_errors += parsed.has_parse_error
-        self._consecutive_parse_errors = self._consecutive_parse_errors + 1 if parsed.has_parse_error else 0
-        if self._consecutive_parse_errors > self._order.limits.on_parse_error.feedback:
-            return StopReason.PARSE_ERROR
-        return StopReason.MAX_TOOL_CALLS if self._num_calls > self._order.limits.max_tool_calls else None
-
-    def _read(self, messages: Sequence[Message]) -> StopReason | None:
-        """Opens the next turn with ``messages``, on a new branch where they cannot be added to what was sampled."""
-        codec, ledger = self._setting.codec, self._ledger
-        sampled = ledger.turns[-1].sampled
-        with _wording():
-            bridge = codec.bridge(ledger.context, sampled, messages, history=self._messages, tools=self._tools)
-        self._messages += [codec.message(sampled, self._tools), *messages]
-        if isinstance(bridge, ForkReason):
-            self._setting.counters.add("drift/forks")
-            self._setting.counters.add(f"drift/forks_{bridge}")
-            token_ids = self._render()
-            num_tokens, read = len(token_ids), ledger.fork
-        else:
-            token_ids = bridge
-            num_tokens, read = ledger.num_tokens + len(token_ids), ledger.observe
-        if num_tokens >= self._order.max_context_tokens:
-            return StopReason.CONTEXT_OVERFLOW
-        read(token_ids)
-        return None
-
     async def _conclude(self, stop: StopReason) -> Outcome:
         reward, parts = await self._score(stop)
         try:
@@ -278,30 +214,20 @@ class Attempt:
         except InvalidValue as error:
             raise EnvironmentFailed("score", str(error)) from error
 
-    async def _score(self, stop: StopReason) -> tuple[float, dict[str, float]]:
-        if stop in TRUNCATED and self._order.limits.on_truncation == "zero":
-            return 0.0, {}
-        if stop in PROVOKED:
-            return self._order.broken_reward, {}
+    async def _score(self, stop: StopReason) -> tuple[float, Mapping[str, float]]:
+        known = without_asking(self._order, stop)
+        if known is not None:
+            return known, {}
         reward, parts = await self._in_environment(self._session.score())
-        reward += self._turn_rewards
-        cost = self._cost_of_length()
-        return (reward - cost, {**parts, "overlong": -cost}) if cost else (reward, parts)
-
-    def _cost_of_length(self) -> float:
-        limits = self._order.limits
-        if limits.overlong_tokens is None or self._order.lease.split is not Split.TRAIN:
-            return 0.0
-        over = self._ledger.num_sampled - (limits.max_episode_tokens - limits.overlong_tokens)
-        return min(1.0, max(0.0, over / limits.overlong_tokens))
+        return with_length(self._order, reward + self._tally.turn_rewards, parts, self._ledger.num_sampled)
 
     def _metrics(self) -> dict[str, float]:
         ledger = self._ledger
         author = {name: value for name, value in self._session.metrics.items() if math.isfinite(value)}
         return author | {
-            "turns": len(ledger.turns),
-            "tool_calls": self._num_calls,
-            "parse_errors": self._num_parse_errors,
+            "turns": self._history.num_turns,
+            "tool_calls": self._tally.num_calls,
+            "parse_errors": self._tally.num_parse_errors,
             "forks": ledger.num_forks,
             "tokens_sampled": ledger.num_sampled,
             "versions": len(ledger.versions),
@@ -319,12 +245,3 @@ class Attempt:
             env_s = self._setting.clock() - started
             self._timings.env_s += env_s
             self._setting.counters.add_s("time/env_s", env_s)
-
-
-@contextlib.contextmanager
-def _wording() -> Iterator[None]:
-    """The model's chat format may have no words for what an environment shows."""
-    try:
-        yield
-    except ValueError as error:
-        raise EnvironmentFailed("prompt", str(error)) from error

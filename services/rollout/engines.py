@@ -49,6 +49,8 @@ class Engine:
     """What its owner says; empty when nobody does."""
     holder: str | None = None
     """The job that it is bound to, where that is known."""
+    draining: bool = False
+    """It gets no new requests; those that it has go on to their end."""
     in_flight: set[asyncio.Task[Generation]] = field(default_factory=set)
     """Requests of this worker."""
     num_waiting: int = 0
@@ -83,7 +85,8 @@ class Engine:
         return self.num_requests + self.num_promised + self.num_wanted
 
     def serves(self, job: str) -> bool:
-        return self.job == job and self.holder in (None, job) and self.state not in _UNUSABLE
+        is_ours = self.job == job and self.holder in (None, job)
+        return is_ours and not self.draining and self.state not in _UNUSABLE
 
     def abandon(self) -> None:
         """It left the table or fell silent: who waits for its answer asks elsewhere."""
@@ -135,6 +138,10 @@ class EngineTable:
         self._engines: dict[str, Engine] = {}
         self._asked_load_at = -LOAD_S
 
+    def num_requests(self) -> dict[str, int]:
+        """Of this worker, by engine."""
+        return {url: engine.num_requests for url, engine in sorted(self._engines.items())}
+
     async def watch(self) -> None:
         """Until cancelled."""
         while True:
@@ -169,6 +176,7 @@ class EngineTable:
             self._engines[url] = Engine(url, self._connect(url), last_answer=self._clock(), limit=self._make_limit())
         for record in records:
             if engine := self._engines.get(str(record.get("url"))):
+                engine.draining = bool(record.get("draining"))
                 self._hear(engine, str(record.get("state") or ""), record.get("job"))
 
     def _hear(self, engine: Engine, state: str, holder: str | None) -> None:
@@ -307,7 +315,8 @@ class JobEngines:
                 try:
                     generation = await _answer_of(engine, request)
                 finally:
-                    self._serve_queue()
+                    if self._queue:
+                        self._serve_queue()
                 if generation is not None and generation.output_ids:
                     return self._checked(generation, engine, key, held_s=asked - started)
                 self._counters.add("engine/no_answers")
@@ -322,6 +331,8 @@ class JobEngines:
 
     async def _choose(self, prefer_engine: str) -> Engine:
         """Waits for an engine with room, behind those who came before."""
+        if not self._queue and (free := self._free_engine(prefer_engine)):
+            return free
         turn = _Turn(prefer_engine, asyncio.get_running_loop().create_future())
         self._queue.append(turn)
         self._serve_queue()
@@ -337,6 +348,13 @@ class JobEngines:
             raise Drained(f"{self._job}: no engine came before the worker left")
         engine.num_promised -= 1
         return engine
+
+    def _free_engine(self, prefer_engine: str) -> Engine | None:
+        """For who need not wait."""
+        engines = self.usable()
+        for engine in engines:
+            engine.num_wanted = 0
+        return self._engine_for(prefer_engine, engines) if any(engine.has_room for engine in engines) else None
 
     def _serve_queue(self) -> None:
         """Gives what room there is to those who wait, first come first served."""

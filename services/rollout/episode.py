@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.env import EnvironmentFailed
-from gspo_core.types import Outcome, Segment, StopReason
+from gspo_core.types import Outcome, Segment, Spent, StopReason
+from services.bus import Snapshot
 from services.hosted import HostedSession, SessionLost
 from services.refusals import Conflict, Refused
 from services.rollout.attempt import Attempt
 from services.rollout.ledger import Ledger, LedgerConflict
+from services.rollout.outbox import to_append
 from services.rollout.policy import Drained, Interrupted
 from services.rollout.setting import Order, Setting
 from services.rollout.timings import Timings
@@ -57,8 +59,8 @@ class Episode:
             try:
                 async with self._order.quarantine.entry(self._setting.leaving):
                     with self._setting.spans.trace("episode", str(self._order.key), **self._described()):
-                        outcome = await self._play(ledger, past)
-                await self._setting.outbox.append([ledger.close(outcome)])
+                        outcome, spent = await self._play(ledger, past)
+                await self._setting.outbox.append([ledger.close(outcome, spent=spent)])
             except (EnvironmentFailed, LedgerConflict, Conflict, SegmentRejected) as failure:
                 is_charged = self._is_charged(failure, past)
                 past = await self._restart(max(ledger.num_sampled, _num_sampled(past.record)))
@@ -90,7 +92,8 @@ class Episode:
         self._log.warning("attempt failed", number=self._num_failures, phase=phase, error=str(failure))
         return is_charged
 
-    async def _play(self, ledger: Ledger, past: Past) -> Outcome:
+    async def _play(self, ledger: Ledger, past: Past) -> tuple[Outcome, Spent]:
+        """How it ended, and what went by since its last tokens."""
         order, setting = self._order, self._setting
         timings = Timings.from_note(past.note)
         session = order.environment.session(limits=order.limits, episode_id=str(order.key))
@@ -101,7 +104,7 @@ class Episode:
                 setting.counters.add_s("time/queue_s", waited_s := setting.clock() - asked)
                 timings.queue_s += waited_s
             attempt = Attempt(setting, order, session, ledger, past.record, world=past.world, timings=timings)
-            return await attempt.play()
+            return await attempt.play(), timings.take()
         except (Drained, Interrupted, Refused, LedgerConflict, SegmentRejected, EnvironmentFailed):
             raise
         except asyncio.CancelledError:
@@ -126,30 +129,47 @@ class Episode:
             self._log.warning("cannot be resumed", error=str(error))
             return await self._restart(0)
         stop_ids = setting.codec.stop_ids
-        world = await self._kept_world() if environment.has_snapshot else None
+        snapshot = await self._snapshot() if environment.has_snapshot else None
+        world = World.decode(snapshot.data) if snapshot is not None else None
         if world is not None and not world.stands_at(record, stop_ids):
             setting.counters.add("worlds/too_old")
+            if snapshot is not None and not environment.replayable:
+                return await self._rewind(record, snapshot.num_segments, world)
             world = None
         # Before the environment has acted, its start may be repeated: a new attempt would do nothing else.
         if world is None and num_finished_turns(record, stop_ids) and not environment.replayable:
             setting.counters.add("episodes/restarted")
             return await self._restart(_num_sampled(record))
-        setting.counters.add("episodes/resumed")
-        setting.counters.add("episodes/resumed_from_a_world", world is not None)
-        setting.counters.add("tokens/resumed", _num_sampled(record))
+        return self._gone_on_from(record, world)
+
+    def _gone_on_from(self, record: Sequence[Segment], world: World | None) -> Past:
+        counters = self._setting.counters
+        counters.add("episodes/resumed")
+        counters.add("episodes/resumed_from_a_world", world is not None)
+        counters.add("tokens/resumed", _num_sampled(record))
         return Past(record, world, self._order.lease.note)
 
-    async def _kept_world(self) -> World | None:
+    async def _snapshot(self) -> Snapshot | None:
         records, key = self._setting.records, self._order.key
         kept = await self._setting.patience.keep_trying(records.read_snapshot, key)
-        return World.decode(kept.data) if kept is not None and kept.attempt == self._attempt else None
+        return kept if kept is not None and kept.attempt == self._attempt else None
 
-    async def _restart(self, num_sampled: int) -> Past:
-        """A new attempt; ``num_sampled`` tokens of the old one will be sampled again."""
+    async def _rewind(self, record: Sequence[Segment], num_kept: int, world: World) -> Past:
+        """A new attempt that begins where the world stands: what was sampled since may have been acted on or not."""
+        if not world.stands_at(record[:num_kept], self._setting.codec.stop_ids):
+            return await self._restart(_num_sampled(record))
+        self._setting.counters.add("episodes/rewound")
+        kept = [replace(segment, attempt=self._attempt + 1) for segment in record[:num_kept]]
+        await self._restart(_num_sampled(record[num_kept:]), kept)
+        return self._gone_on_from(kept, world)
+
+    async def _restart(self, num_sampled: int, kept: Sequence[Segment] = ()) -> Past:
+        """A new attempt, which begins with ``kept``; ``num_sampled`` tokens of the old one will be sampled again."""
         self._attempt += 1
-        setting = self._setting
+        setting, key = self._setting, self._order.key
         setting.counters.add("tokens/thrown_away", num_sampled)
-        await setting.patience.keep_trying(setting.records.restart, self._order.key, setting.token, self._attempt)
+        again = [to_append(segment, self._order.lease.note) for segment in kept]
+        await setting.patience.keep_trying(setting.records.restart, key, setting.token, self._attempt, again)
         return Past()
 
     async def _give_up(self) -> StopReason:

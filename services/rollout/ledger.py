@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment
+from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent
 from services.rollout.policy import Sampled, VersionSpan
 from services.token_ids import TokenIds
 
@@ -93,11 +93,15 @@ class Ledger:
         self._token_ids, self._last_prompt, self._num_sealed = TokenIds(), (0, 0), 0
         self.observe(token_ids)
 
-    def record(self, sampled: Sampled) -> list[Segment]:
-        """Adds sampled tokens to the open turn; returns the segments that hold them, one per version."""
+    def record(self, sampled: Sampled, spent: Spent | None = None) -> list[Segment]:
+        """Adds sampled tokens to the open turn; returns the segments that hold them, one per version.
+
+        The first of them carries the time that was ``spent``.
+        """
         if not self.turns:
             raise LedgerConflict(f"{self.key}: nothing can be sampled before the first prompt")
-        return [self._cut(sampled, span) for span in sampled.spans if span.end > span.start]
+        spans = [span for span in sampled.spans if span.end > span.start]
+        return [self._cut(sampled, span, None if place else spent) for place, span in enumerate(spans)]
 
     def restore(self, segment: Segment) -> None:
         """Adds a segment that is durable already; what it says was read must be what was just observed again."""
@@ -112,47 +116,47 @@ class Ledger:
         self._sample(token_ids[num_observed:], segment.version, segment.engine_id)
         self.num_segments += 1
 
-    def close(self, outcome: Outcome, *, version: int = 0) -> Segment:
+    def close(self, outcome: Outcome, *, version: int = 0, spent: Spent | None = None) -> Segment:
         """The last segment. ``version`` counts only when nothing was ever sampled."""
-        observed = self._token_ids[self._num_sealed :]
         return self._seal(
-            observed,
-            action_mask=np.zeros(len(observed), dtype=np.bool_),
-            logprobs=np.zeros(len(observed), dtype=np.float32),
+            (),
             version=version if self._last_version is None else self._last_version,
             engine_id=self.last_engine,
             outcome=outcome,
+            spent=spent,
         )
 
-    def _cut(self, sampled: Sampled, span: VersionSpan) -> Segment:
-        action_ids = list(sampled.output_ids[span.start : span.end])
-        observed = self._token_ids[self._num_sealed :]
-        action_mask = np.zeros(len(observed) + len(action_ids), dtype=np.bool_)
-        action_mask[len(observed) :] = True
-        logprobs = np.zeros(len(action_mask), dtype=np.float32)
-        logprobs[len(observed) :] = sampled.logprobs[span.start : span.end]
-        segment = self._seal(
-            observed + action_ids,
-            action_mask=action_mask,
-            logprobs=logprobs,
+    def _cut(self, sampled: Sampled, span: VersionSpan, spent: Spent | None) -> Segment:
+        num_sealed = self._num_sealed
+        self._sample(sampled.output_ids[span.start : span.end], span.version, sampled.engine_id)
+        self._num_sealed = num_sealed
+        return self._seal(
+            sampled.logprobs[span.start : span.end],
             version=span.version,
             engine_id=sampled.engine_id,
             cache_mode=sampled.cache_mode,
+            spent=spent,
         )
-        self._sample(action_ids, span.version, sampled.engine_id)
-        return segment
 
     def _seal(
         self,
-        token_ids: list[int],
+        logprobs: Sequence[float],
         *,
-        action_mask: np.ndarray[tuple[int], np.dtype[np.bool_]],
-        logprobs: np.ndarray[tuple[int], np.dtype[np.float32]],
         version: int,
         engine_id: str,
         cache_mode: CacheMode = CacheMode.FRESH,
         outcome: Outcome | None = None,
+        spent: Spent | None = None,
     ) -> Segment:
+        """What no segment holds yet; ``logprobs`` are those of its last tokens, which were sampled."""
+        token_ids = self._token_ids.since(self._num_sealed)
+        num_observed = len(token_ids) - len(logprobs)
+        action_mask = np.zeros(len(token_ids), dtype=np.bool_)
+        action_mask[num_observed:] = True
+        behavior_logprobs = np.zeros(len(token_ids), dtype=np.float32)
+        behavior_logprobs[num_observed:] = logprobs
+        # So that the segment need not copy them.
+        action_mask.flags.writeable = behavior_logprobs.flags.writeable = False
         segment = Segment(
             key=self.key,
             attempt=self.attempt,
@@ -162,17 +166,18 @@ class Ledger:
             version=version,
             temperature=self.temperature,
             engine_id=engine_id,
-            token_ids=np.asarray(token_ids, dtype=np.int32),
+            token_ids=token_ids,
             action_mask=action_mask,
-            behavior_logprobs=logprobs,
+            behavior_logprobs=behavior_logprobs,
             cache_mode=cache_mode,
             outcome=outcome,
+            spent=spent,
         )
         self.num_segments += 1
         self._num_sealed = len(self._token_ids)
         return segment
 
-    def _sample(self, action_ids: list[int], version: int, engine_id: str) -> None:
+    def _sample(self, action_ids: Sequence[int], version: int, engine_id: str) -> None:
         self._token_ids.extend(action_ids)
         self.turns[-1].sampled.extend(action_ids)
         self._num_sealed = len(self._token_ids)

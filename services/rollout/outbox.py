@@ -1,7 +1,9 @@
 """How segments become durable: the appends of many episodes leave together in few atomic calls.
 
 Rule: ``append`` returns only when the segments are stored, and a failure of one episode is that episode's alone.
-Whoever finds the line free sends everything that waits, the others' too, so there is no task of its own to lose.
+One of those who wait sends everything that waits, the others' too, so there is no task of its own to lose; all whose
+segments went are woken at once, since a busy loop has no time to spare for each in turn.
+Calls follow each other at a distance, in which others can join: a call costs as much as ten segments in it.
 Sending the same append again is harmless, hence a broken connection is answered by sending again.
 """
 
@@ -20,6 +22,8 @@ from services.rollout.patience import Patience
 
 # One call blocks the server while it runs; several short ones let others in between.
 MAX_CALL_BYTES = 4 * 1024 * 1024
+# From the end of one call to the beginning of the next. Who appends seldom never waits.
+DISTANCE_S = 0.02
 
 
 class Appends(Protocol):
@@ -33,7 +37,11 @@ class _Parcel:
     """The segments of one call of ``append``; they are stored together or not at all."""
 
     appends: list[Append]
+    called: asyncio.Future[None]
+    """Done when it is settled, or when it is its turn to send for all."""
     settled: bool = False
+    abandoned: bool = False
+    """Nobody waits for it any more."""
     failure: Refused | None = None
 
     @property
@@ -50,7 +58,8 @@ class Outbox:
         self._token = token
         self._patience = patience
         self._waiting: list[_Parcel] = []
-        self._line = asyncio.Lock()
+        self._sender: _Parcel | None = None
+        self._next_call = 0.0
 
     async def append(self, segments: Sequence[Segment], note: str = "") -> None:
         """Returns when ``segments`` of one episode are durable; raises ``Refused`` if they cannot be.
@@ -59,13 +68,32 @@ class Outbox:
         """
         if not segments:
             return
-        parcel = _Parcel([_to_append(segment, note) for segment in segments])
+        called = asyncio.get_running_loop().create_future()
+        parcel = _Parcel([to_append(segment, note) for segment in segments], called)
         self._waiting.append(parcel)
-        async with self._line:
+        if self._sender is None:
+            self._sender = parcel
+            called.set_result(None)
+        try:
+            await called
             while not parcel.settled:
+                await self._keep_distance()
                 await self._send_some()
+        finally:
+            parcel.abandoned = True
+            if self._sender is parcel:
+                self._hand_over()
         if parcel.failure is not None:
             raise parcel.failure
+
+    def _hand_over(self) -> None:
+        self._sender = next((one for one in self._waiting if not one.abandoned), None)
+        if self._sender is not None and not self._sender.called.done():
+            self._sender.called.set_result(None)
+
+    async def _keep_distance(self) -> None:
+        if (wait_s := self._next_call - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(wait_s)
 
     async def _send_some(self) -> None:
         parcels = self._next_parcels()
@@ -76,6 +104,7 @@ class Outbox:
                 self._settle([parcel], await self._send([parcel]))
         else:
             self._settle(parcels, failure)
+        self._next_call = asyncio.get_running_loop().time() + DISTANCE_S
 
     def _next_parcels(self) -> list[_Parcel]:
         parcels: list[_Parcel] = []
@@ -98,9 +127,13 @@ class Outbox:
     def _settle(self, parcels: Sequence[_Parcel], failure: Refused | None) -> None:
         for parcel in parcels:
             parcel.settled, parcel.failure = True, failure
-            self._waiting.remove(parcel)
+            if not parcel.called.done():
+                parcel.called.set_result(None)
+        gone = set(map(id, parcels))
+        self._waiting = [parcel for parcel in self._waiting if id(parcel) not in gone]
 
 
-def _to_append(segment: Segment, note: str) -> Append:
+def to_append(segment: Segment, note: str) -> Append:
+    """As the queue takes it."""
     version = segment.version if segment.num_actions else None
     return Append(segment.key, segment.attempt, segment.index, encode(segment), segment.is_final, version, note)

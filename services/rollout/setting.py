@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from gspo_core.chat import ChatCodec
 from gspo_core.env import Environment
 from gspo_core.spec import EpisodeLimits, JobSpec
 from gspo_core.types import EpisodeKey, Split
-from services.bus import EpisodeLease, Snapshot
+from services.bus import Append, EpisodeLease, Snapshot
 from services.rollout.counters import Counters
 from services.rollout.outbox import Outbox
 from services.rollout.patience import Patience
@@ -30,7 +30,7 @@ class EpisodeRecords(Protocol):
 
     async def read_episode(self, key: EpisodeKey) -> list[bytes]: ...
 
-    async def restart(self, key: EpisodeKey, token: str, attempt: int) -> None: ...
+    async def restart(self, key: EpisodeKey, token: str, attempt: int, kept: Sequence[Append] = ()) -> None: ...
 
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None: ...
 

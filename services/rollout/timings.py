@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
 from typing import Self
+
+from gspo_core.types import Spent
+
+_NAMES = ("engine_s", "env_s", "queue_s", "store_s")
 
 
 @dataclass(slots=True)
@@ -21,6 +25,18 @@ class Timings:
     queue_s: float = 0.0
     """No engine could take the request, or the environment had no free place. No time of the episode."""
     store_s: float = 0.0
+    _told: Spent = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._told = self._now()
+
+    def _now(self) -> Spent:
+        return Spent(self.engine_s, self.env_s, self.queue_s)
+
+    def take(self) -> Spent:
+        """What went by since the last call, to the millisecond: it travels with the segment that is cut now."""
+        before, self._told = self._told, self._now()
+        return Spent(*(round(max(0.0, now - then), 3) for now, then in zip(self._told, before, strict=True)))
 
     @property
     def own_s(self) -> float:
@@ -29,7 +45,7 @@ class Timings:
 
     def note(self, **progress: int) -> str:
         """``progress`` and times as one line, for whoever looks at the queue."""
-        return json.dumps(progress | {name: round(value, 3) for name, value in asdict(self).items()})
+        return json.dumps(progress | {name: round(getattr(self, name), 3) for name in _NAMES})
 
     @classmethod
     def from_note(cls, note: str) -> Self:
@@ -38,9 +54,8 @@ class Timings:
             found = json.loads(note) if note else {}
         except ValueError:
             found = {}
-        known = {field.name for field in fields(cls)}
         given = found.items() if isinstance(found, dict) else ()
-        return cls(**{name: float(value) for name, value in given if name in known and _is_time(value)})
+        return cls(**{name: float(value) for name, value in given if name in _NAMES and _is_time(value)})
 
 
 def _is_time(value: object) -> bool:

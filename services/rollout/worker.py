@@ -84,6 +84,7 @@ class Worker:
         self._jobs: dict[str, JobRollout] = {}
         self._leaving: dict[str, asyncio.Event] = {}
         """Every job that is being served, also while it is loading."""
+        self._is_draining = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when ``stop`` is set and every episode is finished or handed back."""
@@ -142,7 +143,9 @@ class Worker:
                     for job in self._leaving.keys() - running:
                         self._leaving[job].set()
                     await asyncio.wait({stopping}, timeout=JOBS_POLL_S)
+                self._is_draining = True
                 self._leave_all()
+                await self._report_once()
         finally:
             self._leave_all()
             stopping.cancel()
@@ -264,10 +267,12 @@ class Worker:
             "kind": "rollout",
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "draining": self._is_draining,
             "jobs": sorted(self._jobs),
             "num_episodes": self._num_episodes(),
             "max_episodes": self._config.max_episodes,
             "environment_capacity": {job: rollout.capacity for job, rollout in self._jobs.items()},
+            "engine_requests": self._table.num_requests(),
             "ill_environments": {job: ill for job, one in self._jobs.items() if (ill := one.ill_environments)},
             "counters": self.counters.snapshot(),
         }

@@ -1,8 +1,9 @@
 """A world as it stands between two turns, to be kept beside the segments of its episode and gone on from elsewhere.
 
-Rule: a world is gone on from only if it holds every action that the segments hold. One that is older would have to act
-again, and nobody knows whether it had acted already: then the episode starts again, or is replayed where the
-environment declares that harmless.
+Rule: a world is gone on from in the same attempt only if it holds every action that the segments hold. One that is
+older would have to act again, and nobody knows whether it had acted already: then a new attempt begins where the world
+stands, and what was sampled since is sampled anew; or the episode is replayed where the environment declares that
+harmless.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from gspo_core.types import Segment
 from services.rollout.ledger import Ledger
+from services.rollout.tally import Tally
 
 # One call with a larger value would hold up everybody else's.
 MAX_WORLD_BYTES = 1024 * 1024
@@ -33,10 +35,7 @@ class World(msgspec.Struct, frozen=True):
     """What that turn begins with."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    num_calls: int
-    num_parse_errors: int
-    consecutive_parse_errors: int
-    turn_rewards: float
+    tally: Tally
     state: bytes
     """Of the environment."""
 

@@ -1,13 +1,17 @@
-"""``python -m services.trainer``: the one place that builds the real parts of a trainer."""
+"""``python -m services.trainer``: the one place that builds the real parts of a trainer.
+
+Under torchrun the first rank is the trainer; the others hold their parts of the learner and follow it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import os
+import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +22,24 @@ from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from services.batch_log import BatchLog
 from services.bus import Bus
+from services.drains import Drains
 from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, open_http
 from services.health import Health
 from services.process import run_until_signalled
+from services.process_group import in_own_thread
 from services.redis_server import connect, warn_if_weaker
 from services.settings import Settings, load_settings
 from services.store import Claim, Store
-from services.telemetry import configure_logging
+from services.telemetry import configure_logging, get_logger
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
+from services.trainer.follower import FirstRankLost, Follower
+from services.trainer.followers import Followers, RanksLost
 from services.trainer.intake import Intake
+from services.trainer.rank_calls import LINES
+from services.trainer.rank_lines import Place, meet
+from services.trainer.ranked_learner import RankedLearner
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
 from services.trainer.tuning import learner_config
@@ -38,15 +49,52 @@ from services.trainer.worker import TrainerWorker
 from services.weights import WeightStore
 
 
-async def main(stop: asyncio.Event) -> None:
+async def lead(place: Place, stop: asyncio.Event) -> None:
+    """The first rank, or the only one."""
+    settings = _prepared()
+    if place.num_ranks == 1:
+        await train(settings, stop, place, None)
+        return
+    meeting = asyncio.ensure_future(in_own_thread(lambda: meet(place, LINES)))
+    leaving = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({meeting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
+    if not meeting.done():
+        meeting.cancel()
+        return
+    followers = Followers(meeting.result())
+    await in_own_thread(lambda: followers.look(settings.data_dir))
+    get_logger().info("all ranks are here", num_ranks=place.num_ranks)
+    await train(settings, stop, place, followers)
+    await in_own_thread(followers.end)
+
+
+async def follow(place: Place) -> None:
+    """Another rank. Once they have met it leaves with the first one, which alone knows when nothing is lost by it:
+    signals are not for it."""
+    settings = _prepared()
+    lines = await in_own_thread(lambda: meet(place, LINES))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, get_logger().info, "left to the first rank")
+    # One probe looks at one file on each machine.
+    async with Health(settings.health_file if place.local_rank == 0 else None, asyncio.Event()) as health:
+        health.is_ready = True
+        await in_own_thread(Follower(lines, place).follow)
+
+
+def _prepared() -> Settings:
     settings = load_settings()
     configure_logging("trainer", level=settings.log_level, log_format=settings.log_format)
+    # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
+    torch.set_num_interop_threads(1)
+    return settings
+
+
+async def train(settings: Settings, stop: asyncio.Event, place: Place, followers: Followers | None) -> None:
     if settings.redis_url is None:
         raise SystemExit("GSPO_REDIS_URL is not set: a trainer needs the Redis of its installation")
     if settings.wandb_project is not None:
         require_wandb()
-    # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
-    torch.set_num_interop_threads(1)
     async with connect(settings.redis_url) as redis, open_http() as http:
         bus = Bus(redis, lease_s=settings.lease_s)
         store = Store(
@@ -54,26 +102,44 @@ async def main(stop: asyncio.Event) -> None:
             lease_s=settings.lease_s,
             max_attempts=settings.max_attempts,
             jobs_dir=settings.data_dir / "jobs",
+            waits_for_room=True,
         )
         await bus.load_functions()
         await warn_if_weaker(redis)
         await store.rebuild()
 
-        begin = functools.partial(make_run, settings, bus, store, http)
+        begin = partial(make_run, settings, bus, store, http, place, followers)
         name = f"trainer-{socket.gethostname()}-{os.getpid()}"
         beats = EngineBeats(store, [EngineClient(url, http) for url in settings.engine_urls], lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
+        leaving = asyncio.Event()
+        asking = asyncio.create_task(Drains(redis).wait(name, leaving), name="drain")
         try:
-            worker = TrainerWorker(store, name, begin, lease_s=settings.lease_s, capabilities=capabilities())
+            worker = TrainerWorker(
+                store,
+                name,
+                begin,
+                lease_s=settings.lease_s,
+                capabilities=capabilities() | {"num_ranks": place.num_ranks},
+                check=followers.check if followers is not None else lambda: None,
+            )
             async with Health(settings.health_file, stop) as health:
                 health.is_ready = True
-                await worker.run(stop)
+                await worker.run(stop, leaving)
         finally:
             beating.cancel()
+            asking.cancel()
 
 
 def make_run(
-    settings: Settings, bus: Bus, store: Store, http: httpx.AsyncClient, claim: Claim, spec: JobSpec
+    settings: Settings,
+    bus: Bus,
+    store: Store,
+    http: httpx.AsyncClient,
+    place: Place,
+    followers: Followers | None,
+    claim: Claim,
+    spec: JobSpec,
 ) -> JobRun:
     """An attempt at a claimed job, with what it needs of this process."""
     job_dir = settings.data_dir / "jobs" / claim.job_id
@@ -105,7 +171,9 @@ def make_run(
         budget_bytes=settings.redis_bytes_per_job,
         listeners=listeners(settings, job_dir, spec),
     )
-    return JobRun(claim, spec, services, lambda: make_learner(spec))
+    if followers is None:
+        return JobRun(claim, spec, services, lambda: make_learner(spec))
+    return JobRun(claim, spec, services, lambda: make_ranked_learner(spec, place, followers))
 
 
 def capabilities() -> dict[str, Any]:
@@ -137,6 +205,18 @@ def make_learner(spec: JobSpec) -> Learner:
     )
 
 
+def make_ranked_learner(spec: JobSpec, place: Place, followers: Followers) -> RankedLearner:
+    return RankedLearner(
+        followers,
+        place,
+        Path(spec.model),
+        learner_config(spec),
+        spec.training_objective,
+        seed=spec.seed,
+        device=device_for(spec),
+    )
+
+
 def make_transport(spec: JobSpec) -> WeightTransport:
     return ThroughGroup(device=device_for(spec)) if spec.rollout.weight_transport == "group" else FromDisk()
 
@@ -148,7 +228,19 @@ def device_for(spec: JobSpec) -> str:
     return "cuda" if has_gpu and wanted != "cpu" else "cpu"
 
 
-if __name__ == "__main__":
+def run() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description="Trains jobs, one at a time.")
     parser.add_argument("--grace-s", type=float, default=30.0, help="time to end a step when asked to leave")
-    sys.exit(run_until_signalled(main, grace_s=parser.parse_args().grace_s))
+    grace_s, place = parser.parse_args().grace_s, Place.of_this_process()
+    try:
+        if place.is_first:
+            return run_until_signalled(partial(lead, place), grace_s=grace_s)
+        asyncio.run(follow(place))
+        return 0
+    except (RanksLost, FirstRankLost) as error:
+        get_logger().error("this process ends, for all to be started again", rank=place.rank, message=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run())

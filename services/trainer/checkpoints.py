@@ -73,6 +73,10 @@ class CheckpointStore:
             raise
         flush_directory(self._root)
 
+    def has(self, position: Position) -> bool:
+        """Intact or not."""
+        return self._path(position).exists()
+
     def newest_first(self, skipped: Callable[[Path, str], None] = _log_skipped) -> list[Checkpoint]:
         """Complete checkpoints; whether the tensors of one are intact shows when they are loaded.
 

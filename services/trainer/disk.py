@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from services.room import lacks_room
 from services.telemetry import get_logger
 
 T = TypeVar("T")
 RETRY_S = 2.0
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 Tell = Callable[[str, str], Awaitable[None]]
 """Is given a kind (``disk_full``, ``disk_has_room``) and a message."""
-
-
-def lacks_room(error: BaseException) -> bool:
-    """Whether ``error`` says that the disk is full. Safetensors tells it in the text alone."""
-    if isinstance(error, OSError):
-        return error.errno in _NO_ROOM
-    return any(f"os error {number}" in str(error) for number in _NO_ROOM)
 
 
 class PatientDisk:

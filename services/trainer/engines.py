@@ -2,9 +2,10 @@
 
 Rule: a job holds an engine by a binding that is fenced by its claim; what it says of an engine it says under that
 binding, and other processes route by it. It takes every engine that is free and fits its model, and gives back what
-another job lacks. A version is staged (checked on disk, beside the running engines) before any engine is paused for it,
-and at most half of the engines are paused at a time. How one engine is switched is the business of `engine_switch`, how
-the tensors come to it that of `weight_transport`.
+another job lacks. One that drains gets no further version, and is given back when nothing runs on it. A version is
+staged (checked on disk, beside the running engines) before any engine is paused for it, and at most half of the engines
+are paused at a time. How one engine is switched is the business of `engine_switch`, how the tensors come to it that of
+`weight_transport`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from gspo_core.types import WeightsManifest
 from services.engine_beats import engine_record
-from services.engine_client import EngineClient, EngineError, EngineProfile
+from services.engine_client import EngineClient, EngineError, EngineProfile, EngineUnavailable
 from services.engine_probe import problem_of
 from services.leases import BeatWatch
 from services.store import Store
@@ -80,6 +81,8 @@ class Engines:
         self._unfit: dict[str, str] = {}
         """Why an engine cannot serve this model."""
         self._target: WeightsManifest | None = None
+        self._draining: set[str] = set()
+        """Engines that are to be left alone."""
         self._changed = asyncio.Condition()
         self._told: dict[str, Mapping[str, Any]] = {}
 
@@ -109,11 +112,16 @@ class Engines:
     def _what_is_missing(self, num_engines: int) -> str:
         text = f"{len(self.ready())} of {num_engines} engine(s) hold the weights of this job"
         states = [f"{engine.url} is {engine.state}" for engine in self._bound.values() if engine.reason]
+        states += [f"{url} drains" for url in sorted(self._draining)]
         unfit = [f"{url} does not fit: {problem}" for url, problem in sorted(self._unfit.items())]
         return "; ".join((text, *states, *unfit))
 
     def ready(self) -> list[BoundEngine]:
-        return [engine for engine in self._bound.values() if engine.state is EngineState.READY]
+        return [engine for engine in self._serving() if engine.state is EngineState.READY]
+
+    def _serving(self) -> list[BoundEngine]:
+        """Bound, and to go on."""
+        return [engine for engine in self._bound.values() if engine.url not in self._draining]
 
     def bound(self) -> list[str]:
         """Addresses of the engines that the job holds, whatever their state."""
@@ -188,7 +196,7 @@ class Engines:
         return done
 
     def _outdated(self, target: WeightsManifest) -> list[BoundEngine]:
-        return [engine for engine in self._bound.values() if engine.label != target.label]
+        return [engine for engine in self._serving() if engine.label != target.label]
 
     async def _next_target(self) -> WeightsManifest:
         """What some engine does not hold yet."""
@@ -213,17 +221,30 @@ class Engines:
             elif not is_fine:
                 await self._tell(engine)
         records = await self._store.engines()
-        for url in await self._needs.surplus(records, list(self._bound)):
+        await self._drain({str(record["id"]) for record in records if record.get("draining")})
+        records = [record for record in records if record["id"] not in self._draining]
+        for url in await self._needs.surplus(records, [engine.url for engine in self._serving()]):
             get_logger().info("engine given to a job that has too few", engine=url)
             await self._give_back(url)
         await asyncio.gather(*(self._take(url) for url in await self._free(records)))
         async with self._changed:
             self._changed.notify_all()
 
+    async def _drain(self, draining: set[str]) -> None:
+        """What was draining a round ago, so that all have heard of it, is given back once nothing runs on it."""
+        for url in draining & self._draining & self._bound.keys():
+            if await _is_idle(self._bound[url].client):
+                get_logger().info("engine drained", engine=url)
+                await self._give_back(url)
+        changed, self._draining = draining ^ self._draining, draining
+        for url in changed & self._bound.keys():
+            await self._tell(self._bound[url])
+
     async def _free(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
         """Engines that live and are bound to nobody else, in an order that differs between jobs."""
         known = {str(record["id"]): record for record in records if record.get("url")}
         urls = {*self._static_urls, *(url for url, record in known.items() if self._lives(url, record))}
+        urls -= self._draining
         others = await self._needs.others_lack(known.values())
         free = sorted(url for url in urls - self._bound.keys() if known.get(url, {}).get("job") in (None, self._job))
         return free[: max(0, len(free) - others)] if len(self._bound) >= self._num_wanted else free
@@ -276,8 +297,20 @@ class Engines:
 
     async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> None:
         """What others see of it."""
-        state = "switching" if switching else engine.state.value
+        state = "switching" if switching else "draining" if engine.url in self._draining else engine.state.value
         said = {"state": state, "label": engine.label, "reason": engine.reason, **asdict(engine.costs)}
         if self._told.get(engine.url) != said:
             self._told[engine.url] = said
             await self._store.mark_engine(self._job, self._token, engine.url, said)
+
+
+async def _is_idle(client: EngineClient) -> bool:
+    """One that is gone has nothing to do either; one that does not say is not idle."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            load = await client.load()
+    except EngineUnavailable:
+        return True
+    except (EngineError, TimeoutError):
+        return False
+    return load.num_running + load.num_waiting == 0

@@ -23,6 +23,10 @@ class Lineage:
     """Groups that are trained or dropped, except those below ``low_watermark``, which all are."""
     low_watermark: int = 0
 
+    def become(self, other: Lineage) -> None:
+        """What ``other`` is; whoever shares this one sees it too."""
+        vars(self).update(vars(other))
+
     def settle(self, groups: Iterable[int]) -> None:
         self.settled.update(groups)
         while self.low_watermark in self.settled:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gspo_core.learner import Learner
 from gspo_core.learner import UnknownFormat as UnknownState
 from gspo_core.staleness import Position, in_history
 from services.batch_log import BatchLog, UnknownLogSchema
@@ -19,6 +18,7 @@ from services.telemetry import get_logger
 from services.trainer.checkpoints import CheckpointStore, UnknownFormat
 from services.trainer.failure import JobFailure
 from services.trainer.lineage import Lineage
+from services.trainer.ranked_learner import AnyLearner
 from services.trainer.replay import replay
 from services.trainer.tuning import Tuning
 
@@ -43,13 +43,26 @@ class Recovered:
     remarks: list[Remark] = field(default_factory=list)
 
 
-def recover(learner: Learner, checkpoints: CheckpointStore, log: BatchLog, epoch: int, tuning: Tuning) -> Recovered:
-    """Bring ``learner`` to where the epochs before ``epoch`` have come. Raises JobFailure."""
+def recover(
+    learner: AnyLearner,
+    checkpoints: CheckpointStore,
+    log: BatchLog,
+    epoch: int,
+    tuning: Tuning,
+    *,
+    checkpoint_every: int | None = None,
+) -> Recovered:
+    """Bring ``learner`` to where the epochs before ``epoch`` have come. Raises JobFailure.
+
+    A way of more than ``checkpoint_every`` steps is saved in between, under the names that these steps have: trainers
+    that are lost more often than it takes to go all of it would else begin it for ever.
+    """
     forks = checkpoints.forks()
     found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
     try:
         _load(found, learner, checkpoints, max(forks, default=epoch), forks)
-        found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning)
+        keep = _Keeping(found, learner, checkpoints, checkpoint_every)
+        found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning, keep)
     except (UnknownFormat, UnknownState, UnknownLogSchema) as error:
         raise JobFailure("incompatible_release", str(error)) from error
     if problem:
@@ -57,8 +70,31 @@ def recover(learner: Learner, checkpoints: CheckpointStore, log: BatchLog, epoch
     return found
 
 
+class _Keeping:
+    """Saves on the way. What cannot be saved there is only trained once more."""
+
+    def __init__(self, found: Recovered, learner: AnyLearner, checkpoints: CheckpointStore, every: int | None) -> None:
+        self._found, self._learner, self._checkpoints, self._every = found, learner, checkpoints, every
+        self._saved_step = found.saved.step
+
+    def __call__(self, position: Position) -> None:
+        if self._every is None or position.step - self._saved_step < self._every:
+            return
+        self._saved_step = position.step
+        if self._checkpoints.has(position):
+            return
+        try:
+            self._checkpoints.write(position, self._found.lineage, self._learner.copy_state().write)
+        except Exception as error:
+            get_logger().warning("not saved on the way", step=position.step, error=f"{type(error).__name__}: {error}")
+
+
 def _load(
-    found: Recovered, learner: Learner, checkpoints: CheckpointStore, newest_epoch: int, forks: Mapping[int, Position]
+    found: Recovered,
+    learner: AnyLearner,
+    checkpoints: CheckpointStore,
+    newest_epoch: int,
+    forks: Mapping[int, Position],
 ) -> None:
     def skipped(path: Path, problem: str) -> None:
         _remark(found, "checkpoint_skipped", f"{path.name} is passed over: {problem}")

@@ -6,32 +6,33 @@ held then included, so that the same weights come out and what was published of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.learner import Learner
 from gspo_core.staleness import Position
 from services.batch_log import BatchLog, DamagedBatchLog, LoggedBatch, UnknownLogSchema, batches_after
 from services.telemetry import get_logger
 from services.trainer.lineage import Lineage
+from services.trainer.ranked_learner import AnyLearner
 from services.trainer.sequences import train_sequences
 from services.trainer.tuning import Tuning
 
 
 def replay(
-    learner: Learner,
+    learner: AnyLearner,
     lineage: Lineage,
     start: Position,
     log: BatchLog,
     forks: Mapping[int, Position],
     tuning: Tuning,
+    trained: Callable[[Position], None] = lambda _: None,
 ) -> tuple[Position, str | None]:
     """Train what follows the checkpoint ``start``; returns the last step of the run so far, and what cut it short.
 
     ``forks`` is where each epoch that was begun forked off. A damaged log ends the row: the groups of that step and
-    those after it are owed again. Raises UnknownLogSchema.
+    those after it are owed again. ``trained`` is told of every step. Raises UnknownLogSchema.
     """
     for position in batches_after(start, log.steps(), max(forks, default=start.epoch), forks):
         try:
@@ -42,11 +43,12 @@ def replay(
             return start, str(error)
         train_again(learner, lineage, batch, tuning)
         get_logger().info("step replayed", epoch=position.epoch, step=position.step)
+        trained(position)
         start = position
     return start, None
 
 
-def train_again(learner: Learner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> None:
+def train_again(learner: AnyLearner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> None:
     tuning.recall(learner, batch.extra.get("settings", {}))
     ages: dict[str, int] = batch.extra["staleness"]
 

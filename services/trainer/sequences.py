@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gspo_core.advantage import batch_advantages, branch_weights, token_advantages, turn_advantages
 from gspo_core.batch import TrainSequence
 from gspo_core.objective_config import AdvantageConfig
-from gspo_core.types import Group, Trajectory
+from gspo_core.types import EpisodeKey, Group, Trajectory
 
 # The staleness in steps of tokens, given their versions.
 StalenessOf = Callable[[NDArray[np.int32]], NDArray[np.int32]]
@@ -35,6 +35,18 @@ def train_sequences(
             turns = by_turn[place] if by_turn else [batch.advantages[place]] * trajectory.num_turns
             sequences += _episode_sequences(trajectory, turns, staleness_of)
     return sequences, batch.metrics()
+
+
+def by_episode(
+    groups: Sequence[Group], values: Sequence[NDArray[np.float32]], config: AdvantageConfig
+) -> dict[EpisodeKey, NDArray[np.float32]]:
+    """``values`` of the sampled tokens, one array for each of the groups' ``train_sequences``, episode by episode."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    numbers = [trajectory.key.group for trajectory in trajectories]
+    kept = batch_advantages([trajectory.reward for trajectory in trajectories], numbers, config).kept
+    rest = iter(values)
+    trained = [one for one, is_kept in zip(trajectories, kept, strict=True) if is_kept]
+    return {one.key: np.concatenate([np.zeros(0, np.float32), *(next(rest) for _ in one.branches)]) for one in trained}
 
 
 def _advantages_by_turn(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float]]:
@@ -94,7 +106,15 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
             "reward/max": rewards.max(),
         }
     metrics |= {f"stop/{reason}": count for reason, count in stops.items()}
+    metrics |= _times(trajectories)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _times(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Where the seconds of an episode went on average, among those that have told."""
+    told = [one.outcome.metrics for one in trajectories if "model_s" in one.outcome.metrics]
+    named = {"engine": "model_s", "env": "env_s", "queue": "queue_s"}
+    return {f"time/episode_{to}_s": _mean([one.get(name, 0.0) for one in told]) for to, name in named.items() if told}
 
 
 def staleness_metrics(sequences: Sequence[TrainSequence], cap: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ A job that does not move always says why.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from services.jobs import default_reason
 from services.store import Claim, DesiredState, JobStatus, StatusReason, Store
@@ -45,20 +46,24 @@ class JobStatusBoard:
         message = "cancelled; what is under way is trained first, as far as it fills steps"
         await self._set(JobStatus.RUNNING, StatusReason("user_cancelled", message))
 
-    async def obey_pause(self) -> bool:
-        """Hold the step loop for as long as the user wants the job paused; whether there was something to wait for."""
+    async def obey_pause(self, is_leaving: Callable[[], bool] = lambda: False) -> bool:
+        """Hold the step loop for as long as the user wants the job paused; whether there was something to wait for.
+        Whoever leaves meanwhile leaves it paused."""
         if await self._desired() is not DesiredState.PAUSED:
             return False
         await self._set(JobStatus.PAUSING)
         await self._set(JobStatus.PAUSED, StatusReason("user_paused", "paused by the user"))
-        await self._wait_for_resume()
-        await self._set(JobStatus.RUNNING)
+        if await self._wait_for_resume(is_leaving):
+            await self._set(JobStatus.RUNNING)
         return True
 
-    async def _wait_for_resume(self) -> None:
+    async def _wait_for_resume(self, is_leaving: Callable[[], bool] = lambda: False) -> bool:
         while await self._desired() is DesiredState.PAUSED:
+            if is_leaving():
+                return False
             await asyncio.sleep(POLL_S)
         await self._set(JobStatus.RESUMING)
+        return True
 
     async def _desired(self) -> DesiredState:
         return (await self._store.get_job(self._claim.job_id)).desired_state

@@ -17,9 +17,11 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gspo_core.spec import JobSpec
 from services.bus import Fenced
-from services.store import CancelManner, Claim, StatusReason, Store
+from services.room import lacks_room
+from services.store import CancelManner, Claim, JobNotFound, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.failure import AttemptFailed, JobFailure
+from services.trainer.followers import RanksLost
 from services.trainer.ill_environments import IllEnvironments
 from services.trainer.race import first_to_end
 from services.trainer.run import JobRun
@@ -40,7 +42,7 @@ class Cancelled(Exception):
 
 
 class Stopped(Exception):
-    """This process was asked to stop; the job is left to another trainer."""
+    """This process was asked to stop, or to leave; the job is left to another trainer."""
 
 
 class TrainerWorker:
@@ -52,22 +54,29 @@ class TrainerWorker:
         *,
         lease_s: float = 30.0,
         capabilities: Mapping[str, Any] = MappingProxyType({}),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        """``check`` raises RanksLost when other ranks of this trainer are gone: its process ends then."""
         self._store = store
         self._name = name
         self._make_run = make_run
         self._capabilities = capabilities
+        self._check = check
         self.beat_s = min(BEAT_S, lease_s / BEATS_PER_LEASE)
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event, leaving: asyncio.Event | None = None) -> None:
+        """Until ``stop`` is set, which ends an attempt where it is, or ``leaving``, which ends it at a step boundary,
+        saved."""
+        leaving = leaving or asyncio.Event()
         announcing = asyncio.create_task(self._announce(), name="announce")
         try:
-            while not stop.is_set():
+            while not (stop.is_set() or leaving.is_set()):
+                self._check()
                 claim = await self._claim()
                 if claim is None:
                     await _sleep_unless(stop, IDLE_POLL_S)
                     continue
-                await self._serve(claim, stop)
+                await self._serve(claim, stop, leaving)
         finally:
             announcing.cancel()
             with contextlib.suppress(*UNREACHABLE):
@@ -88,25 +97,29 @@ class TrainerWorker:
             get_logger().warning("Redis does not answer", error=str(error))
             return None
 
-    async def _serve(self, claim: Claim, stop: asyncio.Event) -> None:
+    async def _serve(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> None:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
         log.info("claimed")
         try:
-            await self._run_to_its_end(claim, stop)
-        except Fenced:
+            await self._run_to_its_end(claim, stop, leaving)
+        except RanksLost:
+            raise
+        except (Fenced, JobNotFound):  # a server that was wiped knows neither
             log.warning("the claim was lost; what this process did since then has no effect")
         except UNREACHABLE as error:
             log.warning("Redis does not answer; the job is left to whoever claims it next", error=str(error))
         except Exception:
             log.exception("the end of the job could not be told; it is left to whoever claims it next")
 
-    async def _run_to_its_end(self, claim: Claim, stop: asyncio.Event) -> None:
+    async def _run_to_its_end(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> None:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
         job = await self._store.get_job(claim.job_id)
         run = self._make_run(claim, JobSpec.model_validate_json(job.spec))
         try:
-            watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, run, stop)
+            watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, run, stop, leaving)
             await first_to_end(run.run(), self._beat(claim), *watching)
+            if run.has_left:
+                raise Stopped
             if run.cancelled is not None:
                 raise Cancelled
             await run.discard_queue()
@@ -120,12 +133,15 @@ class TrainerWorker:
         except AttemptFailed as error:
             log.warning("this attempt is over", cause=error.code, message=str(error))
             await self._store.end_attempt(claim.job_id, claim.token, StatusReason(error.code, str(error)))
+            self._check()
         except Stopped:
             await self._store.release_job(claim.job_id, claim.token)
             log.info("left to another trainer")
-        except (Fenced, *UNREACHABLE):
+        except (Fenced, JobNotFound, *UNREACHABLE):
             raise
         except Exception as error:
+            if lacks_room(error):  # no reason for a job to end
+                raise
             log.exception("failed")
             await run.discard_queue()
             await self._store.set_status(claim.job_id, "failed", token=claim.token, reason=_cause(error))
@@ -135,11 +151,14 @@ class TrainerWorker:
             await self._store.beat_trainer(claim.job_id, claim.token)
             await asyncio.sleep(self.beat_s)
 
-    async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event) -> None:
+    async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event, leaving: asyncio.Event) -> None:
         while not stop.is_set():
+            self._check()
             job = await self._store.get_job(claim.job_id)
             if job.desired_state == "cancelled" and not run.wind_up(job.cancel_manner or CancelManner.NOW):
                 raise Cancelled
+            if leaving.is_set() and not run.is_leaving and not run.leave():
+                break
             await _sleep_unless(stop, IDLE_POLL_S)
         raise Stopped
 

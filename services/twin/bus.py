@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import uuid4
 
@@ -37,6 +38,7 @@ MAX_REASON_CHARS = 500
 MAX_NOTE_CHARS = 500
 _REASON = re.compile(r"trained|evaluated|dropped_[a-z0-9_]{1,40}")
 _ENDED = (Stage.DONE, Stage.DEAD)
+_SUSPECT = -1
 
 
 class TwinBus:
@@ -178,11 +180,26 @@ class TwinBus:
         queue = self._world.queue(job)
         waiting = [(key, one) for key, one in _episodes(queue) if one.stage is Stage.QUEUED]
         waiting.sort(key=lambda entry: _order(*entry))
-        taken = waiting[: max(limit, 0)]
+        suspects = [entry for entry in waiting if _order(*entry)[0] == _SUSPECT]
+        holds_one = any(_holds(one, token) and one.is_suspect for _, one in _episodes(queue))
+        taken = [] if holds_one else suspects[: min(max(limit, 0), 1)]
+        taken += waiting[len(suspects) :][: max(limit - len(taken), 0)]
         for _, episode in taken:
             episode.stage, episode.token = Stage.HELD, token
             queue.holders[token] = worker
         return [_lease(job, key, queue) for key, _ in taken]
+
+    async def take(self, job: str, worker: str, token: str, keys: Sequence[EpisodeKey]) -> list[EpisodeLease]:
+        queue = self._world.queue(job)
+        taken: list[EpisodeKey] = []
+        for key in keys:
+            episode = _find(queue, key)
+            if episode is not None and episode.stage is Stage.QUEUED:
+                episode.stage, episode.token = Stage.HELD, token
+                queue.holders[token] = worker
+            if episode is not None and _holds(episode, token):
+                taken.append(key)
+        return [_lease(job, (key.group, key.member), queue) for key in taken]
 
     async def append(self, job: str, token: str, appends: Sequence[Append]) -> None:
         queue = self._world.queue(job)
@@ -214,7 +231,10 @@ class TwinBus:
         async with self._world.news:
             self._world.news.notify_all()
 
-    async def restart(self, key: EpisodeKey, token: str, attempt: int) -> None:
+    async def restart(self, key: EpisodeKey, token: str, attempt: int, kept: Sequence[Append] = ()) -> None:
+        for index, item in enumerate(kept):
+            if (item.key, item.attempt, item.index, item.final) != (key, attempt, index, False):
+                raise ValueError(f"attempt {attempt} of {key} does not begin with segment {item.index} of {item.key}")
         episode = _find(self._world.queue(key.job), key)
         if episode is None or not _holds(episode, token) or attempt < episode.attempt:
             raise Fenced(f"restart of episode {key} as attempt {attempt}")
@@ -222,9 +242,18 @@ class TwinBus:
             return
         if attempt > episode.attempt + 1:
             raise Gap(f"attempt {attempt} of episode {key}, there is only {episode.attempt}")
+        world = episode.snapshot
+        if kept and (world is None or world.num_segments != len(kept)):
+            raise Gap(f"attempt {attempt} of episode {key}: no world after segment {len(kept)}")
         episode.furthest = max(episode.furthest, len(episode.segments))
-        episode.attempt, episode.segments, episode.version = attempt, [], None
-        episode.snapshot, episode.note = None, ""
+        episode.attempt, episode.segments = attempt, []
+        episode.version = min((item.version for item in kept if item.version is not None), default=None)
+        episode.note = kept[-1].note[:MAX_NOTE_CHARS] if kept else ""
+        episode.snapshot = replace(world, attempt=attempt) if kept and world else None
+        queue = self._world.queue(key.job)
+        for item in kept:
+            queue.last_position += 1
+            episode.segments.append(TwinSegment(queue.last_position, item.payload, item.final))
 
     async def hand_back(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
         for key in keys:
@@ -259,12 +288,14 @@ class TwinBus:
     async def fail(self, key: EpisodeKey, token: str, reason: str) -> None:
         episode = _find(self._world.queue(key.job), key)
         if episode is not None and _holds(episode, token):
-            self._fail(key, episode, reason[:MAX_REASON_CHARS])
+            self._fail(key, episode, reason[:MAX_REASON_CHARS], is_death=False)
 
-    def _fail(self, key: EpisodeKey, episode: TwinEpisode, reason: str) -> None:
+    def _fail(self, key: EpisodeKey, episode: TwinEpisode, reason: str, *, is_death: bool) -> None:
         queue = self._world.queue(key.job)
         if len(episode.segments) > episode.furthest:
-            episode.furthest, episode.failures = len(episode.segments), 0
+            episode.furthest, episode.failures, episode.deaths = len(episode.segments), 0, 0
+        elif is_death and not episode.is_suspect:
+            episode.deaths += 1
         else:
             episode.failures += 1
         if episode.failures < MAX_FAILURES:
@@ -297,7 +328,7 @@ class TwinBus:
             elif self._is_over(worker, token):
                 for (group, member), episode in held:
                     reason = f"the lease of worker {worker} ended: it died, or its beats did not arrive"
-                    self._fail(EpisodeKey(job, group, member), episode, reason)
+                    self._fail(EpisodeKey(job, group, member), episode, reason, is_death=True)
                 count += len(held)
         return count
 
@@ -344,7 +375,10 @@ def _requeue(episode: TwinEpisode) -> None:
 
 
 def _order(key: tuple[int, int], episode: TwinEpisode) -> tuple[int, int, int, str]:
-    """What came back goes first: with tokens by the oldest version, then without; new ones in order of dispatch."""
+    """What came back goes first: suspects, what has tokens by the oldest version, then what has none; new ones in order
+    of dispatch."""
+    if episode.came_back and episode.is_suspect:
+        return _SUSPECT, 0, episode.sequence, f"{key[0]}:{key[1]}"
     kind = 2 if not episode.came_back else 1 if episode.version is None else 0
     version = episode.version if episode.came_back and episode.version is not None else 0
     return kind, version, episode.sequence, f"{key[0]}:{key[1]}"

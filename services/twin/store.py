@@ -107,12 +107,17 @@ class TwinStore(TwinJobs):
         self._world.fleet["engine"].pop(engine_id, None)
         self._world.bindings.pop(engine_id, None)
         self._world.engine_states.pop(engine_id, None)
+        self._world.engine_drains.discard(engine_id)
+
+    async def drain_engine(self, engine_id: str, wanted: bool = True) -> None:
+        (self._world.engine_drains.add if wanted else self._world.engine_drains.discard)(engine_id)
 
     async def engines(self) -> list[dict[str, Any]]:
         bindings, states = self._world.bindings, self._world.engine_states
         return [
             record
             | {"job": bindings[record["id"]][0] if record["id"] in bindings else None}
+            | ({"draining": True} if record["id"] in self._world.engine_drains else {})
             | states.get(record["id"], {})
             for record in self._records("engine")
         ]
@@ -157,6 +162,9 @@ class TwinStore(TwinJobs):
 
     async def remove_trainer(self, trainer: str) -> None:
         self._world.fleet["trainer"].pop(trainer, None)
+
+    async def processes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+        return await self.trainers(), await self.workers(), await self.engines()
 
     async def trainers(self) -> list[dict[str, Any]]:
         return self._records("trainer")

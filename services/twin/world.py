@@ -16,6 +16,8 @@ from services.event_log import Event
 from services.jobs import Attempt, CancelManner, DesiredState, JobStatus, StatusReason
 from services.queue_records import DeadLetter, Snapshot, Stage
 
+MAX_DEATHS = 3
+
 
 @dataclass(slots=True)
 class TwinSegment:
@@ -37,10 +39,16 @@ class TwinEpisode:
     version: int | None = None
     """The oldest one that sampled a token of it."""
     failures: int = 0
+    deaths: int = 0
+    """Of its workers, in a row and without progress."""
     furthest: int = 0
     segments: list[TwinSegment] = field(default_factory=list)
     snapshot: Snapshot | None = None
     note: str = ""
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.deaths >= MAX_DEATHS and len(self.segments) <= self.furthest
 
     @property
     def stored_bytes(self) -> int:
@@ -127,6 +135,7 @@ class World:
         self.fleet: dict[str, dict[str, dict[str, Any]]] = {"engine": {}, "worker": {}, "trainer": {}}
         self.bindings: dict[str, tuple[str, int, str]] = {}
         """Engine -> job, epoch and token of who it is bound to."""
+        self.engine_drains: set[str] = set()
         self.engine_states: dict[str, dict[str, Any]] = {}
         """What the owner of an engine said of it."""
         self.news = asyncio.Condition()

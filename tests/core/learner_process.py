@@ -84,6 +84,7 @@ def run_case(
     sequences = make_sequences(number)
     with_behavior(learner, sequences)
     first = learner.step(sequences)
+    learner.logprobs(sequences)  # as a trainer does between a step and what it saves of it
     learner.save_weights(out / "weights")
     learner.save_state(out / "state")
     supervised = learner.supervised_step(sequences)

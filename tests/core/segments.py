@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, StopReason
+from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent, StopReason
 
 JOB = "job-1"
 
@@ -59,6 +59,7 @@ def episode(
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 counts = st.integers(0, 2**31 - 1)
+seconds = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 names = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
 named_numbers = st.dictionaries(names, finite, max_size=4)
 keys = st.builds(
@@ -109,5 +110,6 @@ def segments(draw: st.DrawFn) -> Segment:
         cache_mode=draw(st.sampled_from(CacheMode)),
         turn_reward=draw(st.none() | finite),
         outcome=outcome,
+        spent=draw(st.none() | st.builds(Spent, seconds, seconds, seconds)),
         **draw(arrays(draw(st.integers(0 if outcome else 1, 40)))),
     )

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from gspo_core import codec
 from gspo_core.codec import decode, encode
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, StopReason
+from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent, StopReason
 from tests.core.segments import segment, segments
 
 HEADER = struct.Struct("<4sIIIIId")
@@ -158,9 +158,16 @@ class TestRefusals:
 
     def test_another_schema(self) -> None:
         data = encode(segment())
-        for schema in (0, 2, 2**32 - 1):
+        for schema in (0, 3, 2**32 - 1):
             self.refuses(data[:4] + struct.pack("<I", schema) + data[8:], codec.UnknownSchema)
             self.refuses(data[:4] + struct.pack("<I", schema) + data[8:20], codec.UnknownSchema)
+
+    def test_times_that_are_missing_or_too_many_for_its_schema(self) -> None:
+        plain, timed = encode(segment()), encode(segment(spent=Spent(1.5, 0.25, 0.0)))
+        assert (plain[4], timed[4]) == (codec.SCHEMA, codec.TIMED_SCHEMA)
+        assert msgspec.msgpack.decode(meta_of(timed))[13:] == [[1.5, 0.25, 0.0]]
+        for data, schema in ((plain, codec.TIMED_SCHEMA), (timed, codec.SCHEMA)):
+            self.refuses(data[:4] + struct.pack("<I", schema) + data[8:], codec.MalformedMeta)
 
     def test_cut_off_anywhere(self) -> None:
         data = encode(segment())

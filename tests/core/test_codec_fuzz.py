@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from gspo_core.codec import SegmentRejected, decode, encode
-from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, StopReason
+from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent, StopReason
 from tests.core.segments import segment
 
 NUM_CASES = 120_000
@@ -48,6 +48,7 @@ def corpus(rng: random.Random) -> list[bytes]:
                 cache_mode=rng.choice(list(CacheMode)),
                 turn_reward=rng.choice((None, 0.5)),
                 outcome=Outcome(StopReason.COMPLETED, rng.random(), {"exact": 1.0}) if final else None,
+                spent=rng.choice((None, Spent(rng.random(), 0.25, 0.0))),
             )
         )
     return [encode(one) for one in found]
@@ -113,7 +114,8 @@ DAMAGES: tuple[Callable[[random.Random, bytearray, bytes], bytes], ...] = (
 
 
 def seal(data: bytes) -> bytes:
-    return b"GSEG\1\0\0\0" + struct.pack("<I", crc32(data[12:])) + data[12:]
+    schema = data[4:8] if data[4:8] in (b"\1\0\0\0", b"\2\0\0\0") else b"\1\0\0\0"
+    return b"GSEG" + schema + struct.pack("<I", crc32(data[12:])) + data[12:]
 
 
 def change_counts(rng: random.Random, data: bytearray, other: bytes) -> bytes:
@@ -218,6 +220,7 @@ def holds(read: Segment) -> dict[str, Any]:
         "meta": [
             *(key.job, key.group, key.member, read.attempt, read.branch, read.index, read.turn, read.version),
             *(read.temperature, read.engine_id, read.cache_mode.value, read.turn_reward, outcome),
+            *([] if read.spent is None else [list(read.spent)]),
         ],
         "tokens": tuple(read.token_ids.tolist()),
         "logprobs": tuple(read.behavior_logprobs.tolist()),

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from gspo_core.learner import state
+from gspo_core.learner.ranks import owners
 from tests.core import learner_process
 from tests.core.learner_support import (
     MIXTURE,
@@ -53,16 +55,21 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
     objective, config, number = learner_process.RANK_CASES[case]
     learner_process.run_case(two_ranks, tmp_path / case, objective, config, number)
-    model = learner_process.model_of(two_ranks, case) / "model.safetensors"
+    model = learner_process.model_of(two_ranks, case)
     tolerance = HALF_TOLERANCE if case == "bfloat16" else TOLERANCE
     check_same(model, tmp_path / case, two_ranks / case, tolerance)
 
 
+def load_weights(directory: Path) -> dict[str, torch.Tensor]:
+    files = map(load_file, sorted(directory.glob("*.safetensors")))
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
 def check_same(model: Path, first: Path, second: Path, tolerance: float = TOLERANCE) -> None:
     """Both learned the same from `model`."""
-    start = load_file(model)
+    start = load_weights(model)
     for stage in ("weights", "supervised"):
-        one, two = (load_file(root / stage / "model.safetensors") for root in (first, second))
+        one, two = (load_weights(root / stage) for root in (first, second))
         moved = largest_difference(start, one)
         assert moved > 1e-4, "the case must train something"
         assert largest_difference(one, two) < tolerance * moved
@@ -73,14 +80,16 @@ def check_same(model: Path, first: Path, second: Path, tolerance: float = TOLERA
 def test_averaging_over_ranks_would_be_noticed(two_ranks: Path, tmp_path: Path) -> None:
     learner_process.run_case(two_ranks, tmp_path / "gspo", *learner_process.RANK_CASES["gspo"])
     with pytest.raises(AssertionError):
-        check_same(two_ranks / "model/model.safetensors", tmp_path / "gspo", two_ranks / learner_process.MISTAKE)
+        check_same(two_ranks / "model", tmp_path / "gspo", two_ranks / learner_process.MISTAKE)
 
 
 @pytest.mark.parametrize("case", learner_process.RANK_CASES)
 def test_a_state_of_two_ranks_resumes_exactly(two_ranks: Path, case: str) -> None:
     first, second = (
-        (two_ranks / case / stage / "model.safetensors").read_bytes() for stage in ("supervised", "resumed")
+        {path.name: path.read_bytes() for path in (two_ranks / case / stage).glob("*.safetensors")}
+        for stage in ("supervised", "resumed")
     )
+    assert len(first) == 2
     assert first == second
     assert len(list((two_ranks / case / "state").glob("rank-*.safetensors"))) == 2
 
@@ -94,7 +103,7 @@ def test_one_rank_goes_on_from_a_state_of_two(two_ranks: Path, tmp_path: Path, c
     learner.load_state(two_ranks / case / "state")
     learner.save_weights(tmp_path / "loaded")
     loaded, saved, later = (
-        load_file(root / "model.safetensors")
+        load_weights(root)
         for root in (tmp_path / "loaded", two_ranks / case / "weights", two_ranks / case / "supervised")
     )
     assert largest_difference(loaded, saved) == 0
@@ -102,8 +111,40 @@ def test_one_rank_goes_on_from_a_state_of_two(two_ranks: Path, tmp_path: Path, c
     with_behavior(learner, sequences)
     learner.supervised_step(sequences)
     learner.save_weights(tmp_path / "trained")
-    trained = load_file(tmp_path / "trained" / "model.safetensors")
+    trained = load_weights(tmp_path / "trained")
     assert largest_difference(trained, later) < TOLERANCE * largest_difference(saved, later)
+
+
+@pytest.mark.parametrize("case", ["gspo", "mixture with replayed routes", "low rank"])
+def test_each_rank_writes_its_share_of_a_plain_model_directory(two_ranks: Path, case: str) -> None:
+    """transformers reads it as one model; no rank has written most of it."""
+    directory = two_ranks / case / "weights"
+    files = sorted(directory.glob("*.safetensors"))
+    assert [path.name for path in files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    sizes = [sum(tensor.nbytes for tensor in load_file(path).values()) for path in files]
+    assert max(sizes) < 0.7 * sum(sizes)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert index["weight_map"].keys() == load_weights(learner_process.model_of(two_ranks, case)).keys()
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values()), report
+    assert not list(directory.glob("share-*"))
+
+
+def test_what_each_rank_keeps_is_about_the_same_and_layers_stay_together() -> None:
+    sizes = {f"model.layers.{layer}.{name}": 10 for layer in range(7) for name in ("up", "down", "norm")}
+    sizes |= {"embed": 55, "norm": 1}
+    found = owners(sizes, 3)
+    loads = [sum(sizes[name] for name in found if found[name] == rank) for rank in range(3)]
+    assert max(loads) - min(loads) <= 30
+    assert all(len({found[name] for name in sizes if f".{layer}." in name}) == 1 for layer in range(7))
+    assert set(owners({"only": 1}, 4).values()) == {0}
+
+
+def part_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """As FSDP2 spreads it."""
+    chunks = torch.chunk(tensor, num_ranks)
+    return chunks[rank] if rank < len(chunks) else tensor[:0]
 
 
 @pytest.mark.parametrize(("num_saved", "num_loading"), [(1, 3), (3, 2), (2, 1), (4, 5)])
@@ -111,14 +152,12 @@ def test_tensors_are_spread_over_another_number_of_ranks(tmp_path: Path, num_sav
     """Among them one with fewer rows than ranks."""
     whole = {"parameter/a": torch.arange(21.0).reshape(7, 3), "optimizer/exp_avg/b": torch.arange(2.0)}
     for rank in range(num_saved):
-        parts = {name: state._part(tensor, rank, num_saved) for name, tensor in whole.items()}
+        parts = {name: part_of(tensor, rank, num_saved) for name, tensor in whole.items()}
         state.write_shard(tmp_path / "state", rank, parts | {"optimizer/step/a": torch.tensor(4.0)})
     state.write_manifest(tmp_path / "state", num_saved, {})
     read = [state.read_state(tmp_path / "state", rank, num_loading)[1] for rank in range(num_loading)]
     for name, tensor in whole.items():
         assert torch.equal(torch.cat([one[name] for one in read]), tensor)
-        assert [len(one[name]) for one in read] == [
-            len(torch.chunk(tensor, num_loading)[rank]) if rank < len(torch.chunk(tensor, num_loading)) else 0
-            for rank in range(num_loading)
-        ]
+        for rank, one in enumerate(read):
+            assert torch.equal(one[name], part_of(tensor, rank, num_loading))
     assert all(one["optimizer/step/a"] == 4 for one in read)

@@ -290,3 +290,10 @@ def test_nothing_is_started_after_a_rollback_until_the_slots_are_free_again(publ
         num_published=groups_published({1: 4, 2: 4, 3: 4}, published),
     )
     assert admissible == 0
+
+
+def test_who_begins_anew_shares_the_beginning_with_epochs_that_left_no_record() -> None:
+    """Epoch 6 died before it had begun; nothing was saved or logged until then."""
+    forks = {2: Position(1, 0), 7: Position(6, 0)}
+    for version in (Position(1, 0), Position(2, 0), Position(1, 3), Position(2, 3)):
+        assert staleness(version, Position(7, 2), forks) == 2

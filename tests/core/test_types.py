@@ -18,6 +18,7 @@ from gspo_core.types import (
     NonFiniteValue,
     Outcome,
     Segment,
+    Spent,
     Split,
     StepReport,
     StopReason,
@@ -223,6 +224,7 @@ class TestSegment:
             {"engine_id": "engine-1"},
             {"temperature": 0.5},
             {"branch": 1},
+            {"spent": Spent(1.0, 0.0, 0.0)},
         ],
     )
     def test_differs_when_any_field_differs(self, changes: dict[str, Any]) -> None:
@@ -232,7 +234,14 @@ class TestSegment:
     def test_of_exact_checks_what_the_constructor_checks(self) -> None:
         fields = {name: value for name, value in vars(segment()).items() if name not in ("num_actions", "logprob_sum")}
         assert Segment.of_exact(dict(fields)) == segment()
-        for name, value in [("version", -1), ("turn", 2**31), ("temperature", 0.0), ("turn_reward", float("nan"))]:
+        for name, value in [
+            ("version", -1),
+            ("turn", 2**31),
+            ("temperature", 0.0),
+            ("turn_reward", float("nan")),
+            ("spent", Spent(0.0, -1.0, 0.0)),
+            ("spent", Spent(0.0, 0.0, float("nan"))),
+        ]:
             with pytest.raises(InvalidValue):
                 Segment.of_exact(fields | {name: value})
         with pytest.raises(InvalidValue):

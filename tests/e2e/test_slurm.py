@@ -52,6 +52,7 @@ def script(tmp_path: Path, *more: str) -> Path:
     [
         ("--model", "/models/a model"),
         ("--model", "m", "--nodes", "4", "--gpus-per-node", "8", "--partition", "gpu", "--job", "job's.yaml"),
+        ("--model", "m", "--nodes", "3", "--trainer-nodes", "2", "--trainer-ranks", "8"),
         ("--model", "m", "--engine", "python3 -m sglang.launch_server --model-path {model} --port {port}"),
     ],
 )
@@ -62,12 +63,22 @@ def test_the_script_is_clean(tmp_path: Path, more: tuple[str, ...]) -> None:
     assert shlex.quote(more[1]) in path.read_text()
 
 
+def test_a_trainer_on_more_nodes_than_there_are_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError):
+        script(tmp_path, "--model", "m", "--nodes", "2", "--trainer-nodes", "3")
+    assert "--trainer-nodes 3" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_the_stack_that_it_starts_trains_a_job_and_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_stack_that_it_starts_trains_a_job_and_leaves_nothing(
+    tmp_path: Path, model_dir: Path, num_ranks: int
+) -> None:
     spec = yaml.safe_load((ROOT / "services" / "local" / "demo_job.yaml").read_text())
     changes = {"model": str(model_dir), "steps": STEPS, "evaluation": {"tasks": 64, "every": STEPS}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec | changes))
-    path = script(tmp_path, "--model", str(model_dir), "--job", str(tmp_path / "job.yaml"))
+    ranks = "--trainer-ranks", str(num_ranks)
+    path = script(tmp_path, "--model", str(model_dir), "--job", str(tmp_path / "job.yaml"), *ranks)
     done = run(path, tmp_path)
     output, _ = done.communicate(timeout=900)
     logs = {log.name: log.read_text()[-500:] for log in (tmp_path / "data with a blank" / "logs").iterdir()}
@@ -103,7 +114,7 @@ def run(path: Path, tmp_path: Path) -> subprocess.Popen[str]:
         (fakes / name).write_text(text)
         (fakes / name).chmod(0o755)
     kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
-    ports = dict(zip(("REDIS_PORT", "API_PORT", "ENGINE_PORT"), map(str, free_ports(3)), strict=True))
+    ports = dict(zip(("REDIS_PORT", "API_PORT", "ENGINE_PORT", "RANKS_PORT"), map(str, free_ports(4)), strict=True))
     environment = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         ["bash", path], env=kept | ports | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

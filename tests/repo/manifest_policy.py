@@ -16,6 +16,7 @@ SECRETS = {*(f"gspo-{role}" for role in ROLES), "gspo-environments", "gspo-redis
 SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
 OTHERS_VARIABLES = {
     *("HOME", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    "PET_NODE_RANK",  # of torchrun
     *("OMP_NUM_THREADS", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"),
 }
 SINGLETONS = {"redis", "trainer"}
@@ -331,10 +332,13 @@ def _gangs(objects: Sequence[Object]) -> Iterator[str]:
                 yield f"{name}: pods restart one by one"
             if not network.get("enableDNSHostnames"):
                 yield f"{name}: its pods have no names"
-            args = inner["template"]["spec"]["containers"][0]["args"]
-            first = f"{name}-{job['name']}-0-0.{network.get('subdomain', name)}:29500"
-            if f"--rdzv-endpoint={first}" not in args or "--max-restarts=0" not in args:
+            (container,) = inner["template"]["spec"]["containers"]
+            args, variables = container["args"], {one["name"]: one for one in container["env"]}
+            first = f"{name}-{job['name']}-0-0.{network.get('subdomain', name)}"
+            if not {f"--master-addr={first}", "--master-port=29500", "--max-restarts=0"} <= set(args):
                 yield f"{name}: ranks do not meet at {first}, or restart twice"
+            if "job-completion-index" not in str(variables.get("PET_NODE_RANK")):
+                yield f"{name}: nodes do not know their numbers"
             if f"--nnodes={inner['parallelism']}" not in args or inner["completions"] != inner["parallelism"]:
                 yield f"{name}: the number of nodes differs"
             for rule in inner.get("podFailurePolicy", {}).get("rules", ()):

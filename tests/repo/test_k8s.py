@@ -134,6 +134,11 @@ def _subdomain(objects: list[Any]) -> None:
     of(objects, "JobSet", "trainer")["spec"]["network"]["subdomain"] = "elsewhere"
 
 
+def _node_rank(objects: list[Any]) -> None:
+    environment = first(objects, "trainer")["env"]
+    environment[:] = [one for one in environment if one["name"] != "PET_NODE_RANK"]
+
+
 def _restart(objects: list[Any]) -> None:
     of(objects, "LeaderWorkerSet", "engine")["spec"]["leaderWorkerTemplate"].pop("restartPolicy")
 
@@ -186,7 +191,7 @@ def test_the_policy_bites(mutation: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "problem"),
-    [(_backoff, "one by one"), (_subdomain, "do not meet"), (_restart, "hangs")],
+    [(_backoff, "one by one"), (_subdomain, "do not meet"), (_node_rank, "their numbers"), (_restart, "hangs")],
 )
 def test_the_policy_bites_on_gangs(change: Callable[[list[Any]], object], problem: str) -> None:
     objects = copy.deepcopy(render("multi-node"))

@@ -50,6 +50,11 @@ class Visit:
         await found.first.wait_for(timeout=DEADLINE_MS)
         return found.first
 
+    async def stays_as_wide_as_the_screen(self) -> bool:
+        widths = "[document.documentElement.scrollWidth, window.innerWidth]"
+        content, screen = await self.page.evaluate(widths)
+        return bool(content <= screen)
+
     async def text(self, selector: str) -> str:
         return str(await (await self.see(selector)).inner_text())
 

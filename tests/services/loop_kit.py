@@ -15,7 +15,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,11 @@ from services.trainer.__main__ import make_learner
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
 from services.trainer.intake import Intake
+from services.trainer.ranked_learner import AnyLearner
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
 from services.trainer.tasks import TaskSchedule
+from services.trainer.worker import TrainerWorker
 from services.weights import WeightStore
 from tests.core.learner_support import VOCABULARY
 from tests.services.trainer_kit import stop
@@ -53,6 +55,7 @@ NUM_TASKS = 5
 NUM_TURNS = 2
 ACTIONS = 5
 STOP_ID = 3
+DEADLINE_S = 120.0
 LEASE_S = 30.0
 URL = "http://engine"
 
@@ -218,7 +221,14 @@ class Loop:
     def client(self, url: str = URL) -> EngineClient:
         return EngineClient(url, self.http, vocab_size=VOCABULARY)
 
-    def run_of(self, claim: Claim, *, guard: Callable[[Any], Any] = lambda part: part, **changes: Any) -> JobRun:
+    def run_of(
+        self,
+        claim: Claim,
+        *,
+        guard: Callable[[Any], Any] = lambda part: part,
+        make: Callable[[], AnyLearner] | None = None,
+        **changes: Any,
+    ) -> JobRun:
         """As the trainer's process builds it; ``guard`` may come between the run and what it needs."""
         store, bus = guard(self.store), guard(self.bus)
         weights = guard(WeightStore(self.job_dir))
@@ -236,7 +246,7 @@ class Loop:
             "checkpoints": guard(CheckpointStore(self.job_dir)),
             "metrics_path": self.job_dir / "metrics.jsonl",
         }
-        return JobRun(claim, self.spec, Services(**(parts | changes)), lambda: make_learner(self.spec))
+        return JobRun(claim, self.spec, Services(**(parts | changes)), make or (lambda: make_learner(self.spec)))
 
     async def claim(self) -> Claim:
         while (claim := await self.store.claim_job("trainer")) is None:
@@ -426,3 +436,37 @@ class _Mortal:
             return result
 
         return call
+
+
+# Trainers
+
+
+async def serve(loop: Loop, make: Callable[[], AnyLearner] | None = None) -> None:
+    """A trainer's process, until the job is over. ``make`` makes its learner."""
+    end = asyncio.Event()
+    worker = TrainerWorker(loop.store, "trainer", lambda claim, _spec: loop.run_of(claim, make=make), lease_s=LEASE_S)
+    serving = asyncio.create_task(worker.run(end))
+    async with asyncio.timeout(DEADLINE_S):
+        while not (await loop.store.get_job(loop.job)).status.is_terminal and not serving.done():
+            await asyncio.sleep(0.05)
+        end.set()
+        await serving
+    job = await loop.store.get_job(loop.job)
+    assert job.status == "succeeded", job.status_reason
+
+
+async def serve_although_killed(
+    loop: Loop, fate: Fate, wiped_after: set[int], make: Callable[[], AnyLearner] | None = None
+) -> int:
+    """One trainer after the other, each until it dies; after some deaths Redis is empty too. Returns how many."""
+    for number in range(200):
+        claim = await loop.claim()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await loop.run_of(claim, guard=partial(fate.guard, Life()), make=make).run()
+        except (Killed, Fenced):
+            if number in wiped_after:
+                await loop.redis.flushall()
+            continue
+        return number + 1
+    raise AssertionError(f"200 trainers did not finish: {fate.points}")

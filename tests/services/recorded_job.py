@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.codec import encode
@@ -23,6 +24,7 @@ from gspo_core.types import (
     Group,
     Outcome,
     Segment,
+    Spent,
     Split,
     StopReason,
     Trajectory,
@@ -35,6 +37,7 @@ from services.jobs import JobStatus, StatusReason
 from services.local.demo_tokenizer import write_tokenizer
 from services.local.demonstrations import NO_MISTAKES, demonstrate
 from services.store import Claim, Store
+from services.trained_log import TrainedLog
 
 REF = "environments.calculator:Calculator"
 GROUPS_PER_STEP, GROUP_SIZE = 2, 4
@@ -97,8 +100,14 @@ class Player:
             prompt = bridge
         reward, parts = await session.score()
         await session.close()
-        outcome = Outcome(stop, reward, parts, {"turns": float(len(segments)), "model_s": 0.4, "env_s": 0.1})
+        outcome = Outcome(stop, reward, parts, self._metrics(segments))
         return [*segments, self._segment(key, len(segments) - 1, versions[-1], [], [], len(segments), outcome)]
+
+    @staticmethod
+    def _metrics(segments: Sequence[Segment]) -> dict[str, float]:
+        spent = [one.spent for one in segments if one.spent is not None]
+        engine_s, env_s, queue_s = (sum(seconds) for seconds in zip(*spent, strict=True))
+        return {"turns": float(len(segments)), "model_s": engine_s, "env_s": env_s + 0.125, "queue_s": queue_s}
 
     def _segment(
         self,
@@ -124,6 +133,12 @@ class Player:
             action_mask=[False] * len(given) + [True] * len(sampled),
             behavior_logprobs=[*([0.0] * len(given)), *logprobs],
             outcome=outcome,
+            # The tool answers more slowly than the policy speaks, and the first request finds no engine.
+            spent=Spent(
+                0.0 if outcome else 0.25 * turn + 0.5,
+                0.125 if outcome else 0.75 * turn,
+                0.0 if turn or outcome else 0.375,
+            ),
         )
 
 
@@ -165,13 +180,18 @@ async def record_job(
     for step in range(1, num_steps + 1):
         groups = [await _group(player, claim, step, place, generator) for place in range(GROUPS_PER_STEP)]
         BatchLog(jobs_dir / job.id).write(claim.epoch, step, groups, {})
+        TrainedLog(jobs_dir / job.id).write(claim.epoch, step, _as_trained(groups))
         await _publish(store, claim, step)
         await _report(store, claim, step, groups)
     await store.add_event(
         job.id, "evaluation", {"step": num_steps, "version": num_steps, "reward/mean": 0.75, "episodes/count": 8.0}
     )
     message = "the clip cuts 41 % of the tokens: the steps are too large for the clip range"
-    await store.add_event(job.id, "alert", {"step": num_steps, "kind": "clip_too_active", "message": message})
+    await store.add_event(
+        job.id,
+        "alert",
+        {"step": num_steps, "kind": "clip_too_active", "message": message, "advice": "lower optimizer.lr"},
+    )
     await store.set_status(
         job.id, JobStatus.RUNNING, token=claim.token, reason=StatusReason("waiting_for_trajectories", "episodes run")
     )
@@ -191,6 +211,18 @@ async def _group(player: Player, claim: Claim, step: int, place: int, generator:
         segments = await player.play(EpisodeKey(claim.job_id, number, member), number, replies, versions)
         trajectories.append(Trajectory(tuple(segments)))
     return Group(claim.job_id, number, Split.TRAIN, number, GROUP_SIZE, tuple(trajectories))
+
+
+def _as_trained(groups: Sequence[Group]) -> dict[EpisodeKey, NDArray[np.float32]]:
+    """Every token twice as likely as when it was sampled, those of the first turn half as likely."""
+    found = {}
+    for episode in (one for group in groups for one in group):
+        logprobs = [
+            one.behavior_logprobs[one.action_mask] + np.float32(np.log(2.0 if one.turn else 0.5))
+            for one in episode.segments
+        ]
+        found[episode.key] = np.concatenate(logprobs)
+    return found
 
 
 async def _publish(store: Store, claim: Claim, step: int) -> None:
@@ -214,8 +246,13 @@ async def _report(store: Store, claim: Claim, step: int, groups: Sequence[Group]
         "throughput/tokens_per_s": 900.0 + 10 * step,
         "time/wait_s": 0.5,
         "time/train_s": 1.1,
-        "time/publish_s": 0.2,
+        "time/copy_s": 0.05,
+        "time/behind_s": 0.15,
+        "time/publish_s": 0.4,
         "time/step_s": 1.8,
+        "time/episode_engine_s": 1.2,
+        "time/episode_env_s": 0.9,
+        "time/episode_queue_s": 0.3,
     }
     await store.add_metrics(claim.job_id, step, metrics)
     await store.add_event(claim.job_id, "step", {"step": step, "version": step, "epoch": claim.epoch, **metrics})

@@ -211,7 +211,7 @@ def stitched(segments: Sequence[Segment], name: str = "token_ids") -> list[Any]:
     return found
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
     """Polls ``condition`` until it holds."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -137,6 +137,15 @@ async def test_twenty_processes_that_register_at_once_make_one_version_each(stor
         assert sum(answer.status_code == 201 for answer in answers) == 1
 
 
+async def test_an_environment_has_a_tag_for_looking_again_and_for_removing(http: httpx.AsyncClient):
+    await http.post("/v1/environments", json=SUMS)
+    tag = (await http.get("/v1/environments/sums@1")).headers["etag"]
+    assert (await http.get("/v1/environments/sums@1", headers={"If-None-Match": tag})).status_code == 304
+    wrong = await http.delete("/v1/environments/sums@1", headers={"If-Match": '"other.0"'})
+    assert (wrong.status_code, error_of(wrong)["code"]) == (412, "precondition_failed")
+    assert (await http.delete("/v1/environments/sums@1", headers={"If-Match": tag})).status_code == 204
+
+
 MCP = {"type": "mcp", "url": "http://127.0.0.1:9/mcp", "reward": "a:b", "tasks": []}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"name": "Sums", "source": SUMS["source"]}, "validation_failed"),

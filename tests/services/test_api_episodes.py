@@ -103,9 +103,26 @@ async def test_an_episode_is_read_turn_by_turn_from_its_tokens(http: httpx.Async
     assert "".join(said).startswith(answer["text"])
     assert all(logprob == 0 for logprob, mask in zip(tokens["logprob"], tokens["sampled"], strict=True) if not mask)
     assert sum(tokens["sampled"]) == episode["num_actions"]
+    ratios = list(zip(tokens["ratio"], tokens["sampled"], tokens["turn"], strict=True))
+    assert all(ratio == pytest.approx(2.0 if turn else 0.5) for ratio, is_sampled, turn in ratios if is_sampled)
+    assert all(ratio is None for ratio, is_sampled, _ in ratios if not is_sampled)
     assert broken["logprob_mean"] == pytest.approx(
         sum(tokens["logprob"][: broken["end_token"]]) / broken["num_actions"], abs=1e-4
     )
+
+
+async def test_each_turn_says_where_its_time_went(http: httpx.AsyncClient, job: RecordedJob):
+    episode = (await http.get(f"/v1/episodes/{job.id}/4/2")).json()
+    first, second, _ = [turn["timings"] for turn in episode["turns"]]
+    assert first == {"engine_s": 0.5, "env_s": 0.0, "queue_s": 0.375}
+    assert second == {"engine_s": 0.75, "env_s": 0.75, "queue_s": 0.0}
+    assert episode["closing"] == {"engine_s": 0.0, "env_s": 0.125, "queue_s": 0.0}
+    parts = [turn["timings"] for turn in episode["turns"]] + [episode["closing"]]
+    for name in ("engine_s", "env_s", "queue_s"):
+        assert sum(part[name] for part in parts) == episode["timings"][name]
+    open_one = (await http.get(f"/v1/episodes/{job.id}/{job.open_group}/1")).json()
+    assert open_one["turns"][0]["timings"] == {"engine_s": 0.5, "env_s": 0.0, "queue_s": 0.375}
+    assert open_one["closing"] is None
 
 
 async def test_without_asking_for_tokens_there_are_none(http: httpx.AsyncClient, job: RecordedJob):

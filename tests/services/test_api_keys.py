@@ -94,7 +94,11 @@ ROUTES = (
     ("POST", "/v1/fine_tuning/jobs/{job}/pause", "jobs:write"),
     ("POST", "/v1/fine_tuning/jobs/{job}/resume", "jobs:write"),
     ("POST", "/v1/fine_tuning/jobs/{job}/cancel", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/trajectories", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/environments/0/description", "jobs:write"),
     ("POST", "/v1/workers/nobody/drain", "admin"),
+    ("POST", "/v1/engines/nobody/drain", "admin"),
+    ("DELETE", "/v1/engines/nobody/drain", "admin"),
     ("GET", "/v1/keys", "admin"),
     ("POST", "/v1/keys", "admin"),
     ("DELETE", "/v1/keys/nothing", "admin"),
@@ -104,7 +108,7 @@ ROUTES = (
 # What a key that may is told of what is not there, or of a request without a body.
 NOT_THERE = (
     *("job_not_found", "key_not_found", "environment_not_found", "checkpoint_not_found", "invalid_transition"),
-    *("worker_not_found", "uploads_disabled", "unsupported_media_type", "missing_field"),
+    *("worker_not_found", "engine_not_found", "uploads_disabled", "unsupported_media_type", "missing_field"),
 )
 
 

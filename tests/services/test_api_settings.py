@@ -106,3 +106,30 @@ async def test_attempts_are_shown_with_what_ended_them(http: httpx.AsyncClient, 
     await store.release_job(claim.job_id, claim.token)
     (attempt,) = (await http.get(path(claim))).json()["attempts"]
     assert (attempt["trainer"], attempt["code"]) == ("trainer", "handed_over")
+
+
+async def test_who_has_looked_before_somebody_else_has_changed_it_is_told(
+    http: httpx.AsyncClient, store: Store, claim: Claim
+) -> None:
+    seen = (await http.get(path(claim))).headers["etag"]
+    await store.set_status(claim.job_id, "running", token=claim.token)  # no change of its settings
+    mine = await http.patch(path(claim), json={"optimizer": {"lr": 0.5}}, headers={"If-Match": seen})
+    assert mine.status_code == 200
+    again = await http.patch(path(claim), json={"optimizer": {"lr": 0.5}}, headers={"If-Match": seen})
+    assert again.status_code == 200  # its answer may have been lost
+    late = await http.patch(path(claim), json={"optimizer": {"lr": 0.1}}, headers={"If-Match": seen})
+    assert (late.status_code, error_of(late)["code"]) == (412, "precondition_failed")
+    assert (await store.get_job(claim.job_id)).settings == {"optimizer.lr": 0.5}
+    for tags in (mine.headers["etag"], f'"x", {mine.headers["etag"]}', "*"):
+        answer = await http.patch(path(claim), json={"optimizer": {"lr": 0.25}}, headers={"If-Match": tags})
+        assert answer.status_code == 200
+
+
+async def test_what_has_not_changed_is_not_sent_again(http: httpx.AsyncClient, store: Store, claim: Claim) -> None:
+    tag = (await http.get(path(claim))).headers["etag"]
+    same = await http.get(path(claim), headers={"If-None-Match": tag})
+    assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", tag)
+    await store.set_status(claim.job_id, "running", token=claim.token)
+    other = await http.get(path(claim), headers={"If-None-Match": tag})
+    assert (other.status_code, other.json()["status"]) == (200, "running")
+    assert other.headers["etag"] != tag

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_core.types import Split
+from gspo_core.types import EpisodeKey, Split
 from services.bus import Append, Bus, EpisodeLease, Fenced, Gap, Snapshot, Stage
 from services.store import Claim
 
@@ -120,3 +120,61 @@ async def test_what_a_worker_notes_is_seen_until_the_episode_starts_again(bus: B
     await bus.restart(lease.key, token, 1)
     ((episode,),) = [group.episodes for group in await bus.groups(job)]
     assert episode.note == ""
+
+
+async def test_a_new_attempt_begins_with_what_its_world_holds(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await dispatch(bus, claim, 0)
+    token = await bus.join("w")
+    (lease,) = await bus.lease(job, "w", token, 1)
+    for index in range(2):
+        await append(bus, token, lease, index)
+    await bus.save_snapshot(lease.key, token, Snapshot(0, 2, b"the world"))
+    await append(bus, token, lease, 2)
+
+    def kept(number: int) -> list[Append]:
+        return [Append(lease.key, 1, index, b"y" * 10, False, 3, f"turn {index}") for index in range(number)]
+
+    for number in (1, 3):
+        with pytest.raises(Gap):
+            await bus.restart(lease.key, token, 1, kept(number))
+    with pytest.raises(ValueError, match="does not begin"):
+        await bus.restart(lease.key, token, 1, kept(2)[1:])
+    for _ in range(2):  # the second one is a resend
+        await bus.restart(lease.key, token, 1, kept(2))
+    assert await bus.read_episode(lease.key) == [b"y" * 10] * 2
+    assert await bus.read_snapshot(lease.key) == Snapshot(1, 2, b"the world")
+    assert [payload for _, payload in await bus.read_segments(job, "0", block_ms=0)] == [b"y" * 10] * 2
+    usage = await bus.usage(job)
+    assert (usage.stored_bytes, usage.charged_bytes) == (29, 100)
+    await bus.hand_back(job, token, [lease.key])
+    (lease,) = await bus.lease(job, "w", token, 1)
+    assert (lease.attempt, lease.num_segments, lease.note) == (1, 2, "turn 1")
+    # Without them the world goes too.
+    await bus.restart(lease.key, token, 2)
+    assert await bus.read_snapshot(lease.key) is None
+
+
+async def test_episodes_that_are_asked_for_by_name_are_taken_if_they_wait(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    await dispatch(bus, claim, 0, size=3)
+    await dispatch(bus, claim, 1)
+    mine, other = await bus.join("mine"), await bus.join("other")
+    (held,) = await bus.lease(job, "other", other, 1)
+    keys = [EpisodeKey(job, 0, member) for member in range(3)]
+    free = [key for key in keys if key != held.key]
+    for _ in range(2):  # said again
+        assert [one.key for one in await bus.take(job, "mine", mine, [*keys, EpisodeKey(job, 9, 0)])] == free
+    assert [one.key for one in await bus.lease(job, "other", other, 10)] == [EpisodeKey(job, 1, 0)]
+    for lease in await bus.take(job, "mine", mine, free[:1]):
+        await append(bus, mine, lease, 0)
+        with pytest.raises(Fenced):
+            await append(bus, other, lease, 1)
+        await append(bus, mine, lease, 1, final=True)
+    assert await bus.take(job, "mine", mine, free[:1]) == []  # it has ended
+    (view,) = await bus.groups(job, limit=1)
+    assert [one.worker for one in view.episodes if one.stage is Stage.HELD] == [
+        "other" if one.key == held.key else "mine" for one in view.episodes if one.key != free[0]
+    ]
+    await bus.hand_back(job, mine, free)
+    assert [one.key for one in await bus.lease(job, "other", other, 10)] == free[1:]

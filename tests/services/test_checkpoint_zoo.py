@@ -13,7 +13,7 @@ from gspo_core import codec
 from gspo_core.learner import Learner, state
 from gspo_core.staleness import Position
 from services import batch_log
-from services.batch_log import BatchLog
+from services.batch_log import BatchLog, LoggedBatch
 from services.trainer import checkpoints
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.failure import JobFailure
@@ -193,3 +193,28 @@ def test_what_another_release_wrote_is_refused_by_name(
         recovered(job_dir, model_dir)
     assert refused.value.code == "incompatible_release"
     assert sorted(job_dir.rglob("*")) == before
+
+
+def test_a_long_way_is_saved_in_between(
+    whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that is lost on the way has brought the next one further, whatever is wrong with the newest one."""
+    store, log = CheckpointStore(job_dir), BatchLog(job_dir)
+    truncated(job_dir / "checkpoints" / NEWEST / "checkpoint.json")
+    shutil.rmtree(job_dir / "checkpoints" / "ep000001-step000002")
+    read = BatchLog.read
+
+    def lost(self: BatchLog, epoch: int, step: int) -> LoggedBatch:
+        if step == 4:
+            raise KeyboardInterrupt
+        return read(self, epoch, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchLog, "read", lost)
+        with pytest.raises(KeyboardInterrupt):
+            recover(make_learner(model_dir), store, log, 2, tuning(model_dir), checkpoint_every=3)
+    heir = make_learner(model_dir)
+    found = recover(heir, store, log, 3, tuning(model_dir), checkpoint_every=3)
+    assert (found.saved, found.reached) == (Position(1, 3), Position(1, 4))
+    assert fingerprint(heir) == whole[1][4]
+    assert list(found.lineage.owed()) == [4, 5, 6, 7]

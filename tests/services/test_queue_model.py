@@ -308,12 +308,29 @@ class QueueModel:
             last = Append(key, episode.attempt, len(episode.segments), b"the end", final=True, version=5)
             self.same(lambda side: side.bus.append(JOB, side.tokens[name], [last]))
 
-    @rule(choice=CHOICE, is_zombie=SELDOM, num_new=of(*range(0, 3)), ahead=of(1, 1, 1, 1, 0, -1, 2))
-    def restart(self, choice: int, is_zombie: bool, num_new: int, ahead: int) -> None:
+    @rule(
+        choice=CHOICE,
+        is_zombie=SELDOM,
+        num_new=of(*range(0, 3)),
+        ahead=of(1, 1, 1, 1, 0, -1, 2),
+        kept=of(None, None, 0, 0, 0, 0, -1, 1),
+    )
+    def restart(self, choice: int, is_zombie: bool, num_new: int, ahead: int, kept: int | None) -> None:
+        """With nothing, or with what comes before the place of its world or another place."""
         name, key = self._pick(choice, is_zombie, num_new)
         episode = self._episode(key)
         attempt = max(0, (episode.attempt if episode else 0) + ahead)
-        self.same(lambda side: side.bus.restart(key, side.tokens[name], attempt))
+        if kept == 0 and not is_zombie and episode is not None and episode.segments:
+            self._keep_world(name, key)
+        world = episode.snapshot if episode else None
+        num_kept = 0 if kept is None or world is None else max(0, world.num_segments + kept)
+        again = [
+            Append(key, attempt, index, f"{key}:{attempt}:{index}".encode(), False, index % 3 or None, f"at {index}")
+            for index in range(num_kept)
+        ]
+        self.same(lambda side: side.bus.restart(key, side.tokens[name], attempt, again))
+        self.same(lambda side: side.bus.restart(key, side.tokens[name], attempt, again))
+        self.same(lambda side: side.bus.read_snapshot(key))
 
     @rule(
         choice=CHOICE,
@@ -338,6 +355,15 @@ class QueueModel:
         snapshot = Snapshot(attempt + shifts[0], num_segments + shifts[1], f"the world of {key}".encode())
         self.same(lambda side: side.bus.save_snapshot(key, side.tokens[name], snapshot))
 
+    def _keep_world(self, name: str, key: EpisodeKey) -> None:
+        """And something after it, half of the time."""
+        episode = self._episode(key)
+        assert episode is not None
+        world = Snapshot(episode.attempt, len(episode.segments), f"the world of {key}".encode())
+        self.same(lambda side: side.bus.save_snapshot(key, side.tokens[name], world))
+        if len(episode.segments) % 2:
+            self._append_next(name, key, version=2)
+
     @rule(choice=CHOICE, is_zombie=SELDOM, num_new=of(0, 0, 1))
     def fail(self, choice: int, is_zombie: bool, num_new: int) -> None:
         name, key = self._pick(choice, is_zombie, num_new)
@@ -352,6 +378,14 @@ class QueueModel:
     def time_passes_and_somebody_looks_for_the_dead(self, looks: int) -> None:
         for _ in range(looks):
             self.clock.now += LEASE_S / 2.5
+            self.same(lambda side: side.bus.reap(JOB))
+
+    @rule(worker=of(*WORKERS), num_deaths=of(*range(2, 8)), limit=of(1, 2, 20))
+    def workers_die_again_and_again(self, worker: str, num_deaths: int, limit: int) -> None:
+        """Each with what it was given, and nothing done."""
+        for _ in range(num_deaths):
+            self._lease(self.joined[worker][-1], limit)
+            self.join(worker)
             self.same(lambda side: side.bus.reap(JOB))
 
     # What can be seen
@@ -423,6 +457,12 @@ BROKEN = {
         "state.attempt, state.segments, state.bytes, state.version = attempt, 0, 0, nil",
         "state.attempt, state.bytes, state.version = attempt, 0, nil",
     ),
+    "a world is kept without its segments": ("not (world and world.segments == num_kept)", "not world"),
+    "a world stays with the attempt before": ("    world.attempt = attempt\n", ""),
+    "a worker gets several suspects": ("and limit > 0 and not holds_a_suspect(K, token)", "and limit > 0"),
+    "suspects come like all others": ("take(K, num_suspects, limit", "take(K, 0, limit"),
+    "the death of a worker is every episode's fault": ("elseif is_death and not is_suspect(state)", "elseif false"),
+    "what kills its workers is never given up": ("elseif is_death and not is_suspect(state)", "elseif is_death"),
     "a former trainer commits": ('return refuse("FENCED", "commit of step " .. step)', ""),
     "the budget is looked at too late": ("charged + size * reserve > budget", "charged > budget"),
     "what came back with tokens goes last": ("score = WITH_TOKENS + math.min", "score = math.min"),

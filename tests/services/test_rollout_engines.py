@@ -183,6 +183,23 @@ async def test_requests_leave_an_engine_that_became_dirty_where_another_serves(p
     assert (await call).engine_id == "http://other"
 
 
+async def test_an_engine_that_drains_gets_nothing_new_and_ends_what_it_has(place: Place) -> None:
+    leaving = place.add("leaving")
+    worker = place.worker()
+    await worker.until_usable(1)
+    call = worker.ask(300)
+    await until(lambda: leaving.num_generated > 10)
+    place.add("other")
+    await worker.until_usable(2)
+    place.records[0] = place.records[0] | {"draining": True, "state": "draining"}
+    await worker.until_usable(1)
+    assert {one.engine_id for one in await asyncio.gather(*(worker.ask(prefer="leaving") for _ in range(6)))} == {
+        "http://other"
+    }
+    answer = await call
+    assert (answer.engine_id, len(answer.output_ids)) == ("http://leaving", 300)
+
+
 async def test_tokens_with_another_jobs_label_or_broken_answers_are_thrown_away(place: Place) -> None:
     lying = place.add("lying")
     place.add("honest", tick_s=0.002)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -28,9 +30,7 @@ NUM_WORKERS, KILL_EVERY_S = 3, 3.0
 GROUP_SIZE, MAX_OPEN_GROUPS, NUM_TURNS = 4, 8, 8
 # So few that the episodes need all three.
 EPISODES_PER_WORKER = 12
-# A world that a death finds between an action and its snapshot starts again: what that costs depends on how long a turn
-# takes beside its action.
-TURN_S = (1.0, 3.0)
+SLOW_S, FAST_S = (1.0, 3.0), (0.1, 0.4)
 MIN_REUSED = 0.9
 WORLD = '''
 import json
@@ -74,6 +74,10 @@ class Kept(Replayed):
 
     replayable = False
 
+    def reset(self):
+        super().reset()
+        return f"Pay as {self.run}."
+
     def snapshot(self):
         return json.dumps([self.run, self.num_paid]).encode()
 
@@ -83,13 +87,29 @@ class Kept(Replayed):
 '''
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A segment as it was stored. ``logprob_sum`` tells one answer of the engine from all others."""
+
+    key: EpisodeKey
+    attempt: int
+    index: int
+    logprob_sum: float
+
+    @property
+    def answer(self) -> tuple[EpisodeKey, int, float]:
+        return self.key, self.index, self.logprob_sum
+
+
 class Watcher:
     """Sees every segment that was ever stored, also those that a new attempt throws away."""
 
     def __init__(self, stage: Stage, claim: Claim) -> None:
         self._stage, self._claim = stage, claim
         self._position = "0"
-        self.seen: Counter[tuple[EpisodeKey, int, int]] = Counter()
+        self.seen: Counter[Seen] = Counter()
+        self.num_attempts: Counter[str] = Counter()
+        """Of each run of a world, by the name that its first words give it."""
 
     async def look(self) -> None:
         while entries := await self._stage.bus.read_segments(
@@ -97,21 +117,32 @@ class Watcher:
         ):
             self._position = entries[-1][0]
             for _, payload in entries:
-                segment = decode(payload)
-                self.seen[segment.key, segment.attempt, segment.index] += 1
+                self._see(decode(payload))
+
+    def _see(self, segment: Segment) -> None:
+        self.seen[seen(segment)] += 1
+        if segment.index == 0:
+            run = re.search("Pay as (.*)[.]", self._stage.codec.tokenizer.decode(segment.token_ids.tolist()))
+            self.num_attempts[run.group(1) if run else ""] += 1
+
+
+def seen(segment: Segment) -> Seen:
+    return Seen(segment.key, segment.attempt, segment.index, segment.logprob_sum)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", ["Kept", "Replayed"])
-@pytest.mark.parametrize("num_kills", [6, 40])
-async def test_killed_workers_cost_little_and_repeat_nothing(world: str, num_kills: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_kills", "turn_s"), [(6, SLOW_S), (40, SLOW_S), (40, FAST_S)])
+async def test_killed_workers_cost_little_and_repeat_nothing(
+    world: str, num_kills: int, turn_s: tuple[float, float], tmp_path: Path
+) -> None:
     (tmp_path / "pids").mkdir()
     (tmp_path / "world.py").write_text(WORLD)
     async with open_stage(num_turn_tokens=70) as stage:
         entry = {"ref": f"{tmp_path / 'world.py'}:{world}", "config": {"folder": str(tmp_path)}}
         claim = await stage.submit(environments=[entry], limits={"max_turns": NUM_TURNS})
-        url = await stage.serve(claim, seconds=TURN_S)
+        url = await stage.serve(claim, seconds=turn_s)
         watcher = Watcher(stage, claim)
         num_groups = await storm(stage, claim, watcher, url, num_kills)
         keys = [EpisodeKey(claim.job_id, group, member) for group in range(num_groups) for member in range(GROUP_SIZE)]
@@ -120,7 +151,8 @@ async def test_killed_workers_cost_little_and_repeat_nothing(world: str, num_kil
     judge(final, watcher)
     payments = Counter((tmp_path / "ledger").read_text().splitlines())
     assert len(payments) >= NUM_TURNS * len(keys)
-    assert [line for line, count in payments.items() if count > 1] == []
+    # Once in an attempt: one that was gone on from an earlier world has more of them.
+    assert [line for line, count in payments.items() if count > max(1, watcher.num_attempts[line.split()[0]])] == []
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) >= num_kills
     await until(lambda: not [pid for pid in pids if is_alive(pid)])
@@ -147,6 +179,8 @@ async def storm(stage: Stage, claim: Claim, watcher: Watcher, url: str, num_kill
             break
         await asyncio.sleep(0.05)
     await watcher.look()
+    while not workers.keys() <= {int(record["pid"]) for record in await stage.store.workers()}:
+        await asyncio.sleep(0.05)  # one that is only starting does not know how to leave yet
     for worker in workers.values():
         worker.terminate()
     assert {await asyncio.to_thread(worker.wait, 60) for worker in workers.values()} == {0}
@@ -173,10 +207,14 @@ def judge(final: list[list[Segment]], watcher: Watcher) -> None:
         assert [segment.index for segment in segments] == list(range(len(segments)))
         assert len({segment.attempt for segment in segments}) == 1
     assert set(watcher.seen.values()) == {1}, "a segment was stored twice"
-    kept = {(segment.key, segment.attempt, segment.index) for segments in final for segment in segments}
+    kept = {seen(segment) for segments in final for segment in segments}
     assert kept <= watcher.seen.keys()
-    share = len(kept) / len(watcher.seen)
-    print(f"{len(watcher.seen)} segments were stored, {share:.1%} of them stayed")  # shown where it fails
+    num_answers = len({one.answer for one in watcher.seen})
+    share = len({one.answer for one in kept}) / num_answers
+    num_again = sum(segments[-1].attempt > 0 for segments in final)
+    # Shown where it fails, or with -s.
+    print(f"{num_answers} segments were stored, {share:.1%} of them stayed; {num_again} of {len(final)} episodes had")
+    print("more than one attempt")
     assert share >= MIN_REUSED
 
 

@@ -140,11 +140,13 @@ async def test_a_kept_world_survives_its_worker_and_acts_no_second_time(
     assert await table.bus.read_snapshot(lease.key) is None
 
 
-async def test_a_world_that_may_have_acted_since_it_was_kept_is_not_gone_on_from(
+async def test_a_world_that_may_have_acted_since_it_was_kept_is_gone_on_from_as_a_new_attempt(
     table: Table, codec: HermesCodec, speech: Speech
 ) -> None:
-    """Killed after the turn was stored: nobody knows whether the environment acted on it."""
+    """Killed after the turn was stored: nobody knows whether the environment acted on it. What comes before is kept."""
     one, two, say = speech.call("add", amount=1), speech.call("add", amount=1), speech.say("done")
+    expected = await whole(table, codec, world(Kept), one, two, say)
+    Kept.entered = []
 
     class Dying:
         """The worker dies between the second action and the keeping of the world behind it."""
@@ -165,11 +167,17 @@ async def test_a_world_that_may_have_acted_since_it_was_kept_is_not_gone_on_from
     await table.bus.hand_back(JOB, table.token, [lease.key])
     (lease,) = await table.lease()
     assert lease.num_segments == 2
-    setting = setting_for(table, codec, one, two, say)
+    setting = setting_for(table, codec, two, say)
     assert await Episode(setting, make_order(lease, world(Kept))).run() is StopReason.COMPLETED
-    assert {segment.attempt for segment in await table.segments(lease.key)} == {1}
-    assert setting.counters["worlds/too_old"] == 1
-    assert setting.counters["tokens/thrown_away"] == len(one) + len(two)
+    segments = await table.segments(lease.key)
+    assert [segment.attempt for segment in segments] == [1] * len(segments)
+    assert stitched(segments) == stitched(expected)
+    assert segments[-1].outcome is not None
+    assert segments[-1].outcome.reward == 1.0
+    assert Kept.entered == [1, 1, 1]
+    assert setting.counters["worlds/too_old"] == setting.counters["episodes/rewound"] == 1
+    assert setting.counters["tokens/resumed"] == len(one)
+    assert setting.counters["tokens/thrown_away"] == len(two)
 
 
 async def test_before_the_world_has_acted_no_token_is_lost_whatever_it_is(
@@ -287,6 +295,11 @@ async def test_an_episode_keeps_its_clock_when_it_moves(table: Table, codec: Her
     ticks = iter(range(10_000))
     setting = replace(setting, clock=lambda: float(next(ticks)))
     assert await Episode(setting, make_order(lease, limits=limits)).run() is StopReason.EPISODE_TIMEOUT
+    segments = await table.segments(lease.key)
+    whole = segments[-1].outcome.metrics
+    assert sum(one.spent.engine_s for one in segments) == pytest.approx(whole["model_s"])
+    # What began the world once more there is in no note of the first worker: it counts where it was spent.
+    assert sum(one.spent.env_s for one in segments) == pytest.approx(whole["env_s"])
 
 
 @pytest.mark.parametrize("note", ["", "no json", "[1]", '{"engine_s": "x", "env_s": NaN, "queue_s": -1, "other": 2}'])

@@ -802,7 +802,7 @@ async def test_an_engine_that_goes_away_is_waited_for(stage: Stage) -> None:
         await until(lambda: worker.counters["engine/EngineUnavailable"] > 0)
         await cable.mend()
         await stage.all_ready(claim, 4)
-        assert worker.counters["episodes/finished"] == 8
+        await until(lambda: worker.counters["episodes/finished"] == 8)
     await cable.cut()
     for trajectory in await stage.trajectories(claim, 4):
         assert trajectory.attempt == 0

@@ -14,8 +14,9 @@ from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.bus import Bus, Fenced
 from services.job_directory import DamagedRecord, JobDirectory, RecordConflict, VersionRecord, job_directories
 from services.keys import job_key
+from services.rebuild import Rebuild
 from services.refusals import Conflict
-from services.store import Claim, JobConflict, JobNotFound, Store
+from services.store import Claim, JobConflict, JobNotFound, JobStatus, Store
 
 pytestmark = pytest.mark.every_server
 
@@ -355,3 +356,74 @@ def test_a_version_file_names_one_thing(tmp_path: Path) -> None:
     (tmp_path / "job" / "status" / "00000001.json").write_text("[]")
     with pytest.raises(DamagedRecord):
         directory.newest_status()
+
+
+async def test_a_server_that_is_wiped_while_a_state_is_written_down_gets_the_whole_job_back(
+    store: Store, redis_client: Redis, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, written = asyncio.get_running_loop(), JobDirectory.write_status
+
+    def wipe(*_: object) -> bool:
+        monkeypatch.setattr(JobDirectory, "write_status", written)
+        asyncio.run_coroutine_threadsafe(redis_client.flushall(), loop).result(60)
+        return False  # as where the server counts again what is on disk
+
+    monkeypatch.setattr(JobDirectory, "write_status", wipe)
+    await store.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
+    assert [job.id for job in await store.list_jobs()] == [claim.job_id]
+    assert (await store.get_job(claim.job_id)).spec_data == {"name": "test"}
+
+
+async def test_versions_are_given_back_to_a_job_that_is_known_only(
+    store: Store, redis_client: Redis, claim: Claim
+) -> None:
+    await publish(store, claim, 1)
+    await redis_client.flushall()
+    rebuild = store._rebuild
+    assert rebuild is not None
+    records = JobDirectory(rebuild._root / claim.job_id).versions()
+    assert records
+    await rebuild._restore_versions(claim.job_id, records)
+    assert await redis_client.keys() == []
+
+
+@pytest.mark.parametrize("after", ["_seen", "_own_epoch"])
+async def test_a_server_that_is_wiped_in_the_middle_of_a_claim_is_claimed_from_again(
+    store: Store, redis_client: Redis, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    job = (await store.create_job("{}")).id
+    real = getattr(store._jobs, after)
+
+    async def then_wipe(*args: Any) -> Any:
+        answer = await real(*args)
+        await redis_client.flushall()
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._jobs, after, then_wipe)
+        first = await store.claim_job("trainer")
+    if first is not None:  # it was restored in time, and somebody may have it: this one is fenced
+        with pytest.raises(Fenced):
+            await store.beat_trainer(job, first.token)
+    claim = await store.claim_job("trainer")
+    assert claim is not None
+    assert claim.job_id == job
+    await store.beat_trainer(job, claim.token)
+
+
+async def test_a_server_that_is_wiped_while_it_gets_its_jobs_back_gets_them_once_more(
+    store: Store, redis_client: Redis, claim: Claim, jobs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (jobs_dir / claim.job_id / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    await redis_client.flushall()
+    wipes = [redis_client.flushall]
+    restore = Rebuild._restore_environments
+
+    async def then_wipe(self: Rebuild, job: str, directory: JobDirectory) -> None:
+        await restore(self, job, directory)
+        if wipes:
+            await wipes.pop()()
+
+    monkeypatch.setattr(Rebuild, "_restore_environments", then_wipe)
+    assert await store.rebuild() == 1
+    assert [record["step"] for record in await store.read_metrics(claim.job_id)] == [1]

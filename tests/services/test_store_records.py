@@ -226,6 +226,24 @@ async def test_a_record_names_what_it_is_about(store: Store, record: dict[str, o
         await store.register_engine(record)
 
 
+async def test_an_engine_drains_until_that_is_taken_back_or_it_is_gone(store: Store, claim: Claim) -> None:
+    for name in ("e0", "e1"):
+        await store.register_engine({"id": name})
+    await store.bind_engine(claim.job_id, claim.token, "e0")
+    for _ in range(2):
+        await store.drain_engine("e0")
+    assert [(one["job"], one.get("draining")) for one in await store.engines()] == [
+        (claim.job_id, True),
+        (None, None),
+    ]
+    await store.drain_engine("e0", False)
+    assert not any("draining" in one for one in await store.engines())
+    await store.drain_engine("e1")
+    await store.remove_engine("e1")
+    await store.register_engine({"id": "e1"})
+    assert not any("draining" in one for one in await store.engines())
+
+
 async def test_an_engine_serves_one_job_at_a_time(store: Store, claim: Claim) -> None:
     await store.create_job("{}")
     other = await store.claim_job("other")

@@ -8,7 +8,8 @@ from typing import Any, cast
 from gspo_core.spec import JobSpec
 from services.bus import Append, Bus
 from services.store import Claim
-from services.trainer.run import BYTES_PER_TOKEN, JobRun, Services
+from services.trainer.admission import BYTES_PER_TOKEN
+from services.trainer.run import JobRun, Services
 from services.trainer.tasks import TaskSchedule
 
 CONTEXT_TOKENS = 100
@@ -40,35 +41,37 @@ def run_of(bus: Bus, claim: Claim, budget_bytes: int | None) -> Any:
         metrics_path=Path("unused"),
         budget_bytes=budget_bytes,
     )
-    return JobRun(claim, SPEC, services, nothing)
+    run: Any = JobRun(claim, SPEC, services, nothing)
+    run._admission.schedule = SCHEDULE
+    return run
 
 
 async def test_groups_wait_until_there_is_room(bus: Bus, claim: Claim) -> None:
     job = claim.job_id
     run = run_of(bus, claim, 9 * EPISODE_BYTES)
-    await run._admit(SCHEDULE)
+    await run._admission.admit()
     assert await bus.open_groups(job) == [0, 1, 2, 3]  # the fifth would be the tenth episode
     assert run._lineage.num_dispatched == 4
     token = await bus.join("w")
     leases = await bus.lease(job, "w", token, 2)
     await bus.append(job, token, [Append(lease.key, 0, 0, b"short", True) for lease in leases])
-    await run._admit(SCHEDULE)
+    await run._admission.admit()
     assert await bus.open_groups(job) == [0, 1, 2, 3, 4]
     assert (await bus.usage(job)).charged_bytes == 8 * EPISODE_BYTES + 2 * len(b"short")
 
 
 async def test_without_a_budget_only_staleness_bounds_them(bus: Bus, claim: Claim) -> None:
-    await run_of(bus, claim, None)._admit(SCHEDULE)
+    await run_of(bus, claim, None)._admission.admit()
     assert len(await bus.open_groups(claim.job_id)) == 15
 
 
 async def test_a_step_always_fits(bus: Bus, claim: Claim) -> None:
     """With fewer groups than a step takes, the job would wait for ever."""
     run = run_of(bus, claim, 1)
-    await run._admit(SCHEDULE)
+    await run._admission.admit()
     assert await bus.open_groups(claim.job_id) == [0, 1, 2]
     await bus.commit(claim.job_id, claim.token, 1, [1])
     run._lineage.settle([1])
     run._lineage.num_published = 1
-    await run._admit(SCHEDULE)
+    await run._admission.admit()
     assert await bus.open_groups(claim.job_id) == [0, 2, 3]

@@ -14,13 +14,17 @@ import pytest
 from redis.asyncio import Redis
 
 from services.durable import append_line
+from services.job_directory import JobDirectory
+from services.store import Store
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.disk import PatientDisk
+from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
 from tests.services.loop_kit import Loop, a_loop, fingerprint, loop_spec, plain_loop, saved
 from tests.services.test_trainer_loop import serve
 
 DISK_BYTES = 6 * 2**20
+SPEC = '{"model": "m", "environments": [{"ref": "made:Up"}]}'
 
 
 @pytest.fixture
@@ -99,3 +103,58 @@ def test_a_line_that_does_not_fit_leaves_no_half_line(small_disk: Path) -> None:
     ballast.unlink()
     append_line(path, b"second")
     assert path.read_bytes() == b"first\nsecond\n"
+
+
+async def test_a_job_is_claimed_when_there_is_room_to_write_that_down(
+    redis_client: Redis, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.room.RETRY_S", 0.05)
+    store = Store(redis_client, jobs_dir=small_disk / "jobs", waits_for_room=True)
+    await store.load_functions()
+    job = (await store.create_job("{}")).id
+    ballast = fill(small_disk)
+    claiming = asyncio.create_task(store.claim_job("trainer"))
+    async with asyncio.timeout(60):
+        while (await store.get_job(job)).status != "starting":
+            assert not claiming.done(), claiming.result()
+            await asyncio.sleep(0.01)
+        ballast.unlink()
+        claim = await claiming
+    assert claim is not None
+    assert JobDirectory(small_disk / "jobs" / job).newest_status()[1]["status"] == "starting"
+
+
+async def test_a_disk_that_is_full_at_the_wrong_moment_is_no_reason_for_a_job_to_end(
+    redis_client: Redis, small_disk: Path
+) -> None:
+    """Whatever write of a run it is that nobody waits for: the job is left to the next trainer."""
+    store = Store(redis_client, jobs_dir=small_disk / "jobs")
+    await store.load_functions()
+    job = (await store.create_job(SPEC)).id
+
+    class Run:
+        cancelled = ending = None
+
+        async def run(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        async def discard_queue(self) -> None: ...
+
+    stop = asyncio.Event()
+    worker = TrainerWorker(store, "trainer", lambda claim, spec: Run())  # type: ignore[arg-type, return-value]
+    claim = await store.claim_job("trainer")
+    assert claim is not None
+    await worker._serve(claim, stop, asyncio.Event())
+    assert (await store.get_job(job)).status == "starting"
+
+
+async def test_what_a_dead_trainer_left_half_written_goes(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = loop_spec(write_model(tmp_path / "model"), steps=1)
+    async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
+        for name in ("weights/.tmp-dead/part", "checkpoints/.tmp-ep000000-dead/part", "batches/.tmp-dead"):
+            (loop.job_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (loop.job_dir / name).touch()
+        await serve(loop)
+    assert list(loop.job_dir.rglob(".tmp-*")) == []

@@ -314,3 +314,46 @@ async def test_a_second_job_is_given_what_the_first_can_spare(place: Place, stor
 
 
 SPEC = {"model": "somewhere", "environments": [{"ref": "environments.calculator:Calculator"}]}
+
+
+async def test_an_engine_that_drains_ends_what_it_has_gets_no_version_and_is_given_back(
+    place: Place, claim: Claim
+) -> None:
+    leaving, staying = place.add_engine("leaving"), place.add_engine("staying")
+    job = place.engines_of(claim, "http://leaving", "http://staying")
+    await job.engines.wait_for(first := await job.publish(0), num_engines=2)
+    before, running = leaving.num_generated, place.ask("http://leaving")
+    await until(lambda: leaving.num_generated > before + 30)
+    await place.store.drain_engine("http://leaving")
+    await until(lambda: [one.url for one in job.engines.ready()] == ["http://staying"])
+    second = await job.publish(1)
+    await job.engines.wait_for(second)
+    assert serves(staying, second)()
+    assert leaving.label == first.label
+    records = await place.records()
+    assert (records["http://leaving"]["job"], records["http://leaving"]["state"]) == (job.claim.job_id, "draining")
+    answer = await running
+    assert (len(answer.output_ids), {span.label for span in answer.spans}) == (400, {first.label})
+    await until(lambda: job.engines.bound() == ["http://staying"])
+    for _ in range(20):  # and nobody takes it
+        await asyncio.sleep(0.01)
+        assert job.engines.bound() == ["http://staying"]
+    assert (await place.records())["http://leaving"]["job"] is None
+    await place.store.drain_engine("http://leaving", False)
+    await until(serves(leaving, second))
+
+
+async def test_a_draining_engine_that_is_gone_is_given_back_and_the_only_one_is_missed(
+    place: Place, claim: Claim
+) -> None:
+    place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    await place.store.drain_engine("http://e")
+    await until(lambda: not job.engines.ready())
+    del place.transport.engines["e"]
+    await until(lambda: job.engines.bound() == [])
+    assert "http://e drains" in job.engines._what_is_missing(1)
+    place.add_engine("e")
+    await place.store.drain_engine("http://e", False)
+    await until(lambda: [one.url for one in job.engines.ready()] == ["http://e"])

@@ -107,10 +107,11 @@ async def test_what_the_parity_gate_refuses_is_not_logged(
     """A trainer that takes over trains what was logged without asking again."""
     run: Any = run_of(claim, store, bus, tmp_path, model_dir)
     job, schedule = claim.job_id, TaskSchedule(0, [4], [1.0])
-    run._positions[0] = Position(claim.epoch, 0)
+    run._ages.add(0, 0)
     run._held = Held(0, f"{job}/{claim.epoch}/0")
     run._newest = WeightsManifest(job, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
-    await run._admit(schedule)
+    run._admission.schedule = schedule
+    await run._admission.admit()
     token = await bus.join("worker")
     for lease in await bus.lease(job, "worker", token, 2):
         key = lease.key
@@ -127,7 +128,7 @@ async def test_what_the_parity_gate_refuses_is_not_logged(
     reading = asyncio.create_task(run._services.intake.run())
     try:
         with pytest.raises(JobFailure, match="another engine"):
-            await run._step(learner_support.make_learner(model_dir), schedule)
+            await run._step(learner_support.make_learner(model_dir))
     finally:
         await stop(reading)
     assert BatchLog(tmp_path).steps() == []

@@ -12,7 +12,6 @@ import pytest
 
 from gspo_core.codec import encode
 from gspo_core.spec import JobSpec
-from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group
 from services.batch_log import BatchLog
 from services.bus import Append, Bus, Fenced
@@ -60,16 +59,16 @@ class Stage:
             metrics_path=job_dir / "metrics.jsonl",
         )
         self.run: Any = JobRun(claim, spec, services, lambda: cast(Any, None))
-        self.run._positions[0] = Position(claim.epoch, 0)
+        self.run._ages.add(0, 0)
         self.run._held = Held(0, f"{claim.job_id}/{claim.epoch}/0")
-        self.schedule = TaskSchedule(0, [4], [1.0])
+        self.run._admission.schedule = TaskSchedule(0, [4], [1.0])
 
         async def check(*_: object) -> None: ...
 
         self.run._gate.check = check
 
     async def begin(self) -> None:
-        await self.run._admit(self.schedule)
+        await self.run._admission.admit()
         self.token = await self.bus.join("worker")
         await self.bus.lease(self.claim.job_id, "worker", self.token, 6)
 
@@ -82,7 +81,7 @@ class Stage:
 
     async def take(self) -> list[Group]:
         async with asyncio.timeout(DEADLINE_S):
-            groups: list[Group] = await self.run._take_groups(None, self.schedule)
+            groups: list[Group] = await self.run._taking.batch(None, self.run._held)
         return groups
 
 
@@ -106,7 +105,7 @@ async def test_a_straggler_is_cut_off_when_the_batch_waits_for_it_alone(stage: S
     assert [trajectory.key.member for trajectory in group] == [0, 2]
     with pytest.raises(Fenced):
         await stage.play(0, 1, 1.0, 9)
-    metrics = stage.run._census.take_metrics()
+    metrics = stage.run._taking.take_metrics()
     assert metrics["selection/dispatched"] == 3
     assert metrics["selection/cut_off"] == 1
     assert metrics["selection/trained_share"] == pytest.approx(2 / 3)
@@ -128,7 +127,7 @@ async def test_without_being_told_to_it_waits_for_the_straggler(stage: Stage) ->
     await stage.play(0, 1, 1.0, 9)
     (group,) = await taking
     assert len(group.trajectories) == 3
-    metrics = stage.run._census.take_metrics()
+    metrics = stage.run._taking.take_metrics()
     assert metrics["selection/actions_trained"] == metrics["selection/actions_dispatched"] == (3 + 6 + 27) / 3
 
 
@@ -153,11 +152,11 @@ async def test_dropped_groups_count_as_dispatched_and_not_as_trained(stage: Stag
         await stage.play(0, member, 1.0, 4)
         await stage.play(1, member, float(member), 2)
     await stage.take()
-    await stage.run._drop(1, "dropped_stale")
-    metrics = stage.run._census.take_metrics()
+    await stage.run._taking.drop(1, "dropped_stale")
+    metrics = stage.run._taking.take_metrics()
     assert metrics["selection/trained_share"] == 0.5
     assert (metrics["selection/actions_trained"], metrics["selection/actions_dispatched"]) == (12.0, 9.0)
-    assert stage.run._census.take_metrics()["selection/dispatched"] == 0
+    assert stage.run._taking.take_metrics()["selection/dispatched"] == 0
 
 
 def test_the_oldest_groups_with_members_enough_are_closed_and_no_more_than_the_batch_lacks() -> None:

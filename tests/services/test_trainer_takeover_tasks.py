@@ -26,19 +26,21 @@ async def train(run: Any, bus: Bus, claim: Claim, groups: list[int]) -> None:
     run._lineage.settle(groups)
     run._lineage.num_published += len(groups)
     await bus.commit(claim.job_id, claim.token, run._lineage.step, groups)
-    await run._admit(schedule())
+    await run._admission.admit()
 
 
 async def test_the_order_of_tasks_goes_on_after_a_takeover(bus: Bus, claim: Claim) -> None:
     first = run_of(bus, claim, None)
-    await first._admit(schedule())
+    first._admission.schedule = schedule()
+    await first._admission.admit()
     await train(first, bus, claim, [0, 2, 1])
     checkpoint = json.dumps(first._lineage.to_dict())
     await train(first, bus, claim, [5, 3, 8])  # not logged: these are lost with the trainer
     heir = run_of(bus, replace(claim, epoch=claim.epoch + 1), None)
-    heir._lineage = Lineage.from_dict(json.loads(checkpoint))
-    await heir._dispatch_again(schedule())
-    await heir._admit(schedule())
+    heir._lineage.become(Lineage.from_dict(json.loads(checkpoint)))
+    heir._admission.schedule = schedule()
+    await heir._admission.dispatch_again()
+    await heir._admission.admit()
     await train(heir, bus, claim, [3, 4, 5])
     worker = await bus.join("w")
     played = {lease.key.group: lease.task_index for lease in await bus.lease(claim.job_id, "w", worker, 1000)}

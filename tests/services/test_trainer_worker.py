@@ -11,6 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gspo_core.spec import JobSpec
 from services.store import Claim, JobStatus, StatusReason, Store
+from services.trainer.followers import RanksLost
 from services.trainer.run import JobRun
 from services.trainer.worker import TrainerWorker
 
@@ -94,3 +95,29 @@ async def test_a_trainer_is_listed_with_what_it_can_for_as_long_as_it_runs(store
     stop.set()
     await running
     assert await store.trainers() == []
+
+
+async def test_a_trainer_that_lost_a_rank_ends_the_attempt_and_its_process(store: Store) -> None:
+    """The job is free at once, for the ranks that are started again."""
+    job, lost = await store.create_job(SPEC), list[RanksLost]()
+
+    class Losing(FailingRun):
+        async def run(self) -> None:
+            lost.append(RanksLost("rank 1 is gone"))
+            raise lost[0]
+
+    def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
+        return Losing(claim, store, [], ValueError(), asyncio.Event())
+
+    def check() -> None:
+        if lost:
+            raise lost[0]
+
+    with pytest.raises(RanksLost):
+        async with asyncio.timeout(DEADLINE_S):
+            await TrainerWorker(store, "trainer", make_run, check=check).run(asyncio.Event())
+    record = await store.get_job(job.id)
+    assert [one.code for one in record.attempts] == ["rank_lost"]
+    heir = await store.claim_job("heir")
+    assert heir is not None
+    assert heir.job_id == job.id

@@ -16,7 +16,7 @@ from services.ports import free_port
 from services.redis_server import RedisServer
 from services.store import Store
 from tests.services.api_kit import ApiProcess
-from tests.services.browser_kit import MISSING, Visit, visiting
+from tests.services.browser_kit import DEADLINE_MS, MISSING, Visit, visiting
 from tests.services.recorded_job import REF, Player, RecordedJob, record_job, write_model
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(MISSING), reason=MISS
 PAGES = (
     *("#/jobs", "#/jobs/{job}", "#/jobs/{job}/groups", "#/jobs/{job}/groups?status=open", "#/jobs/{job}/versions"),
     *("#/jobs/{job}/events", "#/jobs/{job}/config", "#/groups/{job}/4", "#/groups/{job}/12", "#/episodes/{job}/4/2"),
-    *("#/episodes/{job}/12/1", "#/environments", "#/workers", "#/api"),
+    *("#/episodes/{job}/12/1", "#/episodes/{job}/12/3", "#/environments", "#/workers", "#/api"),
 )
 
 
@@ -76,6 +76,7 @@ async def test_the_list_leads_to_a_job_with_its_curves_and_alarms(visit: Visit, 
     await visit.see('[data-chart="Reward"] canvas')
     assert await visit.page.locator("[data-chart] canvas").count() >= 5
     assert "41 % of the tokens" in await visit.text("[data-alarm]")
+    assert "lower optimizer.lr" in await visit.text("[data-alarm] .advice")
     assert "0.75" in await visit.text('[data-tile="Held-out reward"]')
 
 
@@ -90,6 +91,38 @@ async def test_a_new_step_arrives_on_the_page_that_is_open(visit: Visit, job: Re
     await visit.see("main", "step 7 of 40")
     await store.add_event(job.id, "alert", {"step": 7, "kind": "new", "message": "something new is wrong"})
     await visit.see("[data-alarm]", "something new is wrong")
+
+
+async def test_a_job_tells_where_its_time_goes(visit: Visit, job: RecordedJob, store: Store):
+    await visit.open(f"#/jobs/{job.id}")
+    trainer = await visit.see('[data-split="Time of a step"]')
+    assert await trainer.locator('[data-kind="time/wait_s"] b').inner_text() == "0.50 s"
+    assert await trainer.locator(".split-bar i").count() == 4
+    told = await visit.text('[data-split="Time of an episode"] .split-legend')
+    assert " ".join(told.split()) == "engine 1.20 s 50 % environment 0.90 s 38 % queue 0.30 s 13 %"
+    await visit.see('[data-chart="Time of a step"] canvas')
+    metrics = {"time/wait_s": 4.0, "time/train_s": 1.1, "time/step_s": 5.1, "reward/mean": 0.5}
+    await store.add_metrics(job.id, 7, metrics)
+    await store.add_event(job.id, "step", {"step": 7, "version": 6, "epoch": 1, **metrics})
+    await visit.see('[data-split="Time of a step"] [data-kind="time/wait_s"]', "1.00 s")
+
+
+async def test_an_episode_tells_where_its_time_went_turn_by_turn(visit: Visit, job: RecordedJob):
+    from playwright.async_api import expect
+
+    await visit.open(f"#/episodes/{job.id}/4/2")
+    turn = await visit.text('.turn[data-turn="1"] [data-took]')
+    assert turn.split() == ["engine", "0.75", "s", "environment", "0.75", "s"]
+    assert "queue 0.38 s" in await visit.text('.turn[data-turn="0"] [data-took]')
+    falls = visit.page.locator(".falls .fall")
+    assert await falls.count() == 4  # three turns and what came after the last one
+    widths = [(await falls.nth(place).bounding_box())["width"] for place in range(3)]
+    assert widths[1] / widths[0] == pytest.approx(1.5 / 0.875, rel=0.05)
+    await falls.nth(2).focus()
+    await visit.page.keyboard.press("Enter")
+    await expect(visit.page.locator("#turn-0-2 > .meta")).to_be_in_viewport(timeout=DEADLINE_MS)
+    await visit.open(f"#/episodes/{job.id}/{job.open_group}/1")
+    assert "1.25 s" in await visit.text('[data-split="Where time went"]')
 
 
 async def test_the_page_goes_on_after_the_api_was_restarted(redis_server: RedisServer, job: RecordedJob, store: Store):
@@ -136,6 +169,7 @@ async def test_tokens_are_tinted_by_version_and_tell_their_log_prob(visit: Visit
     shown = await visit.text(".tip")
     assert "log-prob" in shown
     assert "version" in shown
+    assert "ratio 0.5" in " ".join(shown.split())
     first = visit.page.locator('.turn[data-turn="1"] .tok').first
     await first.focus()
     await visit.page.keyboard.press("ArrowRight")
@@ -144,6 +178,9 @@ async def test_tokens_are_tinted_by_version_and_tell_their_log_prob(visit: Visit
     )
     await (await visit.see("button", "surprise")).click()
     assert await (await visit.see('.tok[data-version="2"]')).evaluate(tint) != old
+    await (await visit.see("button", "ratio")).click()
+    later = await (await visit.see('.turn[data-turn="1"] .tok')).evaluate(tint)
+    assert await (await visit.see('.turn[data-turn="0"] .tok')).evaluate(tint) != later
 
 
 async def test_an_episode_grows_while_it_runs(visit: Visit, job: RecordedJob, bus: Bus, model_dir: Path):

@@ -18,11 +18,13 @@ from services.api.access import Caller
 from services.api.context import Context, ContextOf
 from services.api.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
 from services.api.errors import FINAL, ApiError, documented
+from services.api.etags import IfMatch, IfNoneMatch, require_match, tagged
 from services.api.requests import StrictRoute, read_bounded
 from services.api.views import Page, View, page
 from services.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack
 from services.environment_registry import NAME, EnvironmentNotFound, NameTaken, Registration, Registry, parse_reference
 from services.errands import ErrandFailed, NoAnswer, NobodyThere, TooMany
+from services.named_urls import AddressNamed
 
 router = APIRouter(prefix="/environments", tags=["environments"], route_class=StrictRoute)
 
@@ -198,7 +200,8 @@ async def register(wanted: NewEnvironment, request: Request, response: Response,
         found = loadable(wanted.source)
         await asyncio.to_thread(judge, found, context.networks)
     except AddressRefused as error:
-        raise ApiError(422, "address_refused", str(error), param="source.url") from None
+        where = error.where if isinstance(error, AddressNamed) else "url"
+        raise ApiError(422, "address_refused", str(error), param=f"source.{where}") from None
     except ConfigRefused as error:
         raise ApiError(422, "validation_failed", str(error), param="source.config") from None
     source = wanted.source.model_dump(mode="json")
@@ -258,20 +261,27 @@ async def list_environments(
     return page(await asyncio.to_thread(find), query.limit)
 
 
-@router.get("/{environment}")
-async def get_environment(environment: str, request: Request, context: ContextOf) -> EnvironmentView:
+@router.get(
+    "/{environment}",
+    response_model=EnvironmentView,
+    responses={304: {"description": "As `If-None-Match` says"}},
+)
+async def get_environment(
+    environment: str, request: Request, context: ContextOf, if_none_match: IfNoneMatch = None
+) -> Response:
     """One version: `name@version`, or the newest one of a `name`."""
     one = await _get(context, request, environment)
-    return await asyncio.to_thread(_view, _registry(context), one)
+    return tagged(await asyncio.to_thread(_view, _registry(context), one), one.digest[:16], if_none_match)
 
 
-@router.delete("/{environment}", status_code=204, responses=documented(409))
-async def remove_environment(environment: str, request: Request, context: ContextOf) -> None:
+@router.delete("/{environment}", status_code=204, responses=documented(409, 412))
+async def remove_environment(environment: str, request: Request, context: ContextOf, if_match: IfMatch = None) -> None:
     """Remove a version, named in full; not while a job that is not over refers to it. Its number is not used again."""
     parsed = parse_reference(environment)
     if parsed is None or parsed[1] is None:
         raise ApiError(422, "validation_failed", "name the version: name@version", param="environment")
     one = await _get(context, request, environment, to_change=True)
+    require_match(if_match, one.digest[:16])
     for job in await context.store.list_jobs(MAX_JOBS, order="desc"):
         refs = [entry.get("ref") for entry in job.spec_data.get("environments", ())]
         if not job.status.is_terminal and one.id in refs:
@@ -324,7 +334,7 @@ async def _add(
     upload: str | None,
 ) -> EnvironmentView:
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    wanted = Registration(name, 0, caller.owner, now, source, found.ref, found.config, upload, found.url is not None)
+    wanted = Registration(name, 0, caller.owner, now, source, found.ref, found.config, upload, found.is_remote)
     registry = _registry(context)
     try:
         one, is_new = await asyncio.to_thread(registry.add, wanted)

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from fastapi import APIRouter, Header, Path, Query
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response, StreamingResponse
 
@@ -28,7 +30,7 @@ from services.api.episode_views import (
 )
 from services.api.errors import ApiError
 from services.api.history import EpisodeNotKept
-from services.api.transcript import tokens_view, turns_view
+from services.api.transcript import spent_view, tokens_view, turns_view
 from services.api.views import Page, View, page
 from services.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.bus import EpisodeView, GroupView, Stage
@@ -226,8 +228,10 @@ async def _trained_detail(context: Context, job: Job, key: EpisodeKey, query: De
     summaries = await asyncio.to_thread(_of_batch, context, job, position)
     base = next(one for one in summaries if one.group == key.group)
     episode = next(one for one in base.episodes if one.member == key.member)
-    segments = found[0].segments
-    return await asyncio.to_thread(_detail, context, job, base, episode, segments, tools, query.include == "tokens")
+    segments, with_tokens = found[0].segments, query.include == "tokens"
+    known = await asyncio.to_thread(context.history.trained, job, position) if with_tokens else {}
+    trained = known.get((key.group, key.member))
+    return await asyncio.to_thread(_detail, context, job, base, episode, segments, tools, with_tokens, trained)
 
 
 async def _sole_tools(context: Context, job: Job) -> list[ToolSchema] | None:
@@ -247,11 +251,13 @@ def _lines(context: Context, job: Job, tools: list[ToolSchema] | None, query: Ex
         except (BatchLogNotFound, DamagedBatchLog):  # what can be read is worth having
             continue
         trajectories = {one.key: one for group in batch.groups for one in group}
+        with_tokens = query.include == "tokens"
+        known = context.history.trained(job, position) if with_tokens else {}
         for group in trained_groups(job.id, batch, _spec(job)):
             for episode in group.episodes:
                 segments = trajectories[EpisodeKey(job.id, group.group, episode.member)].segments
-                with_tokens = query.include == "tokens"
-                detail = _detail(context, job, group, episode, segments, tools, with_tokens)
+                trained = known.get((group.group, episode.member))
+                detail = _detail(context, job, group, episode, segments, tools, with_tokens, trained)
                 yield detail.model_dump_json().encode() + b"\n"
 
 
@@ -263,6 +269,7 @@ def _detail(
     segments: tuple[Segment, ...],
     tools: list[ToolSchema] | None,
     with_tokens: bool,
+    trained: NDArray[np.float32] | None = None,
 ) -> EpisodeDetail:
     codec, note = context.codecs.of(job)
     return EpisodeDetail(
@@ -276,7 +283,8 @@ def _detail(
         epoch=group.epoch,
         note=note,
         turns=turns_view(segments, codec, tools),
-        tokens=tokens_view(segments, None if codec is None else codec.tokenizer) if with_tokens else None,
+        closing=spent_view([one for one in segments if one.is_final]),
+        tokens=tokens_view(segments, None if codec is None else codec.tokenizer, trained) if with_tokens else None,
     )
 
 

@@ -82,7 +82,7 @@ async def create(
         spec = JobSpec.model_validate(wanted)
     except ValidationError as error:
         raise errors.invalid(problems(error, JobSpec, wanted)) from None
-    spec = await asyncio.to_thread(pin, spec, context.registry, caller)
+    spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
     resent = Resent(context.redis)
     job_id = await resent.job_id(caller.name, wanted, is_repetition=x_stainless_retry_count > 0)
     key = f"{caller.name}:{idempotency_key}" if idempotency_key else None

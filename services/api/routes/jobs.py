@@ -14,6 +14,7 @@ from services.api.access import Caller
 from services.api.context import ContextOf
 from services.api.environment_refs import pin
 from services.api.errors import ApiError, documented
+from services.api.etags import IfNoneMatch, tagged
 from services.api.requests import StrictRoute
 from services.api.views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
 from services.jobs import CancelManner, DesiredState, Job, JobStatus, new_job_id
@@ -81,7 +82,7 @@ async def submit(
 ) -> JobView | Response:
     """Submit a job. With an `Idempotency-Key` it may be repeated: the same key never makes a second job."""
     caller: Caller = request.scope["caller"]
-    spec = await asyncio.to_thread(pin, spec, context.registry, caller)
+    spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
     if query.dry_run:
         plan = await _plan(spec, context.store)
         return Response(plan.model_dump_json(), media_type="application/json")
@@ -112,10 +113,11 @@ async def list_jobs(query: Annotated[ListQuery, Query()], request: Request, cont
     return page([job_view(job) for job in jobs], query.limit)
 
 
-@router.get("/{id}")
-async def get_job(id: str, context: ContextOf) -> JobView:
-    """One job."""
-    return job_view(await context.store.get_job(id))
+@router.get("/{id}", response_model=JobView, responses={304: {"description": "As `If-None-Match` says"}})
+async def get_job(id: str, context: ContextOf, if_none_match: IfNoneMatch = None) -> Response:
+    """One job. Its `ETag` is for `If-None-Match` here, and for `If-Match` when its settings are changed."""
+    job = await context.store.get_job(id)
+    return tagged(job_view(job), job.settings_version, if_none_match)
 
 
 @router.get("/{id}/config")

@@ -6,7 +6,7 @@ import asyncio
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.context import Context, ContextOf
@@ -50,7 +50,7 @@ class NewKeyView(KeyView):
 
 
 @router.post("", status_code=201)
-async def make_key(query: Annotated[KeyQuery, Query()], context: ContextOf) -> NewKeyView:
+async def make_key(query: Annotated[KeyQuery, Query()], response: Response, context: ContextOf) -> NewKeyView:
     """Make a key. From the first one on, this API answers nobody without one."""
     scopes = [scope.strip() for scope in query.scopes.split(",") if scope.strip()]
     unknown = [scope for scope in scopes if scope not in SCOPES]
@@ -59,6 +59,7 @@ async def make_key(query: Annotated[KeyQuery, Query()], context: ContextOf) -> N
         raise ApiError(422, "validation_failed", message, param="scopes")
     lifetime_s = None if query.days is None else query.days * DAY_S
     record, key = await asyncio.to_thread(_ring(context).issue, query.owner, scopes, lifetime_s)
+    response.headers["Cache-Control"] = "no-store"
     return NewKeyView(**dict(_view(record)), key=key)
 
 

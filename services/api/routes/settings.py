@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body
+from fastapi import APIRouter, Body, Response
 from pydantic import JsonValue
 
 from gspo_core.live_settings import ChangeRefused, live_values, tuned
@@ -12,6 +12,7 @@ from gspo_core.problems import Problem
 from gspo_core.spec import JobSpec
 from services.api.context import ContextOf
 from services.api.errors import documented, invalid
+from services.api.etags import IfMatch, require_match, tagged
 from services.api.requests import StrictRoute
 from services.api.views import JobView, job_view
 from services.refusals import Conflict
@@ -27,10 +28,11 @@ Changes = Annotated[
 ]
 
 
-@router.patch("/{id}", responses=documented(409, 413, 415))
-async def change_job(id: str, changes: Changes, context: ContextOf) -> JobView:
+@router.patch("/{id}", response_model=JobView, responses=documented(409, 412, 413, 415))
+async def change_job(id: str, changes: Changes, context: ContextOf, if_match: IfMatch = None) -> Response:
     """Change live settings. They hold from the next step on, whatever happens to the job; the event
-    `settings.applied` names it. Repeating a change changes nothing."""
+    `settings.applied` names it. Repeating a change changes nothing. With `If-Match` they are changed only if nobody
+    else has changed them since."""
     while True:
         job = await context.store.get_job(id)
         try:
@@ -40,11 +42,14 @@ async def change_job(id: str, changes: Changes, context: ContextOf) -> JobView:
         except ChangeRefused as refusal:
             raise invalid(refusal.problems) from None
         if values == job.settings and not job.status.is_terminal:
-            return job_view(job)
+            return tagged(job_view(job), job.settings_version)
+        # What holds already was changed by this request when it came first, or as it wants.
+        require_match(if_match, job.settings_version)
         if changed.steps < job.step:
             raise invalid([_too_few_steps(changed.steps, job.step)])
         try:
-            return job_view(await context.store.change_settings(id, job.settings_version, values, wanted))
+            job = await context.store.change_settings(id, job.settings_version, values, wanted)
+            return tagged(job_view(job), job.settings_version)
         except Conflict:  # somebody else was faster: look again
             continue
 

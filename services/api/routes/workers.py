@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import APIRouter
 
@@ -15,7 +16,7 @@ router = APIRouter(prefix="/workers", tags=["workers"])
 
 
 class DrainView(View):
-    """A worker that was asked to leave."""
+    """A process that was asked to leave."""
 
     object: Literal["worker.drain"] = "worker.drain"
     id: str
@@ -25,19 +26,30 @@ class DrainView(View):
 
 @router.get("")
 async def list_workers(context: ContextOf) -> Page[dict[str, Any]]:
-    """Trainers, rollout workers and engines that have registered, each with whether it is `alive`."""
-    everyone = await context.presence.members()
+    """Trainers, rollout workers and engines that have registered, each with whether it is `alive`.
+
+    `links.drain` is where one is asked to leave, or an engine to be left alone; `draining` says that one was.
+    """
+    asked = await Drains(context.redis).all_asked()
+    everyone = [_shown(one, asked) for one in await context.presence.members()]
     return page(everyone, max(1, len(everyone)))
+
+
+def _shown(one: dict[str, Any], asked: set[str]) -> dict[str, Any]:
+    kind = "engines" if one["role"] == "engine" else "workers"
+    links = {"drain": f"/v1/{kind}/{quote(one['id'], safe='')}/drain"} if one["alive"] else {}
+    return one | {"draining": one.get("draining", False) or one["id"] in asked, "links": links}
 
 
 @router.post("/{worker}/drain", status_code=202, responses=documented(409))
 async def drain(worker: str, context: ContextOf) -> DrainView:
-    """Ask a rollout worker to leave: it takes no more episodes, hands back what it holds, and ends."""
+    """Ask a process to leave. A rollout worker takes no more episodes, hands back what it holds, and ends. A trainer
+    ends the step that it is in, saves it, hands its job back for another one to go on with, and ends."""
     found = next((one for one in await context.presence.members() if one["id"] == worker), None)
     if found is None:
         raise ApiError(404, "worker_not_found", f"no process {worker[:80]!r} is registered", param="worker")
-    if found["role"] != "rollout":
-        message = f"{worker} is a process of the role {found['role']}; only rollout workers leave when asked"
+    if found["role"] == "engine":
+        message = f"{worker} is an engine: it is drained by POST /v1/engines/{{engine}}/drain"
         raise ApiError(409, "cannot_drain", message, headers=FINAL)
     if found["alive"]:
         await Drains(context.redis).ask(worker)

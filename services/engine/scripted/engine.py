@@ -115,6 +115,7 @@ class ScriptedEngine:
         self.label = self.shown_label = "default"
         """The scheduler's and the front end's: they differ after ``Replaced``."""
         self.vocab_size, self.context_length = vocab_size, context_length
+        self.architectures = ["Scripted"]
         self.profile = tuple(int(part) for part in profile.split("."))
         self.script = script
         self.faults = list(faults)

@@ -277,7 +277,7 @@ async def _model_info(engine: ScriptedEngine, _body: dict[str, Any], _query: Map
             "weight_version": engine.shown_label,
             "is_generation": True,
             "model_type": "scripted",
-            "architectures": ["Scripted"],
+            "architectures": engine.architectures,
         }
     )
 

@@ -192,9 +192,7 @@ async def test_a_flush_over_running_requests_leaves_the_engine_dirty_until_a_ful
     assert models.deviation(2, prompt, answer, 1.0) < TOLERANCE
 
 
-async def test_a_load_that_replaced_weights_but_not_the_label_is_mended(
-    engine: EngineClient, models: Models, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_that_replaced_weights_but_not_the_label_is_mended(engine: EngineClient, models: Models) -> None:
     """SGLang can answer 400 although the weights are new; once nothing runs, cache and label can follow."""
     prompt = random_prompt(random.Random(6), 30)
     running = asyncio.create_task(engine.generate(prompt, max_new_tokens=400, temperature=1.0, stop_token_ids=[]))
@@ -202,19 +200,17 @@ async def test_a_load_that_replaced_weights_but_not_the_label_is_mended(
     await engine.pause("in_place")
     updated = asyncio.Event()
 
-    async def watched(request: httpx.Request) -> httpx.Response:
-        response = await send(request)
-        if request.url.path == "/update_weights_from_disk":
+    async def watch(response: httpx.Response) -> None:
+        if response.request.url.path == "/update_weights_from_disk":
             assert response.status_code == 400
             updated.set()
-        return response
 
-    send = http.send
-    monkeypatch.setattr(http, "send", watched)
-    load = asyncio.create_task(engine.load_weights(models.paths[1], "job/1/1"))
-    await updated.wait()
-    await engine.resume()
-    await load
+    async with httpx.AsyncClient(trust_env=False, event_hooks={"response": [watch]}) as watched:
+        load = asyncio.create_task(EngineClient(engine.url, watched).load_weights(models.paths[1], "job/1/1"))
+        async with asyncio.timeout(60):
+            await updated.wait()
+        await engine.resume()
+        await load
     assert [span.label for span in (await running).spans] == ["default", "job/1/1"]
     assert (await engine.model_info())["weight_version"] == "job/1/1"
     answer = await engine.generate(prompt, max_new_tokens=10, temperature=1.0, stop_token_ids=[])

@@ -38,8 +38,10 @@ export async function get(path, signal) {
   return answer.ok ? answer.json() : refuse(answer);
 }
 
-export async function post(path) {
-  const answer = await send(path, { method: "POST", headers: headers() });
+export async function post(path, body = null, signal = null) {
+  const given = body === null ? {} : { body: JSON.stringify(body) };
+  const kind = body === null ? {} : { "Content-Type": "application/json" };
+  const answer = await send(path, { method: "POST", headers: headers(kind), signal, ...given });
   return answer.ok ? answer.json() : refuse(answer);
 }
 
@@ -109,6 +111,25 @@ export const pause = (ms, signal) =>
     const timer = setTimeout(resolve, ms);
     signal?.addEventListener("abort", () => { clearTimeout(timer); resolve(); }, { once: true });
   });
+
+/**
+ * `every`, for pages: what is shown stays while the service is away, and goes on when it is back. `fail` is told when the first call fails, and when what is shown
+ * is there no more.
+ */
+export async function live(ms, signal, fail, work) {
+  let isShown = false;
+  await every(ms, signal, async () => {
+    try {
+      await work();
+      isShown = true;
+    } catch (error) {
+      if (signal.aborted) return;
+      if (isShown && error instanceof ApiError && (error.status === 0 || error.status === 429 || error.status >= 500)) return;
+      fail(error);
+      throw error;
+    }
+  }).catch((error) => { if (!(error instanceof ApiError)) throw error; });
+}
 
 /** Call `work` now and every `ms` until `signal` aborts. Hidden pages rest. */
 export async function every(ms, signal, work) {

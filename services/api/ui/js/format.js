@@ -25,6 +25,14 @@ export function duration(seconds) {
   return `${Math.round(seconds / 86400)} d`;
 }
 
+/** A span of time that was measured: milliseconds matter where it is short. */
+export function seconds(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0 s";
+  if (value > 0 && value < 0.0995) return `${Math.max(1, Math.round(1000 * value))} ms`;
+  return value < 10 ? `${value.toFixed(2)} s` : duration(value);
+}
+
 export function ago(time) {
   if (!time) return "–";
   const seconds = (Date.now() - Date.parse(time)) / 1000;
@@ -35,10 +43,11 @@ export const clock = (time) => (time ? new Date(time).toLocaleString() : "–");
 
 const KINDS = {
   running: "good", succeeded: "good", trained: "good", done: "good", ready: "good", starting: "info", resuming: "info", open: "info",
+  validating: "info", invalid: "bad",
   queued: "plain", pausing: "warn", paused: "warn", cancelling: "warn", cancelled: "plain", failed: "bad", given_up: "bad",
 };
 export const kindOf = (status) => KINDS[status] || "plain";
-export const isLive = (status) => ["running", "starting", "resuming", "pausing", "cancelling"].includes(status);
+export const isLive = (status) => ["running", "starting", "resuming", "pausing", "cancelling", "validating", "draining"].includes(status);
 export const isOver = (status) => ["succeeded", "failed", "cancelled"].includes(status);
 
 // What ended an episode badly, in the eyes of whoever looks for failures.

@@ -7,6 +7,7 @@ import { jobsPage } from "./pages/jobs.js";
 import { jobPage } from "./pages/job.js";
 import { groupPage } from "./pages/group.js";
 import { episodePage } from "./pages/episode.js";
+import { environmentPage } from "./pages/environment.js";
 import { environmentsPage } from "./pages/environments.js";
 import { workersPage } from "./pages/workers.js";
 import { apiPage } from "./pages/reference.js";
@@ -18,6 +19,7 @@ const ROUTES = [
   [/^#\/groups\/([^/]+)\/(\d+)$/, groupPage, "jobs"],
   [/^#\/episodes\/([^/]+)\/(\d+)\/(\d+)$/, episodePage, "jobs"],
   [/^#\/environments$/, environmentsPage, "environments"],
+  [/^#\/environments\/([^/]+)$/, environmentPage, "environments"],
   [/^#\/workers$/, workersPage, "workers"],
   [/^#\/api$/, apiPage, "api"],
 ];
@@ -83,7 +85,7 @@ function turnTheme() {
 }
 
 const GLOBAL_KEYS = [["g j", "jobs"], ["g e", "environments"], ["g w", "workers"], ["g a", "the API's routes"],
-  ["t", "dark or light"], ["← →", "previous or next: episode of a group, group of a job"], ["u", "up: from an episode to its group, to its job"], ["?", "this help"]];
+  ["t", "dark or light"], ["← →", "previous or next: episode of a group, group of a job, page of tasks"], ["u", "up: from an episode to its group, to its job; from an environment to all"], ["?", "this help"]];
 
 function help() {
   const dialog = document.getElementById("help");

@@ -16,18 +16,28 @@ export const card = (title, note, ...body) =>
 export const empty = (title, text, ...more) =>
   h("section", { class: "card empty" }, h("h2", {}, title), h("p", {}, text), ...more);
 
-export const failure = (error, retry) =>
-  h("section", { class: "card empty", role: "alert" },
-    h("h2", {}, error.status === 404 ? "This is not here" : error.status ? "The service refused" : "No connection"),
-    h("p", {}, error.message),
-    h("p", { class: "small" }, advice(error)),
-    h("button", { onclick: retry }, "Try again"));
+// What a person can do about it, by the code of the error: a title and an advice.
+const FAILURES = {
+  no_worker: ["No rollout worker is there", "Start one with gspo up, or python -m services.rollout, and try again."],
+  no_answer: ["The rollout worker has not answered", "It may be busy or may have died on the way. Trying again asks another one."],
+  environment_invalid: ["The environment could not do this", "Its author has to change it, or another task or other turns have to be tried."],
+  redis_unavailable: ["Redis is away", "The page goes on by itself when it is back."],
+  scope_required: ["This key may not do that", "Use a key that has the scope, or ask who runs the service for one."],
+  too_many_requests: ["Too many requests", "Wait a moment, then try again."],
+};
 
-function advice(error) {
-  if (error.status === 404) return "It may have been dropped, or its log is not kept any more. The list of jobs shows what is there.";
-  if (error.status === 503) return "Redis is away. The page goes on by itself when it is back.";
-  if (error.status) return `Code ${error.code}; the service's log says more.`;
-  return "Start the stack with: gspo up";
+function explained(error) {
+  if (FAILURES[error.code]) return FAILURES[error.code];
+  if (error.status === 404) return ["This is not here", "It may have been dropped or removed, or its log is not kept any more. The lists show what is there."];
+  if (error.status === 422) return ["The service cannot take this", "Change what was given, and try again."];
+  if (error.status) return ["The service refused", `Code ${error.code}; the service's log says more.`];
+  return ["No connection", "Start the stack with: gspo up"];
+}
+
+export function failure(error, retry) {
+  const [title, advice] = explained(error);
+  return h("section", { class: "card empty", role: "alert", "data-code": error.code }, h("h2", {}, title), h("p", {}, error.message), h("p", { class: "small" }, advice),
+    h("button", { onclick: retry }, "Try again"));
 }
 
 export function bar(share, label) {
@@ -58,13 +68,15 @@ export function strip(episodes, size, range = [0, 1]) {
   return h("span", { class: "strip", role: "img", "aria-label": `${episodes.length} of ${size} episodes` }, squares);
 }
 
-/** Rows that lead somewhere: the first cell holds the link, the whole row can be clicked. */
+/** On a phone each row becomes a block, and each cell says what it is. */
 export function table(columns, rows) {
-  return h("div", { class: "scroll" }, h("table", {},
+  for (const one of rows) [...one.children].forEach((cell, place) => cell.setAttribute("data-label", columns[place]?.title ?? ""));
+  return h("div", { class: "scroll", "data-scroll": columns.map((one) => one.title).join() }, h("table", {},
     h("thead", {}, h("tr", {}, columns.map((one) => h("th", { class: one.number ? "number" : null, scope: "col" }, one.title)))),
     h("tbody", {}, rows)));
 }
 
+/** A row that leads somewhere: the first cell holds the link, the whole row can be clicked. */
 export function row(cells, href) {
   const open = href && ((event) => { if (!event.target.closest("a, button") && !String(getSelection())) location.hash = href; });
   return h("tr", { class: href ? "link" : null, onclick: open || null }, cells.map((cell) =>

@@ -3,8 +3,11 @@
 import { css, h } from "./dom.js";
 import { fixed, number, percent, words } from "./format.js";
 
-const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+// Apart from those of engine and environment, which stand beside them.
+const COLOURS = ["--c3", "--c2", "--c5", "--c4", "--c7", "--c1", "--c6", "--c8"];
 const LONG = 420;
+// A log ratio that is tinted fully.
+const MUCH = 0.7;
 const CONTROL = /^<[|/a-z_]+>$/;
 
 /** Why a result is a failure: environments answer calls that went wrong with a word for it. */
@@ -49,16 +52,16 @@ function signature(given) {
 
 export const colourOf = (version, versions) => css(COLOURS[versions.indexOf(version) % COLOURS.length]);
 
-export function tokens(episode, turn, tint, step) {
-  const { id, text, sampled, logprob, version } = episode.tokens;
+export function tokens(episode, turn, tint) {
+  const { id, text, sampled, logprob, ratio, version } = episode.tokens;
   const spans = [];
   for (let at = turn.first_token; at < turn.end_token; at += 1) {
     if (!sampled[at]) continue;
     const shown = text.length ? visible(text[at]) : `${id[at]} `;
-    spans.push(h("span", { class: `tok${CONTROL.test(text[at] || "") ? " control" : ""}`, tabindex: spans.length ? -1 : 0, "data-at": at, "data-version": version[at], "--tint": shade(tint, version[at], logprob[at], episode.versions) }, shown));
+    spans.push(h("span", { class: `tok${CONTROL.test(text[at] || "") ? " control" : ""}`, tabindex: spans.length ? -1 : 0, "data-at": at, "data-version": version[at], "--tint": shade(tint, { version: version[at], logprob: logprob[at], ratio: ratio?.[at] ?? null }, episode.versions) }, shown));
   }
   const block = h("div", { class: "tokens", role: "group", "aria-label": `tokens of turn ${turn.turn}` }, spans);
-  const tell = (event) => event.target.dataset.at && tip(event.target, details(episode.tokens, Number(event.target.dataset.at), turn, step));
+  const tell = (event) => event.target.dataset.at && tip(event.target, details(episode.tokens, Number(event.target.dataset.at)));
   block.addEventListener("mouseover", tell);
   block.addEventListener("focusin", tell);
   block.addEventListener("mouseout", hide);
@@ -72,20 +75,27 @@ export function tokens(episode, turn, tint, step) {
 
 const visible = (text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥");
 
-function shade(tint, version, logprob, versions) {
+function shade(tint, { version, logprob, ratio }, versions) {
   if (tint === "version") return `color-mix(in srgb, ${colourOf(version, versions)} 30%, transparent)`;
+  if (tint === "ratio") return ratio === null ? "transparent" : `color-mix(in srgb, ${css(ratio < 1 ? "--c2" : "--c1")} ${Math.round(75 * Math.min(1, Math.abs(Math.log(ratio)) / MUCH))}%, transparent)`;
   const surprise = Math.min(1, -logprob / 4);
   return `color-mix(in srgb, ${css("--bad")} ${Math.round(surprise * 75)}%, transparent)`;
 }
 
-function details(columns, at, turn, step) {
+/** Of the tokens that were trained: the geometric mean of their ratios. */
+export function sequenceRatio(columns) {
+  const logs = (columns?.ratio ?? []).filter((one) => one !== null && one > 0).map(Math.log);
+  return logs.length ? Math.exp(logs.reduce((sum, one) => sum + one, 0) / logs.length) : null;
+}
+
+function details(columns, at) {
   const row = (name, value) => [h("dt", {}, name), h("dd", {}, value)];
   const probability = Math.exp(columns.logprob[at]);
   return [
     h("code", {}, JSON.stringify(columns.text[at] ?? String(columns.id[at]))),
     h("dl", {}, row("token", columns.id[at]), row("version", columns.version[at]), row("log-prob", fixed(columns.logprob[at], 4)),
       row("probability", percent(probability, probability < 0.1 ? 2 : 1)),
-      columns.ratio?.[at] !== undefined && columns.ratio[at] !== null ? row("ratio", number(columns.ratio[at], 4)) : null,
+      columns.ratio?.[at] !== undefined && columns.ratio[at] !== null ? row("ratio", number(columns.ratio[at], 4)) : row("ratio", "not known"),
       row("place", `${at} of ${columns.id.length}`)),
   ];
 }
@@ -106,7 +116,10 @@ function hide() {
   box = null;
 }
 
-export function legend(versions) {
+/** What the tint says. */
+export function legend(tint, versions) {
+  if (tint === "surprise") return h("span", { class: "small muted" }, "the redder, the less likely it was");
+  if (tint === "ratio") return h("div", { class: "legend" }, [["--c2", "less likely when it was trained than when it was sampled"], ["--c1", "more likely"]].map(([color, text]) => h("span", {}, h("i", { "--tint": `color-mix(in srgb, ${css(color)} 60%, transparent)` }), text)));
   return h("div", { class: "legend", "aria-label": "policy versions" },
     versions.map((version) => h("span", {}, h("i", { "--tint": `color-mix(in srgb, ${colourOf(version, versions)} 45%, transparent)` }), `version ${version}`)));
 }

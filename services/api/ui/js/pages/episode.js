@@ -1,10 +1,11 @@
 // One episode as a timeline of turns; while it runs it grows.
 
-import { every, get } from "../api.js";
+import { get, live } from "../api.js";
 import { h, show } from "../dom.js";
-import { duration, fixed, isFailure, number, words } from "../format.js";
+import { fixed, isFailure, number, seconds, words } from "../format.js";
 import { card, facts, pill, tile } from "../pieces.js";
-import { legend, message, said, tokens } from "../transcript.js";
+import { EPISODE, inline, split, waterfall } from "../times.js";
+import { legend, message, said, sequenceRatio, tokens } from "../transcript.js";
 
 let tint = "version";
 
@@ -17,19 +18,19 @@ export async function episodePage({ root, signal, parameters: [job, group, membe
   const redraw = () => episode && draw(root, episode, { go, redraw });
   window.addEventListener("gspo-theme", redraw);
   signal.addEventListener("abort", () => window.removeEventListener("gspo-theme", redraw));
-  await every(1000, signal, async () => {
+  await live(1000, signal, fail, async () => {
     if (episode?.status === "trained") return;
     const found = await get(`/v1/episodes/${job}/${group}/${member}?include=tokens`, signal);
     const grew = !episode || found.status !== episode.status || found.num_segments !== episode.num_segments;
     episode = found;
     if (grew && !signal.aborted) redraw();
-  }).catch(fail);
+  });
 }
 
 function draw(root, episode, { go, redraw }) {
   const folded = new Set([...root.querySelectorAll("details[open]")].map((one) => one.textContent));
   const isLive = ["queued", "running"].includes(episode.status);
-  show(root, heading(episode, go), episode.note && h("p", { class: "notice warn" }, episode.note), summary(episode),
+  show(root, heading(episode, go), episode.note && h("p", { class: "notice warn" }, episode.note), summary(episode), time(episode),
     card("Turns", "what was said, and every token that the policy sampled", controls(episode, redraw), h("div", { class: "timeline", "aria-live": isLive ? "polite" : "off" },
       episode.turns.map((turn, place) => turnView(episode, turn, isLive && place === episode.turns.length - 1)),
       isLive && h("div", { class: "turn growing", "data-turn": "…" }, h("div", { class: "meta" }, episode.status === "queued" ? "waits for a rollout worker" : `played by ${episode.worker}; it grows here as it goes on`)),
@@ -50,18 +51,36 @@ function heading(episode, go) {
 
 function summary(episode) {
   const parts = Object.entries(episode.reward_parts).map(([name, value]) => `${words(name)} ${number(value)}`).join(", ");
+  const ratio = sequenceRatio(episode.tokens);
   return h("div", { class: "tiles" },
     tile("Reward", episode.reward === null ? "–" : number(episode.reward), parts || (episode.reward === null ? "not scored yet" : "")),
     tile("Advantage", episode.advantage === null ? "–" : `${episode.advantage > 0 ? "+" : ""}${fixed(episode.advantage)}`, episode.advantage === 0 ? "all of its group are equal" : "against its group"),
     tile("Turns", episode.turns.length, `${number(episode.num_actions ?? 0)} tokens sampled`),
     tile("Versions", episode.versions.join(", ") || "–", episode.versions.length > 1 ? "new weights came on the way" : "one policy throughout"),
-    tile("Time", duration((episode.metrics.model_s ?? NaN) + (episode.metrics.env_s ?? 0)), episode.metrics.model_s === undefined ? "" : `model ${fixed(episode.metrics.model_s, 1)} s, world ${fixed(episode.metrics.env_s ?? 0, 1)} s`));
+    tile("Ratio", ratio === null ? "–" : fixed(ratio, 3), ratioNote(episode, ratio)),
+    tile("Time", seconds(whole(episode.timings)), "storing left out"));
 }
 
+const whole = (timings) => (EPISODE.some((kind) => kind.name in timings) ? EPISODE.reduce((sum, kind) => sum + (timings[kind.name] ?? 0), 0) : null);
+
+function ratioNote(episode, ratio) {
+  if (ratio !== null) return "policy when trained to sampler";
+  if (episode.status !== "trained") return "known once it was trained";
+  return episode.advantage === 0 ? "nothing to learn from it" : "not recorded";
+}
+
+function time(episode) {
+  const go = (turn) => document.getElementById(turnId(turn))?.scrollIntoView({ behavior: "smooth", block: "start" });
+  const drawn = split(EPISODE, episode.timings, "Where time went", waterfall(episode.turns, episode.closing, go));
+  return drawn && card("Where time went", "turn by turn: waiting, the environment's answer, sampling", drawn);
+}
+
+const turnId = (turn) => `turn-${turn.branch}-${turn.turn}`;
+
 function controls(episode, redraw) {
-  const button = (name, label) => h("button", { "aria-pressed": String(tint === name), onclick: () => { tint = name; redraw(); } }, label);
-  return h("div", { class: "spread" }, h("div", { class: "row", role: "group", "aria-label": "Tint tokens by" }, h("span", { class: "small muted" }, "tint tokens by"), button("version", "version"), button("surprise", "surprise")),
-    tint === "version" ? legend(episode.versions) : h("span", { class: "small muted" }, "the redder, the less likely it was"));
+  const button = (name, label) => h("button", { "aria-pressed": String(tint === name), "data-focus": `tint-${name}`, onclick: () => { tint = name; redraw(); } }, label);
+  return h("div", { class: "spread" }, h("div", { class: "row", role: "group", "aria-label": "Tint tokens by" }, h("span", { class: "small muted" }, "tint tokens by"), button("version", "version"), button("surprise", "surprise"), sequenceRatio(episode.tokens) !== null && button("ratio", "ratio")),
+    legend(tint, episode.versions));
 }
 
 function turnView(episode, turn, isLast) {
@@ -71,8 +90,8 @@ function turnView(episode, turn, isLast) {
     turn.logprob_mean !== null && `mean log-prob ${fixed(turn.logprob_mean, 3)}`, turn.cache_modes.includes("stale") && "stale cache",
     turn.reward !== null && `turn reward ${number(turn.reward)}`, turn.branch > 0 && `branch ${turn.branch}`,
   ].filter(Boolean);
-  return h("section", { class: `turn${broken ? " failed" : ""}${isLast ? " growing" : ""}`, "data-turn": turn.turn, "aria-label": `turn ${turn.turn}` },
-    h("div", { class: "meta" }, meta.map((text) => h("span", {}, text))), turn.messages.map(message),
+  return h("section", { class: `turn${broken ? " failed" : ""}${isLast ? " growing" : ""}`, id: turnId(turn), "data-turn": turn.turn, "aria-label": `turn ${turn.turn}` },
+    h("div", { class: "meta" }, meta.map((text) => h("span", {}, text)), inline(turn.timings)), turn.messages.map(message),
     turn.num_actions > 0 && withTokens(said(turn), tokens(episode, turn, tint)));
 }
 
@@ -85,7 +104,7 @@ function withTokens(words_, block) {
 function ending(episode) {
   if (!episode.stop_reason) return null;
   const bad = isFailure(episode.stop_reason);
-  return h("div", { class: `turn${bad ? " failed" : ""}`, "data-turn": bad ? "✕" : "✓" }, h("div", { class: "meta" }, `ended: ${words(episode.stop_reason)}${episode.reward === null ? ", no reward" : `, reward ${number(episode.reward)}`}`));
+  return h("div", { class: `turn${bad ? " failed" : ""}`, "data-turn": bad ? "✕" : "✓" }, h("div", { class: "meta" }, `ended: ${words(episode.stop_reason)}${episode.reward === null ? ", no reward" : `, reward ${number(episode.reward)}`}`, inline(episode.closing)));
 }
 
 function details(episode) {

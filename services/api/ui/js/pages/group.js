@@ -1,6 +1,6 @@
 // One group: its episodes side by side, the same task answered several times.
 
-import { every, get } from "../api.js";
+import { get, live } from "../api.js";
 import { h, show } from "../dom.js";
 import { fixed, isFailure, number, words } from "../format.js";
 import { pill, strip, tile } from "../pieces.js";
@@ -17,14 +17,14 @@ export async function groupPage({ root, signal, parameters: [job, number_], titl
     u: () => { location.hash = `#/jobs/${job}`; },
   });
   let done = false;
-  await every(1500, signal, async () => {
+  await live(1500, signal, fail, async () => {
     if (done) return;
     const found = await get(`/v1/groups/${job}/${group}`, signal);
     const details = await Promise.all(found.episodes.slice(0, MOST_MEMBERS).map((one) => get(`/v1/episodes/${one.id}`, signal)));
     if (signal.aborted) return;
     done = found.status === "trained";
     draw(root, found, details);
-  }).catch(fail);
+  });
 }
 
 function draw(root, group, episodes) {

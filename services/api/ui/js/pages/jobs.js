@@ -1,6 +1,6 @@
 // All jobs, newest first, each with its curve.
 
-import { every, get } from "../api.js";
+import { get, live } from "../api.js";
 import { h, show } from "../dom.js";
 import { ago, clock, fixed, isOver, number } from "../format.js";
 import { bar, empty, pill, right, row, spark, table, tight } from "../pieces.js";
@@ -16,20 +16,14 @@ export async function jobsPage({ root, signal, query, title, fail }) {
     STATES.map((state) => h("option", { value: state, selected: state === chosen }, state || "all states")));
   const body = h("div", {});
   const head = h("div", { class: "head" }, h("div", {}, h("h1", {}, "Jobs")), h("div", { class: "row" }, filter));
-  let first = true;
-  await every(3000, signal, async () => {
-    try {
-      const asked = `/v1/jobs?order=desc&limit=25${chosen && `&status=${chosen}`}${before ? `&after=${encodeURIComponent(before)}` : ""}`;
-      const page = await get(asked, signal);
-      const rows = await Promise.all(page.data.map(async (job) => jobRow(job, await curve(job, signal))));
-      if (signal.aborted) return;
-      show(body, page.data.length ? listing(rows, page, chosen) : nothing(chosen));
-      if (first) show(root, head, body);
-      first = false;
-    } catch (error) {
-      if (first) { fail(error); throw error; }
-    }
-  }).catch((error) => fail(error));
+  await live(3000, signal, fail, async () => {
+    const asked = `/v1/jobs?order=desc&limit=25${chosen && `&status=${chosen}`}${before ? `&after=${encodeURIComponent(before)}` : ""}`;
+    const page = await get(asked, signal);
+    const rows = await Promise.all(page.data.map(async (job) => jobRow(job, await curve(job, signal))));
+    if (signal.aborted) return;
+    show(body, page.data.length ? listing(rows, page, chosen) : nothing(chosen));
+    if (!root.contains(body)) show(root, head, body);
+  });
 }
 
 function listing(rows, page, chosen) {

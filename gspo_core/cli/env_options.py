@@ -1,0 +1,134 @@
+"""The actions of ``gspo env`` and their options; what each does is in ``env`` (here) and ``registered`` (the service).
+
+A reference with a colon (``package.module:Class``, ``file.py:Class``) is code on this machine; a name, or
+``name@version``, is a registered environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+Actions = argparse._SubParsersAction
+AddServer = Callable[[argparse.ArgumentParser], None]
+LOCAL_REF = "package.module:Class or path/to/file.py:Class"
+
+
+def add_env(commands: Actions[argparse.ArgumentParser], add_server: AddServer) -> None:
+    env = commands.add_parser("env", help="environments: examine one, try one by hand, register one")
+    actions = env.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add_local(actions, add_server)
+    _add_add(actions, add_server)
+    _add_registered(actions, add_server)
+
+
+def _add_local(actions: Actions[argparse.ArgumentParser], add_server: AddServer) -> None:
+    validate = actions.add_parser("validate", help="examine an environment before it trains anything")
+    validate.add_argument("ref", help=f"{LOCAL_REF}; or a registered NAME, which a rollout worker examines")
+    validate.add_argument("--json", action="store_true", help="the report as JSON")
+    validate.add_argument("--model", help="a model directory, to know how long the prompts are in tokens")
+    validate.add_argument("--timeout", type=float, default=5.0, help="seconds for each call (default: 5)")
+    add_server(validate)
+    validate.set_defaults(run=_validate)
+    play = actions.add_parser("play", help="be the policy: play an episode on the terminal")
+    play.add_argument("ref", help=LOCAL_REF)
+    _add_task(play)
+    play.set_defaults(run=_play)
+    for action in (validate, play):
+        action.add_argument("--config", metavar="JSON", help="keyword arguments of the class")
+    serve = actions.add_parser("serve", help="serve an environment over OpenEnv's protocol")
+    serve.add_argument("ref", help=LOCAL_REF)
+    serve.add_argument("--config", default="{}", help="keyword arguments of the class, as JSON")
+    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    serve.add_argument("--port", default="8000", help="port to bind (default: %(default)s)")
+    serve.add_argument("--capacity", default="16", help="episodes at once (default: %(default)s)")
+    serve.set_defaults(run=_serve)
+
+
+def _add_task(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", type=int, default=0, help="number of the task (default: 0)")
+    parser.add_argument("--split", choices=["train", "eval"], default="train")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _add_add(actions: Actions[argparse.ArgumentParser], add_server: AddServer) -> None:
+    add = actions.add_parser(
+        "add",
+        help="register an environment under a name",
+        description="Register an environment: the same content under the same name is the same version.",
+    )
+    add.add_argument("name", help="small letters, digits, _ and -")
+    add.add_argument(
+        "ref",
+        nargs="?",
+        help="package.module:Class that is installed with the workers; path/to/file.py:Class is uploaded",
+    )
+    add.add_argument("--folder", metavar="DIR", help="upload this folder; REF is a class in it")
+    add.add_argument("--openenv", metavar="ADDRESS", help="an OpenEnv server, wss://HOST/ws")
+    add.add_argument("--gym", metavar="ID", help="a Gymnasium environment")
+    add.add_argument("--reasoning-gym", metavar="DATASET", help="a data set of reasoning-gym")
+    add.add_argument("--mcp", metavar="ADDRESS", help="an MCP server; with --reward and --tasks")
+    add.add_argument("--reward", metavar="REF", help="of --mcp: package.module:function of the workers")
+    add.add_argument("--tasks", metavar="FILE", help="of --mcp: one JSON object a line, each with a prompt")
+    add.add_argument("--config", metavar="JSON", help="further keyword arguments of the class or adapter")
+    _ask(add, add_server, _call("add"))
+
+
+def _add_registered(actions: Actions[argparse.ArgumentParser], add_server: AddServer) -> None:
+    listing = actions.add_parser("list", help="registered environments")
+    listing.add_argument("name", nargs="?", help="only the versions of this name")
+    _ask(listing, add_server, _call("listing"))
+    show = actions.add_parser("show", help="one registered environment: where it comes from, what was found")
+    show.add_argument("--schema", action="store_true", help="its tools and limits too, asked of a rollout worker")
+    trial = actions.add_parser("try", help="have a rollout worker play one episode of a registered environment")
+    trial.add_argument("--turns", metavar="JSON", help='what the policy does: [{"text": "42"}] (default: its oracle)')
+    _add_task(trial)
+    remove = actions.add_parser("remove", help="remove a version that no open job uses")
+    for action, name in ((show, "show"), (trial, "trial"), (remove, "remove")):
+        action.add_argument("ref", metavar="NAME[@VERSION]")
+        _ask(action, add_server, _call(name))
+
+
+def _ask(parser: argparse.ArgumentParser, add_server: AddServer, run: Callable[[argparse.Namespace], int]) -> None:
+    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    add_server(parser)
+    parser.set_defaults(run=run)
+
+
+def _call(name: str) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        from gspo_core.cli import registered
+
+        status: int = getattr(registered, name)(arguments)
+        return status
+
+    return run
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    if ":" not in arguments.ref:
+        return _call("validate")(arguments)
+    from gspo_core.cli import env
+
+    return env.validate(arguments)
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import env
+
+    return env.play(arguments)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from gspo_core.cli import CommandError
+
+    try:
+        from services.openenv_server import main as serve
+    except ImportError as error:
+        raise CommandError(f"serving needs the services, which are not installed: {error}") from error
+    if "" not in sys.path:  # modules beside the caller can be named
+        sys.path.insert(0, "")
+    names = ("config", "host", "port", "capacity")
+    options = [text for name in names for text in (f"--{name}", getattr(arguments, name))]
+    return serve([arguments.ref, *options])

@@ -1,0 +1,175 @@
+"""``gspo env add``, ``list``, ``show``, ``try``, ``remove``, ``validate`` of a name: environments of the service."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_core.cli import CommandError
+from gspo_core.cli.connection import connected
+from gspo_core.client import Client
+
+
+def add(arguments: argparse.Namespace) -> int:
+    config = _json_object(arguments.config, "--config") if arguments.config else {}
+    kinds = [kind for kind in ("folder", "openenv", "gym", "reasoning_gym", "mcp") if getattr(arguments, kind)]
+    if len(kinds) > 1 or (arguments.ref is not None) != (kinds in ([], ["folder"])):
+        raise CommandError(
+            "name one source: REF, --folder DIR with a REF in it, --openenv, --gym, --reasoning-gym or --mcp"
+        )
+    with connected(arguments.url) as client:
+        found = _upload(client, arguments, config) or client.register_environment(
+            arguments.name, _source(arguments, kinds, config)
+        )
+    print(json.dumps(found) if arguments.json else "\n".join(_lines(found)))
+    return 0
+
+
+def _upload(client: Client, arguments: argparse.Namespace, config: Mapping[str, Any]) -> Any:
+    """None: it is no upload."""
+    from gspo_core.packed_folder import FolderRefused
+
+    ref = arguments.ref or ""
+    path = Path(ref.rpartition(":")[0])
+    if not arguments.folder and path.suffix != ".py":
+        return None
+    if config:
+        raise CommandError("--config: what is uploaded has its own defaults; write them there")
+    try:
+        if arguments.folder:
+            return client.upload_folder(arguments.name, ref, arguments.folder)
+        inner = f"{path.name}:{ref.rpartition(':')[2]}"
+        return client.upload_environment(arguments.name, inner, path.read_bytes(), kind="text/x-python")
+    except (FolderRefused, OSError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _source(arguments: argparse.Namespace, kinds: list[str], config: dict[str, Any]) -> dict[str, Any]:
+    source: dict[str, Any]
+    match kinds:
+        case ["openenv"]:
+            source = {"type": "openenv", "url": arguments.openenv}
+        case ["gym"]:
+            source = {"type": "gym", "id": arguments.gym}
+        case ["reasoning_gym"]:
+            source = {"type": "reasoning_gym", "dataset": arguments.reasoning_gym}
+        case ["mcp"]:
+            if not (arguments.reward and arguments.tasks):
+                raise CommandError("--mcp needs --reward REF and --tasks FILE")
+            source = {"type": "mcp", "url": arguments.mcp, "reward": arguments.reward}
+            source["tasks"] = _tasks(arguments.tasks)
+        case _:
+            source = {"type": "reference", "ref": arguments.ref}
+    return source | ({"config": config} if config else {})
+
+
+def _tasks(file: str) -> list[dict[str, Any]]:
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise CommandError(str(error)) from error
+    return [_json_object(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _json_object(text: str, what: str) -> dict[str, Any]:
+    value = _json(text, what)
+    if not isinstance(value, dict):
+        raise CommandError(f"{what} is a JSON object")
+    return value
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CommandError(f"{what} is no JSON: {error}") from error
+
+
+def listing(arguments: argparse.Namespace) -> int:
+    with connected(arguments.url) as client:
+        found = list(client.environments(name=arguments.name))
+    for one in found:
+        print(json.dumps(one) if arguments.json else "\n".join(_lines(one)))
+    if not found and not arguments.json:
+        print("no environments yet; register one with: gspo env add NAME REF")
+    return 0
+
+
+def _lines(one: Mapping[str, Any]) -> Iterator[str]:
+    source = dict(one["source"])
+    where = source.get("ref") or source.get("url") or source.get("id") or source.get("dataset")
+    yield f"{one['id']:<24} {one['status']:<10} {source['type']} {where}"
+    for failure in one["failures"]:
+        yield f"    {failure}"
+
+
+def show(arguments: argparse.Namespace) -> int:
+    with connected(arguments.url) as client:
+        found: dict[str, Any] = dict(client.environment(arguments.ref))
+        if arguments.schema:
+            found["schema"] = client.environment_schema(arguments.ref)
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    print("\n".join(_lines(found)))
+    print(f"    registered {found['created_at'][:16]}Z".replace("T", " ") + f", content {found['digest'][:12]}")
+    config = found["source"].get("config")
+    if config:
+        print(f"    config {json.dumps(config, ensure_ascii=False)}")
+    for tool in found.get("schema", {}).get("tools", ()):
+        function = tool["function"]
+        parameters = function.get("parameters", {}).get("properties", {})
+        signature = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in parameters.items())
+        print(f"    {function['name']}({signature})  {function.get('description', '')}")
+    if counts := found.get("schema", {}).get("num_tasks"):
+        print("    tasks: " + ", ".join(f"{count} {split}" for split, count in counts.items()))
+    return 0
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    from gspo_core.testing import Report
+
+    with connected(arguments.url) as client:
+        found = client.validate_environment(arguments.ref)
+    report = Report.from_json({"name": found["environment"], "checks": found["checks"]})
+    print(json.dumps(found, indent=2, ensure_ascii=False) if arguments.json else report)
+    return 0 if report.ok else 1
+
+
+def trial(arguments: argparse.Namespace) -> int:
+    turns = None if arguments.turns is None else _json(arguments.turns, "--turns")
+    if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
+        raise CommandError('--turns is a JSON list: [{"text": "42"}]')
+    with connected(arguments.url) as client:
+        played = client.try_environment(
+            arguments.ref, turns, task=arguments.task, split=arguments.split, seed=arguments.seed
+        )
+    if arguments.json:
+        print(json.dumps(played))
+        return 0
+    for entry in played["transcript"]:
+        print("\n".join(_said(entry)))
+    parts = "".join(f"  {name} {value:g}" for name, value in played["reward_parts"].items())
+    print(f"ended: {played['stop_reason']}, reward {played['reward']:g}{parts}")
+    return 0
+
+
+def _said(entry: Mapping[str, Any]) -> Iterator[str]:
+    if entry.get("text"):
+        yield f"{entry['from']}: {entry['text']}"
+    for call in entry.get("calls", ()):
+        yield f"{entry['from']} calls {call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}"
+    if message := entry.get("message"):
+        yield f"{entry['from']}: {message['content']}"
+
+
+def remove(arguments: argparse.Namespace) -> int:
+    if "@" not in arguments.ref:
+        raise CommandError(f"name the version: {arguments.ref}@1 (gspo env list {arguments.ref})")
+    with connected(arguments.url) as client:
+        client.remove_environment(arguments.ref)
+    print(json.dumps({"removed": arguments.ref}) if arguments.json else f"{arguments.ref} is removed")
+    return 0

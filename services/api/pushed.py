@@ -1,0 +1,228 @@
+"""Trajectories that somebody else has sampled, as segments for the queue.
+
+Rule: what is pushed passes every check that a rollout worker's segments pass, and a few that a worker's own code makes
+unnecessary; a refusal has one word, which programs act on. It reads no queue and appends nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from gspo_core.codec import SegmentRejected, decode, encode
+from gspo_core.spec import JobSpec
+from gspo_core.types import EpisodeKey, InvalidValue, Outcome, Segment, StopReason
+
+MAX_ITEMS, MAX_TOKENS, MAX_METRICS = 64, 200_000, 64
+_LARGEST_ID = 2**31 - 1
+# What float32 may make of a probability of one.
+_SLACK = 1e-6
+_LEAST = -3.4e38
+
+Reason = Literal[
+    "not_open",
+    "held",
+    "duplicate",
+    "gap",
+    "length_mismatch",
+    "no_action",
+    "unknown_token",
+    "unknown_version",
+    "stale",
+    "non_finite",
+    "invalid_logprob",
+    "too_long",
+    "invalid_outcome",
+    "job_not_running",
+]
+Version = Annotated[int, Field(ge=0, le=2**31)]
+TokenId = Annotated[int, Field(ge=0, le=_LARGEST_ID)]
+Named = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=64)], float], Field(max_length=MAX_METRICS, default_factory=dict)
+]
+
+
+class PushedTrajectory(BaseModel):
+    """An episode, or a piece of one, of a group that the trainer has dispatched."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    group: Annotated[int, Field(ge=0, le=2**31)]
+    """An open one: `GET /v1/jobs/{id}/groups?status=open` says which task it is about."""
+    member: Annotated[int, Field(ge=0, le=2**16)]
+    """Which of its episodes."""
+    num_before: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    """How many tokens of this episode were pushed before this piece."""
+    token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+    mask: Annotated[list[bool], Field(max_length=MAX_TOKENS)]
+    """True where the policy sampled the token; prompts and what tools return are false."""
+    logprobs: Annotated[list[float], Field(max_length=MAX_TOKENS)]
+    """As recorded when sampled, at the job's `sampling.temperature`; 0 where the mask is false."""
+    policy_versions: Version | Annotated[list[Version], Field(max_length=MAX_TOKENS)]
+    """The version that sampled each token, or one for all. Those of tokens that were not sampled say nothing."""
+    reward: float | None = None
+    """Of the episode, with its last piece. Left out while more is to come."""
+    stop_reason: StopReason = StopReason.COMPLETED
+    """Why it ended, with the last piece."""
+    reward_parts: Named
+    metrics: Named
+
+    @property
+    def is_last(self) -> bool:
+        return self.reward is not None or not self.stop_reason.has_reward
+
+    @property
+    def versions(self) -> list[int]:
+        given = self.policy_versions
+        return [given] * len(self.token_ids) if isinstance(given, int) else given
+
+
+class Refused(Exception):
+    """This trajectory is not taken."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for all trajectories of one request."""
+
+    spec: JobSpec
+    vocab_size: int
+    oldest_step: int
+    steps: Mapping[int, int]
+    """Of the versions that were published."""
+    source: str
+    """Who pushes; stands where the engine's name does."""
+
+
+def vocab_size_of(model: Path) -> int:
+    """Raises OSError, ValueError."""
+    config = json.loads((model / "config.json").read_bytes())
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise ValueError(f"{model}/config.json names no vocab_size")
+    return size
+
+
+def pieces(
+    given: PushedTrajectory, rules: Rules, held: Sequence[Segment], key: EpisodeKey, attempt: int, environment: int
+) -> list[Segment]:
+    """The segments that continue those that are held. Raises Refused."""
+    _check(given, rules, held, environment)
+    try:
+        made = list(_cut(given, rules, held, key, attempt))
+        # The gate of the trainer's side: what it would refuse must not get into the queue.
+        return [decode(encode(one)) for one in made]
+    except (InvalidValue, SegmentRejected) as error:
+        raise Refused("invalid_outcome", str(error)) from None
+
+
+def _check(given: PushedTrajectory, rules: Rules, held: Sequence[Segment], environment: int) -> None:
+    num_held = sum(one.num_tokens for one in held)
+    if given.num_before < num_held:
+        raise Refused("duplicate", f"{num_held} tokens of this episode are there already")
+    if given.num_before > num_held:
+        raise Refused("gap", f"{num_held} tokens of this episode are there, not {given.num_before}")
+    lengths = {len(given.token_ids), len(given.mask), len(given.logprobs), len(given.versions)}
+    if len(lengths) > 1:
+        raise Refused("length_mismatch", "token_ids, mask, logprobs and policy_versions have one entry for each token")
+    if not given.token_ids and not given.is_last:
+        raise Refused("no_action", "a piece without tokens must be the last one")
+    most = rules.spec.episode_limits(environment).max_context_tokens
+    if num_held + len(given.token_ids) > most:
+        raise Refused("too_long", f"an episode has at most {most} tokens here")
+    if given.token_ids and max(given.token_ids) >= rules.vocab_size:
+        raise Refused(
+            "unknown_token", f"the model knows token ids below {rules.vocab_size}, not {max(given.token_ids)}"
+        )
+    if given.is_last and not any(given.mask) and not any(one.num_actions for one in held):
+        raise Refused("no_action", "the policy has sampled no token of this episode")
+    _check_numbers(given)
+    for version in {version for version, acts in zip(given.versions, given.mask, strict=True) if acts}:
+        if version not in rules.steps:
+            raise Refused("unknown_version", f"version {version} was never published")
+        if rules.steps[version] < rules.oldest_step:
+            raise Refused("stale", f"version {version} is older than rollout.staleness_cap allows")
+
+
+def _check_numbers(given: PushedTrajectory) -> None:
+    rewards = [] if given.reward is None else [given.reward]
+    if not all(map(math.isfinite, (*given.logprobs, *rewards, *given.metrics.values(), *given.reward_parts.values()))):
+        raise Refused("non_finite", "log-probs, reward and metrics are finite numbers")
+    for value, acts in zip(given.logprobs, given.mask, strict=True):
+        if value < _LEAST:
+            raise Refused("non_finite", f"{value} is no number of 32 bits")
+        if value > _SLACK or (value and not acts):
+            raise Refused("invalid_logprob", "a log-prob is not above 0, and 0 where the mask is false")
+    if given.reward is not None and not given.stop_reason.has_reward:
+        raise Refused("invalid_outcome", f"an episode that ended as {given.stop_reason} has no reward")
+
+
+def _cut(
+    given: PushedTrajectory, rules: Rules, held: Sequence[Segment], key: EpisodeKey, attempt: int
+) -> Sequence[Segment]:
+    """A segment has one version and one turn: cut where what the policy samples changes either."""
+    starts = [0, *_borders(given), len(given.token_ids)]
+    turn = held[-1].turn if held else 0
+    has_acted = bool(held) and any(one.num_actions for one in held if one.turn == turn)
+    made: list[Segment] = []
+    for start, end in pairwise(starts):
+        if start == end and len(given.token_ids):
+            continue
+        mask = given.mask[start:end]
+        acted = [version for version, acts in zip(given.versions[start:end], mask, strict=True) if acts]
+        if has_acted and mask and not mask[0]:
+            turn, has_acted = turn + 1, False
+        has_acted = has_acted or bool(acted)
+        version = acted[0] if acted else (made[-1].version if made else held[-1].version if held else min(rules.steps))
+        values: dict[str, Any] = {
+            "token_ids": np.array(given.token_ids[start:end], np.int32),
+            "action_mask": np.array(mask, np.bool_),
+            "behavior_logprobs": np.minimum(np.array(given.logprobs[start:end], np.float32), 0.0),
+        }
+        is_end = given.is_last and end == len(given.token_ids)
+        made.append(
+            Segment(
+                key=key,
+                attempt=attempt,
+                branch=0,
+                index=len(held) + len(made),
+                turn=turn,
+                version=version,
+                temperature=rules.spec.sampling.temperature,
+                engine_id=rules.source,
+                outcome=_outcome(given) if is_end else None,
+                **values,
+            )
+        )
+    return made
+
+
+def _borders(given: PushedTrajectory) -> list[int]:
+    """Before the first token of a further turn, and where the version changes among the tokens of one."""
+    borders: list[int] = []
+    version: int | None = None
+    for place, (acts, by) in enumerate(zip(given.mask, given.versions, strict=True)):
+        if place and not acts and given.mask[place - 1]:
+            borders.append(place)
+            version = None
+        elif acts:
+            if version is not None and by != version:
+                borders.append(place)
+            version = by
+    return borders
+
+
+def _outcome(given: PushedTrajectory) -> Outcome:
+    return Outcome(given.stop_reason, given.reward, given.reward_parts, given.metrics)

@@ -1,0 +1,129 @@
+"""What a run has left on disk, read for the oracle, and which of it counts.
+
+The rule kept here: which logs are the history of a job is worked out anew, not asked of the code that is judged: from
+the newest epoch back along the records of where each forked off.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gspo_core.spec import JobSpec
+from services.batch_log import LoggedBatch, read_batch
+
+_BATCH = re.compile(r"ep(\d+)-step(\d+)")
+_EPOCH = re.compile(r"epoch(\d+)\.json")
+Place = tuple[int, int]
+"""(epoch, step)"""
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+@dataclass(frozen=True)
+class Version:
+    number: int
+    place: Place
+    files: dict[str, str]
+    """Name -> sha256."""
+
+
+class JobEvidence:
+    def __init__(self, directory: Path, data_dir: str) -> None:
+        self.directory = directory
+        self.id = directory.name
+        self.spec = JobSpec.model_validate_json(json.loads((directory / "job.json").read_text())["spec"])
+        self._data_dir = data_dir
+        """Where the run had it: engines name weights by their path."""
+
+    @cached_property
+    def status(self) -> dict[str, Any]:
+        files = sorted((self.directory / "status").iterdir())
+        status: dict[str, Any] = json.loads(files[-1].read_text())
+        return status
+
+    @cached_property
+    def forks(self) -> dict[int, Place]:
+        """Epoch -> where it went on from."""
+        found = ((_EPOCH.fullmatch(entry.name), entry) for entry in (self.directory / "checkpoints").iterdir())
+        records = {int(match[1]): json.loads(entry.read_text()) for match, entry in found if match}
+        return {epoch: (record["epoch"], record["step"]) for epoch, record in sorted(records.items())}
+
+    @cached_property
+    def logged(self) -> set[Place]:
+        found = (_BATCH.fullmatch(entry.name) for entry in (self.directory / "batches").glob("ep*"))
+        return {(int(match[1]), int(match[2])) for match in found if match}
+
+    def reach(self, place: Place) -> dict[int, int]:
+        """Of each epoch that leads to ``place``: up to which step."""
+        reached = {place[0]: place[1]}
+        epoch, step = place
+        while epoch in self.forks and self.forks[epoch][0] < epoch and self.forks[epoch][1] > 0:
+            epoch, step = self.forks[epoch][0], min(step, self.forks[epoch][1])
+            reached[epoch] = step
+        return reached
+
+    @cached_property
+    def lineage(self) -> list[Place]:
+        """What was trained, in order; it may have holes, which a check finds."""
+        newest = max(self.forks)
+        row: list[Place] = []
+        last = 1 << 60
+        for epoch, end in self.reach((newest, last)).items():
+            begin = self.forks[epoch][1] if epoch in self.forks else 0
+            row += [place for place in self.logged if place[0] == epoch and begin < place[1] <= end]
+        return sorted(row, key=lambda place: place[1])
+
+    @cached_property
+    def batches(self) -> dict[Place, LoggedBatch]:
+        """Of the lineage."""
+        return {place: read_batch(self.batch_path(place)) for place in self.lineage}
+
+    def batch_path(self, place: Place) -> Path:
+        return self.directory / "batches" / f"ep{place[0]:06d}-step{place[1]:06d}"
+
+    @cached_property
+    def versions(self) -> dict[int, Version]:
+        found = {}
+        for path in sorted((self.directory / "versions").glob("*.json")):
+            record = json.loads(path.read_text())
+            manifest = json.loads(record["manifest"])
+            files = {file["path"]: file["sha256"] for file in manifest["files"]}
+            assert (manifest["version"], int(path.stem)) == (record["version"], record["version"]), path
+            found[record["version"]] = Version(record["version"], (manifest["epoch"], manifest["step"]), files)
+        return found
+
+    def weights_name(self, version: int) -> str:
+        """What an engine that was told to load it calls it."""
+        return f"{self._data_dir}/jobs/{self.id}/weights/v{version}"
+
+    @cached_property
+    def newest_checkpoint(self) -> Path | None:
+        """Of the lineage."""
+        found = (_BATCH.fullmatch(entry.name) for entry in (self.directory / "checkpoints").iterdir())
+        places = {(int(match[1]), int(match[2])): match[0] for match in found if match}
+        reached = self.reach((max(self.forks), 1 << 60))
+        living = [place for place in places if place[1] <= reached.get(place[0], -1)]
+        return self.directory / "checkpoints" / places[max(living)] if living else None
+
+
+class Evidence:
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.run = json.loads((work / "run.json").read_text())
+        self.end = json.loads((work / "end.json").read_text()) if (work / "end.json").exists() else None
+        self.data = work / "kept" if (work / "kept" / "jobs").is_dir() else work / "data"
+        self.submissions = lines(work / "submissions.jsonl")
+        self.samples = lines(work / "samples.jsonl")
+        self.faults = lines(work / "faults.jsonl")
+
+    @cached_property
+    def jobs(self) -> list[JobEvidence]:
+        directories = sorted(path for path in (self.data / "jobs").iterdir() if (path / "job.json").exists())
+        return [JobEvidence(path, self.run["data_dir"]) for path in directories]

@@ -1,0 +1,232 @@
+"""The faults themselves: one method a kind, each told what it hit.
+
+The rule kept here: a fault hits processes and lines of this run only, and what was stopped goes on again. Recovery is
+counted from the moment of the fault, for a stop from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.jobs import JobStatus
+from services.keys import job_key
+from services.store import JobNotFound, Store
+from tests.chaos.damage import damage_newest
+from tests.chaos.disk import Disk
+from tests.chaos.processes import Process
+from tests.chaos.stack import LEASE_S, Stack
+from tests.chaos.watch import Watch
+
+
+@dataclass
+class Hit:
+    """What a fault did. ``jobs`` are those whose next step says that it is over."""
+
+    target: str
+    jobs: list[str]
+    detail: str = ""
+    after: Awaitable[None] | None = None
+    """What is left to do, beside the next faults."""
+
+
+Miss = str
+Outcome = Hit | Miss
+
+
+class Faults:
+    def __init__(self, stack: Stack, watch: Watch, disk: Disk) -> None:
+        self._stack, self._watch, self._disk = stack, watch, disk
+        self._disk_is_full = self._clock_is_off = False
+        self._kinds: dict[str, Callable[[random.Random], Awaitable[Outcome]]] = {
+            "kill worker": lambda rng: self._kill("rollout", rng),
+            "kill trainer": self._kill_trainer,
+            "kill engine": lambda rng: self._kill("engine", rng),
+            "kill api": lambda rng: self._kill("api", rng),
+            "kill redis": self._kill_redis,
+            "stop worker": lambda rng: self._stop("rollout", rng),
+            "stop trainer": self._stop_trainer,
+            "stop engine": lambda rng: self._stop("engine", rng),
+            "stop redis": self._stop_redis,
+            "flushall": self._flushall,
+            "cut redis": self._cut_redis,
+            "cut engine": self._cut_engine,
+            "lose request": lambda rng: self._lose("lose request", rng),
+            "lose reply": lambda rng: self._lose("lose reply", rng),
+            "halve reply": lambda rng: self._lose("halve reply", rng),
+            "lose engine reply": self._lose_engine_reply,
+            "stall redis": self._stall,
+            "disk full": self._fill_disk,
+            "torn checkpoint": self._tear,
+            "clock jump": self._jump,
+        }
+
+    def impossible(self) -> list[str]:
+        """Kinds that this machine does not allow."""
+        missing = [] if self._disk.is_mounted else ["disk full"]
+        return missing + ([] if self._stack.clock.can_jump else ["clock jump"])
+
+    async def strike(self, kind: str, seed: int) -> Outcome:
+        return await self._kinds[kind](random.Random(seed))
+
+    def _running(self) -> list[str]:
+        return [job.id for job in self._watch.running() if job.step or job.status]
+
+    def _choose(self, service: str, rng: random.Random) -> Process | None:
+        found = [one for one in self._stack.of(service) if not one.is_stopped]
+        return rng.choice(found) if found else None
+
+    async def _owner(self, rng: random.Random) -> tuple[str, Process] | None:
+        """A running job and the trainer that has it."""
+        owners = []
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            async with Redis.from_url(self._stack.redis_url, protocol=2, socket_timeout=2.0, retry=None) as client:
+                for job in self._running():
+                    name = await client.hget(job_key(job, "trainer"), "trainer")
+                    pid = int(name.rpartition(b"-")[2]) if name else 0
+                    owners += [(job, one) for one in self._stack.of("trainer") if one.pid == pid and not one.is_stopped]
+        return rng.choice(owners) if owners else None
+
+    # Death
+
+    async def _kill(self, service: str, rng: random.Random) -> Outcome:
+        process = self._choose(service, rng)
+        if process is None:
+            return "nobody is there"
+        self._stack.nursery.kill(process)
+        return Hit(process.name, [] if service == "api" else self._running())
+
+    async def _kill_trainer(self, rng: random.Random) -> Outcome:
+        owner = await self._owner(rng)
+        if owner is None:
+            return await self._kill("trainer", rng)
+        self._stack.nursery.kill(owner[1])
+        return Hit(owner[1].name, [owner[0]])
+
+    async def _kill_redis(self, rng: random.Random) -> Outcome:
+        await self._stack.kill_redis()
+        return Hit("redis", self._running())
+
+    # Sleep
+
+    async def _stop(self, service: str, rng: random.Random) -> Outcome:
+        process = self._choose(service, rng)
+        if process is None:
+            return "nobody is there"
+        return self._put_to_sleep(process, self._running(), rng)
+
+    async def _stop_trainer(self, rng: random.Random) -> Outcome:
+        owner = await self._owner(rng)
+        if owner is None:
+            return "nobody trains"
+        return self._put_to_sleep(owner[1], [owner[0]], rng)
+
+    def _put_to_sleep(self, process: Process, jobs: list[str], rng: random.Random) -> Hit:
+        """For longer than a lease; who wakes up is a zombie."""
+        seconds, pid = LEASE_S * rng.uniform(1.5, 3.0), process.pid
+        self._stack.nursery.stop(process)
+
+        async def wake() -> None:
+            await asyncio.sleep(seconds)
+            self._stack.nursery.go_on(process, pid)
+
+        return Hit(process.name, jobs, f"{seconds:.1f} s", wake())
+
+    async def _stop_redis(self, rng: random.Random) -> Outcome:
+        seconds = rng.uniform(0.5, 2 * LEASE_S)
+        return Hit("redis", self._running(), f"{seconds:.1f} s", self._stack.stop_redis(seconds))
+
+    # Loss
+
+    async def _flushall(self, rng: random.Random) -> Outcome:
+        try:
+            async with Redis.from_url(self._stack.redis_url, protocol=2, socket_timeout=2.0, retry=None) as client:
+                await client.flushall()
+        except (redis.RedisError, OSError):
+            return "Redis does not answer"
+        return Hit("redis", self._running())
+
+    async def _cut_redis(self, rng: random.Random) -> Outcome:
+        name = rng.choice(sorted(self._stack.lines))
+        num = self._stack.lines[name].cut()
+        return Hit(name, self._running(), f"{num} connections")
+
+    async def _cut_engine(self, rng: random.Random) -> Outcome:
+        name = rng.choice(sorted(self._stack.engine_lines))
+        num = self._stack.engine_lines[name].cut()
+        return Hit(name, self._running(), f"{num} connections")
+
+    async def _lose(self, what: str, rng: random.Random) -> Outcome:
+        name = rng.choice(sorted(self._stack.lines))
+        self._stack.lines[name].order(what)
+        return Hit(name, self._running())
+
+    async def _lose_engine_reply(self, rng: random.Random) -> Outcome:
+        name = rng.choice(sorted(self._stack.engine_lines))
+        self._stack.engine_lines[name].order(rng.choice(["lose request", "lose reply", "halve reply"]))
+        return Hit(name, self._running())
+
+    async def _stall(self, rng: random.Random) -> Outcome:
+        name, seconds = rng.choice(sorted(self._stack.lines)), rng.uniform(0.3, 2 * LEASE_S)
+        return Hit(name, self._running(), f"{seconds:.1f} s", self._stack.lines[name].stall(seconds))
+
+    # Disks and clocks
+
+    async def _fill_disk(self, rng: random.Random) -> Outcome:
+        if self._disk_is_full:
+            return "it is full already"
+        if not self._disk.fill():
+            return "it could not be filled"
+        self._disk_is_full = True
+
+        async def make_room() -> None:
+            await asyncio.sleep(rng.uniform(0.5, 2.0))
+            self._disk.empty()
+            self._disk_is_full = False
+
+        return Hit("disk", self._running(), after=make_room())
+
+    async def _tear(self, rng: random.Random) -> Outcome:
+        """The trainer is stopped first: what is damaged is the newest checkpoint of a job that is not over."""
+        owner = await self._owner(rng)
+        if owner is None:
+            return "nobody trains"
+        job, trainer = owner
+        self._stack.nursery.stop(trainer)
+        damaged = None
+        if await self._is_open(job):
+            damaged = await asyncio.to_thread(damage_newest, self._watch.jobs[job].directory, rng)
+        self._stack.nursery.kill(trainer)
+        return Hit(trainer.name, [job], damaged or "there was no checkpoint")
+
+    async def _is_open(self, job: str) -> bool:
+        with contextlib.suppress(RedisError, OSError, TimeoutError, JobNotFound):
+            async with Redis.from_url(self._stack.redis_url, protocol=2, socket_timeout=2.0, retry=None) as client:
+                return not JobStatus((await Store(client).get_job(job)).status).is_terminal
+        return False
+
+    async def _jump(self, rng: random.Random) -> Outcome:
+        if self._clock_is_off:
+            return "it is off already"
+        seconds = rng.choice([-3600, 3600])
+        self._clock_is_off = True
+        self._stack.clock.set(seconds)
+
+        async def set_right() -> None:
+            await asyncio.sleep(rng.uniform(2.0, 5.0))
+            self._stack.clock.set(0)
+            self._clock_is_off = False
+
+        return Hit("redis", self._running(), f"{seconds:+d} s", set_right())
+
+
+def described(outcome: Hit) -> dict[str, Any]:
+    return {"target": outcome.target, "detail": outcome.detail, "jobs": outcome.jobs}

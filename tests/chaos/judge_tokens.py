@@ -1,0 +1,116 @@
+"""Of each trained episode: every token was said by an engine under the weights that are recorded, with the recorded
+log-prob, or by one and the same world in answer to it. Each check yields what is wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gspo_core.types import Trajectory
+from services.engine.scripted import language
+from tests.chaos.evidence import Evidence, JobEvidence
+from tests.chaos.talk import VOCABULARY, Talker, chain
+
+TOLERANCE = 1e-4
+MAX_EPISODES = 400
+"""Of each job, drawn at random: a log-prob costs the oracle as much as it cost the engine."""
+_ANSWER = re.compile(r"(\w{6}) (\d+) (\w{6})")
+_TASK = re.compile(r"task \d+ (\w{6})")
+
+
+def episodes(job: JobEvidence) -> list[tuple[int, Trajectory]]:
+    found = [
+        (step, trajectory)
+        for (_, step), batch in job.batches.items()
+        for group in batch.groups
+        for trajectory in group.trajectories
+    ]
+    return random.Random(job.id).sample(found, min(MAX_EPISODES, len(found)))
+
+
+def tokens_were_sampled(job: JobEvidence) -> Iterator[str]:
+    for step, trajectory in episodes(job):
+        for branch in trajectory.branches:
+            ids = branch.token_ids.tolist()
+            versions = branch.versions.tolist()
+            acts = branch.action_mask.tolist()
+            for version in {version for version, act in zip(versions, acts, strict=True) if act}:
+                places = [place for place, act in enumerate(acts) if act and versions[place] == version]
+                true = _logprobs(ids, places, job.weights_name(version))
+                worst = float(np.max(np.abs(true - branch.behavior_logprobs[places])))
+                if not worst <= TOLERANCE:
+                    problem = f"version {version} does not give its log-probs ({worst:.3g} off)"
+                    yield f"step {step}: {trajectory.key}: {problem}"
+
+
+def _logprobs(ids: Sequence[int], places: Sequence[int], weights: str) -> np.ndarray:
+    """Of the tokens at ``places``, everything before them read under ``weights``."""
+    state, wanted, found = language.EMPTY, set(places), []
+    for place in range(places[-1] + 1):
+        if place in wanted:
+            found.append(language.logprobs(state, weights, 1.0, VOCABULARY)[ids[place]])
+        state = language.read(state, ids[place], weights)
+    return np.array(found)
+
+
+def talk_follows(job: JobEvidence, talker: Talker) -> Iterator[str]:
+    """Turns are what the script says, answers what a world says that has seen these calls, all of one run."""
+    world = job.spec.environments[0].ref.rpartition(":")[2]
+    for step, trajectory in episodes(job):
+        for problem in _broken_talk(trajectory, talker, world):
+            yield f"step {step}: {trajectory.key}: {problem}"
+
+
+def _broken_talk(trajectory: Trajectory, talker: Talker, world: str) -> Iterator[str]:
+    (branch,) = trajectory.branches
+    ids, acts = branch.token_ids.tolist(), branch.action_mask.tolist()
+    said = _TASK.findall(talker.codec.tokenizer.decode(ids[: acts.index(True)]))
+    runs, state, count, total = set(said), "", 0, 0
+    for begin, end in _turns(acts):
+        turn = ids[begin:end]
+        if turn != talker.turn(ids[:begin], turn[0]):
+            yield "a turn is not what the engine says after this prompt"
+            return
+        parsed = talker.codec.parse(turn)
+        if not parsed.calls:
+            continue
+        number = int(parsed.calls[0].arguments["number"])
+        state, count, total = chain(state, number), count + 1, total + number
+        answered = ids[end : next((place for place in range(end, len(ids)) if acts[place]), len(ids))]
+        found = _ANSWER.findall(talker.codec.tokenizer.decode(answered))
+        if not found and end == len(ids):
+            continue
+        if not found or found[0][1:] != (str(count), state):
+            yield f"call {count} is answered with {found}, a world that saw these calls says {count} {state}"
+            return
+        runs.add(found[0][0])
+    if len(runs) != 1:
+        yield f"it was answered by the runs {sorted(runs)} of its world"
+    reward = trajectory.outcome.reward
+    if reward is not None and abs(reward - (total % 97) / 97) > 1e-6:
+        yield f"its reward is {reward}, not that of its calls"
+
+
+def _turns(acts: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    begin = None
+    for place, act in enumerate([*acts, False]):
+        if act and begin is None:
+            begin = place
+        elif not act and begin is not None:
+            yield begin, place
+            begin = None
+
+
+def nothing_acted_twice(evidence: Evidence) -> Iterator[str]:
+    """In worlds whose acts are written down outside of them."""
+    for path in sorted(Path(evidence.work).glob("ledger-*")):
+        acts = Counter(path.read_text().splitlines())
+        doubled = [line for line, count in acts.items() if count > 1]
+        if doubled:
+            yield f"{path.name}: acted twice in one run of its world: {doubled[:3]}"

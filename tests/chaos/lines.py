@@ -1,0 +1,123 @@
+"""A line between a process and what it talks to, which is cut, loses, halves or delays what passes, on order.
+
+It listens on a port of its own and carries bytes to a unix socket or another port. The rule kept here: a fault happens
+when it is ordered, not by chance, and a line works again afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
+
+PIECE = 1 << 18
+Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+def to_unix(path: str) -> Open:
+    return lambda: asyncio.open_unix_connection(path)
+
+
+def to_port(port: int) -> Open:
+    return lambda: asyncio.open_connection("127.0.0.1", port)
+
+
+class Line:
+    """``port`` is where its user connects."""
+
+    def __init__(self, upstream: Open) -> None:
+        self._upstream = upstream
+        self._server: asyncio.Server | None = None
+        self._carrying: set[asyncio.Task[None]] = set()
+        self._orders: list[str] = []
+        """What befalls the next requests that hold ``mark``."""
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self.mark = b""
+        self.num_struck = 0
+        self.port = 0
+
+    async def open(self) -> Line:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=PIECE)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        await asyncio.gather(*self._carrying, return_exceptions=True)
+
+    def cut(self) -> int:
+        """All connections, now; returns how many there were."""
+        num = len(self._carrying)
+        for task in self._carrying:
+            task.cancel()
+        return num
+
+    def order(self, fault: str) -> None:
+        """``lose request``, ``lose reply`` or ``halve reply``, for the next request that holds ``mark``."""
+        self._orders.append(fault)
+
+    async def stall(self, seconds: float) -> None:
+        """Nothing passes for so long."""
+        self._flowing.clear()
+        await asyncio.sleep(seconds)
+        self._flowing.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._carrying.add(task)
+        try:
+            await self._carry(reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            self._carrying.discard(task)
+            writer.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await self._upstream()
+        struck: list[str] = []
+
+        async def forward() -> None:
+            while data := await reader.read(PIECE):
+                await self._flowing.wait()
+                if self._orders and self.mark in data:
+                    struck.append(self._orders.pop(0))
+                    self.num_struck += 1
+                    if struck[-1] == "lose request":
+                        return
+                up_writer.write(data)
+                await up_writer.drain()
+
+        async def answer() -> None:
+            while data := await up_reader.read(PIECE):
+                await self._flowing.wait()
+                if struck and struck[-1] == "lose reply":
+                    return
+                if struck and struck[-1] == "halve reply":
+                    writer.write(data[: len(data) // 2])
+                    await writer.drain()
+                    return
+                writer.write(data)
+                await writer.drain()
+
+        tasks = [asyncio.create_task(forward()), asyncio.create_task(answer())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            up_writer.close()
+            _reset(writer)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """The other side learns of it at once and not by a timeout."""
+    with contextlib.suppress(OSError):
+        raw = writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")

@@ -1,0 +1,124 @@
+"""``python -m tests.chaos.mutants [NAME ...]``: the run and its oracle can fail. Each known way to build this wrongly
+is built here, in a copy of the tree with one line changed, and must not get through a short run.
+
+The oracle that judges is that of the unchanged tree. If the text that is to be changed is not there any more, that is
+an error here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("gspo_core", "services", "environments", "tests", "benchmarks")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    old: str
+    new: str
+    flags: tuple[str, ...]
+
+
+def short(kinds: str, *, faults: int = 16, minutes: float = 0.5, steps: int = 16) -> tuple[str, ...]:
+    return ("--kinds", kinds, "--faults", str(faults), "--minutes", str(minutes), "--steps", str(steps), "--seed", "1")
+
+
+MUTANTS = {
+    "a key makes a job each time": Mutant(
+        "services/job_table.py", "if idempotency_key is not None:", "if False:", short("lose reply", faults=2)
+    ),
+    "one step too many is admitted": Mutant(
+        "gspo_core/staleness.py",
+        "return max(0, (max_staleness + 1) * groups_per_step - occupied)",
+        "return max(0, (max_staleness + 2) * groups_per_step - occupied)",
+        short("lose reply", faults=4, minutes=0.1, steps=6),
+    ),
+    "every token is young": Mutant(
+        "services/trainer/run.py",
+        "{str(version): int(age) for",
+        "{str(version): 0 * int(age) for",
+        short("kill worker", faults=4, minutes=0.2, steps=8),
+    ),
+    "an answer has the version of its last token": Mutant(
+        "services/rollout/ledger.py",
+        "logprobs=logprobs,\n            version=span.version,",
+        "logprobs=logprobs,\n            version=sampled.spans[-1].version,",
+        short("cut engine"),
+    ),
+    "a takeover forgets what was logged after the checkpoint": Mutant(
+        "services/trainer/run.py",
+        "begin_epoch, epoch, found.reached)",
+        "begin_epoch, epoch, found.saved)",
+        short("kill trainer", faults=6),
+    ),
+    "a step that is trained again does not settle its groups": Mutant(
+        "services/trainer/replay.py",
+        "lineage.settle([*(group.group for group in batch.groups), *dropped])",
+        "lineage.settle(dropped)",
+        short("kill trainer", faults=6),
+    ),
+    "who has lost the job is still obeyed": Mutant(
+        "services/functions.lua",
+        'return token ~= "" and redis.call("HGET", K.trainer, "token") == token',
+        "return true",
+        short("stop trainer", faults=8),
+    ),
+}
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(MUTANTS)
+    survived = []
+    for name in names:
+        began = time.monotonic()
+        said = run(MUTANTS[name])
+        print(f"{'noticed' if said else 'SURVIVED'} after {time.monotonic() - began:.0f} s: {name}", flush=True)
+        if said:
+            print(f"    {said}", flush=True)
+        else:
+            survived.append(name)
+    return 1 if survived else 0
+
+
+def run(mutant: Mutant) -> str:
+    """What was said against it; empty: nothing."""
+    with tempfile.TemporaryDirectory(prefix="gspo-mutant-") as folder:
+        tree = Path(folder) / "tree"
+        for name in COPIED:
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        change(tree / mutant.file, mutant.old, mutant.new)
+        command = [sys.executable, "-m", "tests.chaos", *mutant.flags, "--work", f"{folder}/run"]
+        ended = subprocess.run(
+            [*command, "--oracle-root", str(ROOT), "--settle-s", "240"],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    said = [line for line in ended.stdout.splitlines() if line.startswith(("oracle: ", "chaos: FAILED"))]
+    if ended.returncode == 0:
+        return ""
+    if not said:
+        raise RuntimeError(f"the run itself is broken:\n{ended.stdout}\n{ended.stderr}")
+    return said[0]
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    if text.count(old) != 1:
+        raise RuntimeError(f"the code has changed: {old!r} is {text.count(old)} times in {path.name}")
+    path.write_text(text.replace(old, new))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""``python -m tests.chaos.oracle WORKDIR``: judges a run from what it left on disk, and knows nothing else of it.
+
+What it looks at: batch logs, checkpoints and records of epochs, version records, status journals, the files of Redis
+(read by a server of its own), and the lines that the runner wrote down because a later fault could wipe them out:
+submissions and what was accepted, counters and names of checkpoints as they were seen, who crashed and who was left.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from tests.chaos import judge_learning, judge_lineage, judge_remains, judge_tokens
+from tests.chaos.evidence import Evidence, JobEvidence
+from tests.chaos.talk import Talker
+
+MAX_SHOWN = 5
+Check = Callable[[], Iterator[str]]
+
+
+def checks_of_a_job(evidence: Evidence, job: JobEvidence, talker: Talker) -> list[tuple[str, Check]]:
+    lineage = judge_lineage
+    return [
+        ("jobs are over", partial(lineage.jobs_are_over, job)),
+        ("steps are whole", partial(lineage.steps_are_whole, job)),
+        ("groups are settled once", partial(lineage.groups_are_settled_once, job)),
+        ("attempts are not mixed", partial(lineage.attempts_are_not_mixed, job)),
+        ("versions go forward", partial(lineage.versions_go_forward, job)),
+        ("epochs keep what was published", partial(lineage.epochs_keep_what_was_published, job)),
+        ("nothing is too old", partial(lineage.nothing_is_too_old, job)),
+        ("admission is paced", partial(lineage.admission_is_paced, job)),
+        ("checkpoints go forward", partial(lineage.checkpoints_go_forward, evidence, job)),
+        ("books are balanced", partial(lineage.books_are_balanced, evidence, job)),
+        ("tokens were sampled", partial(judge_tokens.tokens_were_sampled, job)),
+        ("talk follows", partial(judge_tokens.talk_follows, job, talker)),
+        ("weights follow from the logs", partial(judge_learning.weights_follow_from_the_logs, job)),
+    ]
+
+
+def checks_of_the_run(evidence: Evidence) -> list[tuple[str, Check]]:
+    remains = judge_remains
+    return [
+        ("jobs are those that were submitted", partial(remains.jobs_are_those_that_were_submitted, evidence)),
+        ("nothing crashed", partial(remains.nothing_crashed, evidence)),
+        ("Redis holds no queue", partial(remains.redis_holds_no_queue, evidence)),
+        ("no file is left half-written", partial(remains.no_file_is_left_half_written, evidence)),
+        ("nothing acted twice", partial(judge_tokens.nothing_acted_twice, evidence)),
+    ]
+
+
+def judge(work: Path) -> list[str]:
+    """Everything that is wrong."""
+    evidence, talker = Evidence(work), Talker(work / "model")
+    problems: list[str] = []
+    for name, check in checks_of_the_run(evidence):
+        problems += _found(name, check)
+    for job in evidence.jobs:
+        for name, check in checks_of_a_job(evidence, job, talker):
+            problems += [f"{job.id}: {problem}" for problem in _found(name, check)]
+    return problems
+
+
+def _found(name: str, check: Check) -> list[str]:
+    """A check that cannot even be made is a problem, whatever the reason."""
+    found = []
+    try:
+        for problem in check():
+            found.append(f"{name}: {problem}")
+    except Exception as error:
+        found.append(f"{name}: cannot be checked: {type(error).__name__}: {error}")
+    more = len(found) - MAX_SHOWN
+    return found[:MAX_SHOWN] + ([f"{name}: and {more} more"] if more > 0 else [])
+
+
+def main() -> int:
+    work, began = Path(sys.argv[1]), time.monotonic()
+    problems = judge(work)
+    for problem in problems:
+        print(f"oracle: {problem}", flush=True)
+    evidence = Evidence(work)
+    num_steps = sum(len(job.lineage) for job in evidence.jobs)
+    num_groups = (
+        sum(len(batch.groups) for job in evidence.jobs for batch in job.batches.values()) if not problems else 0
+    )
+    verdict = f"{len(problems)} problems" if problems else f"all is well: {num_groups} groups trained once"
+    print(
+        f"oracle: {len(evidence.jobs)} jobs, {num_steps} steps, {verdict} ({time.monotonic() - began:.0f} s)",
+        flush=True,
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The processes of a run: born in the nursery, killed and stopped by pid, born again under the same name.
+
+The rule kept here: only processes that were born here are signalled, and none of them outlives the run. A process that
+ends without having been asked is born again and counted: who crashes is found in ``crashes``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STREAM_LIMIT = 1 << 20
+BIRTH_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Process:
+    """One place in the stack; ``pid`` is 0 while nobody holds it."""
+
+    name: str
+    service: str
+    argv: list[str]
+    env: dict[str, str]
+    pid: int = 0
+    born_at: float = 0.0
+    is_wanted: bool = True
+    is_stopped: bool = False
+    doomed: set[int] = field(default_factory=set)
+    """Pids that were killed or asked to leave."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class Crash:
+    """An end that nobody asked for."""
+
+    name: str
+    pid: int
+    status: int
+    at: float
+
+
+class Nursery:
+    def __init__(self, log_dir: Path, env: dict[str, str]) -> None:
+        self._log_dir = log_dir
+        self._env = env
+        self._child: asyncio.subprocess.Process | None = None
+        self._births: dict[str, asyncio.Future[int]] = {}
+        self._by_pid: dict[int, Process] = {}
+        self._listening: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+        self._reviving: set[asyncio.Task[None]] = set()
+        self._count = 0
+        self.processes: dict[str, Process] = {}
+        self.crashes: list[Crash] = []
+        self.statuses: dict[str, int] = {}
+        """Of those that were asked to leave."""
+
+    async def open(self) -> None:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        with (self._log_dir / "nursery.log").open("ab") as log:
+            self._child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tests.chaos.nursery"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **self._env},
+                start_new_session=True,
+                limit=STREAM_LIMIT,
+            )
+        self._listening = asyncio.create_task(self._listen(), name="nursery")
+        async with asyncio.timeout(BIRTH_TIMEOUT_S):
+            await self._ready.wait()
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    async def _listen(self) -> None:
+        assert self._child is not None
+        assert self._child.stdout is not None
+        while line := await self._child.stdout.readline():
+            told = json.loads(line)
+            if "ready" in told:
+                self._ready.set()
+            elif "born" in told:
+                self._births.pop(told["born"]).set_result(told["pid"])
+            else:
+                self._note_death(told["died"], told["status"])
+
+    async def start(self, name: str, service: str, argv: list[str], env: dict[str, str]) -> Process:
+        process = Process(name, service, argv, env)
+        self.processes[name] = process
+        await self._give_birth(process)
+        return process
+
+    async def _give_birth(self, process: Process) -> None:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        self._count += 1
+        number = f"{process.name}-{self._count}"
+        self._births[number] = asyncio.get_running_loop().create_future()
+        order = {"id": number, "service": process.service, "argv": process.argv, "env": process.env}
+        order["log"] = str(self._log_dir / f"{process.name}.log")
+        self._child.stdin.write(json.dumps(order).encode() + b"\n")
+        born = self._births[number]
+        pid = await born
+        process.pid, process.born_at, process.is_stopped = pid, time.monotonic(), False
+        process.ended = asyncio.Event()
+        self._by_pid[pid] = process
+
+    def _note_death(self, pid: int, status: int) -> None:
+        process = self._by_pid.pop(pid, None)
+        if process is None:
+            return
+        if process.pid == pid:
+            process.pid = 0
+        process.ended.set()
+        if pid in process.doomed:
+            self.statuses[f"{process.name}/{pid}"] = status
+        else:
+            self.crashes.append(Crash(process.name, pid, status, time.time()))
+        if process.is_wanted:
+            task = asyncio.create_task(self._give_birth(process))
+            self._reviving.add(task)
+            task.add_done_callback(self._reviving.discard)
+
+    def kill(self, process: Process) -> None:
+        self._signal(process, signal.SIGKILL)
+
+    def stop(self, process: Process) -> None:
+        process.is_stopped = True
+        self._signal(process, signal.SIGSTOP)
+
+    def go_on(self, process: Process, pid: int) -> None:
+        """``pid`` is who was stopped: it may have been killed meanwhile."""
+        if process.pid == pid:
+            process.is_stopped = False
+            self._signal(process, signal.SIGCONT)
+
+    def _signal(self, process: Process, number: signal.Signals) -> None:
+        if process.pid:
+            if number in (signal.SIGKILL, signal.SIGTERM):
+                process.doomed.add(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    async def leave(self, process: Process, timeout_s: float) -> bool:
+        """Ask it to end in order; False when it had to be killed."""
+        process.is_wanted = False
+        if not process.pid:
+            return True
+        ended = process.ended
+        self._signal(process, signal.SIGCONT)
+        self._signal(process, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ended.wait()
+            return True
+        except TimeoutError:
+            self._signal(process, signal.SIGKILL)
+            await ended.wait()
+            return False
+
+    async def close(self) -> None:
+        for process in self.processes.values():
+            process.is_wanted = False
+            self._signal(process, signal.SIGKILL)
+        if self._child is not None and self._child.returncode is None:
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+            try:
+                async with asyncio.timeout(10):
+                    await self._child.wait()
+            except TimeoutError:
+                self._child.kill()
+                await self._child.wait()
+        if self._listening is not None:
+            await asyncio.gather(self._listening, return_exceptions=True)
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Every living process whose environment holds ``mark``, with its command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if mark.encode() in (entry / "environ").read_bytes() and not is_gone(entry):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def is_gone(entry: Path) -> bool:
+    return (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def stamp(**record: Any) -> bytes:
+    return json.dumps({"at": time.time(), **record}).encode()

@@ -1,0 +1,59 @@
+"""Which fault comes when: a function of the seed, the number of faults and what this machine can do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+
+WEIGHTS = {
+    "kill worker": 8,
+    "kill trainer": 6,
+    "kill engine": 5,
+    "kill api": 3,
+    "kill redis": 4,
+    "stop worker": 5,
+    "stop trainer": 4,
+    "stop engine": 3,
+    "stop redis": 2,
+    "flushall": 2,
+    "cut redis": 16,
+    "cut engine": 6,
+    "lose request": 13,
+    "lose reply": 20,
+    "halve reply": 11,
+    "lose engine reply": 5,
+    "stall redis": 4,
+    "disk full": 2,
+    "torn checkpoint": 2,
+    "clock jump": 2,
+}
+AT_LEAST = 2
+"""Of each kind, if there are faults enough."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    number: int
+    kind: str
+    at_s: float
+    """Since the beginning."""
+    seed: int
+    """Of everything that is left to chance when it happens."""
+
+
+def plan(seed: int, count: int, seconds: float, without: Collection[str] = ()) -> list[Fault]:
+    """``count`` faults within ``seconds``, in shares of WEIGHTS, each kind some times, with gaps as of independent
+    accidents."""
+    rng = random.Random(seed)
+    weights = {kind: weight for kind, weight in WEIGHTS.items() if kind not in without}
+    total = sum(weights.values())
+    kinds = [kind for kind, weight in weights.items() for _ in range(max(AT_LEAST, round(weight * count / total)))]
+    rng.shuffle(kinds)
+    kinds = kinds[:count] + rng.choices(list(weights), list(weights.values()), k=max(0, count - len(kinds)))
+    gaps = [rng.expovariate(1.0) for _ in kinds]
+    scale, at_s, faults = seconds / sum(gaps), 0.0, []
+    for number, (kind, gap) in enumerate(zip(kinds, gaps, strict=True)):
+        at_s += gap * scale
+        faults.append(Fault(number, kind, at_s, rng.getrandbits(48)))
+    return faults

@@ -1,0 +1,156 @@
+"""The processes of a run and all that lies between them: Redis, lines, engines, API, trainers, rollout workers.
+
+The rule kept here: every process reaches Redis and engines over a line of its own or of the engine, so that each can be
+cut alone; and it is started with the settings of an installation, nothing of it is patched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.ports import free_port
+from services.redis_server import RedisServer, RedisUnsuitable
+from tests.chaos.clock import Clock
+from tests.chaos.lines import Line, to_port, to_unix
+from tests.chaos.processes import Nursery, Process
+
+LEASE_S = 2.0
+REDIS_START_S = 60.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many of each."""
+
+    jobs: int = 2
+    trainers: int = 3
+    workers: int = 2
+    engines: int = 2
+
+
+class Stack:
+    def __init__(self, work: Path, data: Path, size: Size, clock: Clock) -> None:
+        self.work, self.data, self.size = work, data, size
+        self.clock = clock
+        self.redis_dir = work / "redis"
+        self.lines: dict[str, Line] = {}
+        """To Redis, by the name of the process."""
+        self.engine_lines: dict[str, Line] = {}
+        self.api_url = ""
+        self.num_redis_starts = 0
+        self._redis: RedisServer | None = None
+        self._redis_changing = asyncio.Lock()
+        home = work / "home"
+        home.mkdir(parents=True, exist_ok=True)
+        self.mark = f"HOME={home}"
+        """What the environment of every process of this run holds."""
+        self.nursery = Nursery(
+            work / "logs",
+            {"HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+
+    @property
+    def redis_url(self) -> str:
+        assert self._redis is not None
+        return self._redis.url
+
+    async def open(self) -> None:
+        await self._start_redis()
+        await self.nursery.open()
+        engine_urls = []
+        for number in range(self.size.engines):
+            name, port = f"engine-{number}", free_port()
+            self.engine_lines[name] = await Line(to_port(port)).open()
+            self.engine_lines[name].mark = b"POST /"
+            engine_urls.append(f"http://127.0.0.1:{self.engine_lines[name].port}")
+            argv = ["--model", str(self.work / "model"), "--port", str(port)]
+            await self.nursery.start(name, "engine", argv, {})
+        common = {
+            "GSPO_DATA_DIR": str(self.data),
+            "GSPO_ENGINE_URLS": ",".join(engine_urls),
+            "GSPO_LEASE_S": str(LEASE_S),
+            "GSPO_MAX_ATTEMPTS": "100000",
+            "GSPO_LOG_FORMAT": "json",
+            "GSPO_API_KEYS": "",
+        }
+        api_port = free_port()
+        self.api_url = f"http://127.0.0.1:{api_port}"
+        api = {"GSPO_API_HOST": "127.0.0.1", "GSPO_API_PORT": str(api_port)}
+        await self._start("api", "api", [], common | api)
+        for number in range(self.size.trainers):
+            await self._start(f"trainer-{number}", "trainer", [], common)
+        for number in range(self.size.workers):
+            await self._start(f"worker-{number}", "rollout", ["--max-episodes", "16", "--drain-s", "2"], common)
+
+    async def _start(self, name: str, service: str, argv: list[str], env: dict[str, str]) -> None:
+        line = self.lines[name] = await Line(to_unix(self.redis_url.removeprefix("unix://"))).open()
+        line.mark = b"FCALL"
+        await self.nursery.start(name, service, argv, env | {"GSPO_REDIS_URL": f"redis://127.0.0.1:{line.port}"})
+
+    def of(self, service: str) -> list[Process]:
+        """Those that live and run."""
+        return [one for one in self.nursery.processes.values() if one.service == service and one.pid]
+
+    # Redis
+
+    async def _start_redis(self) -> None:
+        deadline = time.monotonic() + REDIS_START_S
+        while True:
+            try:
+                with self.clock.around_a_start():
+                    self._redis = await asyncio.to_thread(RedisServer.spawn, self.redis_dir)
+                self.num_redis_starts += 1
+                return
+            except RedisUnsuitable:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
+
+    async def kill_redis(self) -> None:
+        """With SIGKILL; it is back when this returns."""
+        async with self._redis_changing:
+            assert self._redis is not None
+            assert self._redis.pid is not None
+            os.kill(self._redis.pid, signal.SIGKILL)
+            await asyncio.to_thread(self._redis.close)
+            await self._start_redis()
+
+    async def stop_redis(self, seconds: float) -> None:
+        async with self._redis_changing:
+            with self._stopped_redis():
+                await asyncio.sleep(seconds)
+
+    @contextlib.contextmanager
+    def _stopped_redis(self) -> Iterator[None]:
+        assert self._redis is not None
+        assert self._redis.pid is not None
+        os.kill(self._redis.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self._redis.pid, signal.SIGCONT)
+
+    # The end
+
+    async def leave(self) -> list[str]:
+        """Everything is asked to end, the users of others first; returns who had to be killed."""
+        obstinate = []
+        for service, timeout_s in (("rollout", 30.0), ("trainer", 60.0), ("api", 30.0), ("engine", 15.0)):
+            leaving = [one for one in self.nursery.processes.values() if one.service == service]
+            ended = await asyncio.gather(*(self.nursery.leave(one, timeout_s) for one in leaving))
+            obstinate += [one.name for one, in_order in zip(leaving, ended, strict=True) if not in_order]
+        return obstinate
+
+    async def close(self) -> None:
+        await self.nursery.close()
+        for line in [*self.lines.values(), *self.engine_lines.values()]:
+            await line.close()
+        if self._redis is not None:
+            await asyncio.to_thread(self._redis.close)

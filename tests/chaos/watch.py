@@ -1,0 +1,116 @@
+"""What a run sees of its jobs while they run: their steps, from their own files, and samples for the oracle.
+
+The rule kept here: what a later fault could wipe out (counters in Redis, names of checkpoints that are removed again)
+is written down as it is seen, one line each, and judged by nobody here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.bus import Bus
+from services.job_directory import JobDirectory
+from services.jobs import JobStatus
+from tests.chaos.processes import stamp
+
+LOOK_S = 0.05
+SAMPLE_S = 0.5
+
+
+@dataclass
+class WatchedJob:
+    id: str
+    directory: Path
+    step: int = 0
+    is_over: bool = False
+    status: str = ""
+    num_read: int = 0
+    names: list[str] = field(default_factory=list)
+    rest: bytes = b""
+
+
+@dataclass
+class Wait:
+    """For the next step of each of some jobs."""
+
+    begun: float
+    steps: dict[str, int]
+    done: Callable[[float], None]
+
+
+class Watch:
+    def __init__(self, journal: Path, redis_url: Callable[[], str]) -> None:
+        self._journal = journal
+        self._redis_url = redis_url
+        self.jobs: dict[str, WatchedJob] = {}
+        self._waits: list[Wait] = []
+        self.num_steps = 0
+
+    def add(self, job: str, directory: Path) -> None:
+        self.jobs[job] = WatchedJob(job, directory)
+
+    def running(self) -> list[WatchedJob]:
+        return [job for job in self.jobs.values() if not job.is_over]
+
+    def expect_steps(self, jobs: list[str], done: Callable[[float], None]) -> None:
+        """``done`` is told after how long each of ``jobs`` had ended a step, or itself."""
+        self._waits.append(Wait(time.monotonic(), {job: self.jobs[job].step for job in jobs}, done))
+
+    async def run(self) -> None:
+        sampling = asyncio.create_task(self._sample(), name="sampling")
+        try:
+            while True:
+                for job in self.running():
+                    self._look(job)
+                now = time.monotonic()
+                for wait in [one for one in self._waits if self._is_over(one)]:
+                    self._waits.remove(wait)
+                    wait.done(now - wait.begun)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            sampling.cancel()
+
+    def _is_over(self, wait: Wait) -> bool:
+        return all(self.jobs[job].is_over or self.jobs[job].step > step for job, step in wait.steps.items())
+
+    def _look(self, job: WatchedJob) -> None:
+        with contextlib.suppress(FileNotFoundError), (job.directory / "metrics.jsonl").open("rb") as file:
+            file.seek(job.num_read)
+            data = file.read()
+            *lines, _ = data.split(b"\n")
+            job.num_read += sum(len(line) + 1 for line in lines)
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    step = json.loads(line).get("step", 0)
+                    self.num_steps += step > job.step
+                    job.step = max(job.step, step)
+        with contextlib.suppress(FileNotFoundError):
+            names = sorted(entry.name for entry in (job.directory / "checkpoints").iterdir() if entry.name[0] != ".")
+            if names != job.names:
+                job.names = names
+                self._write(kind="checkpoints", job=job.id, names=names)
+        status = JobDirectory(job.directory).newest_status()[1].get("status", "")
+        if status and status != job.status:
+            job.status = status
+            job.is_over = JobStatus(status).is_terminal
+
+    async def _sample(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                async with Redis.from_url(self._redis_url(), protocol=2, socket_timeout=2.0, retry=None) as redis:
+                    for job in self.running():
+                        self._write(kind="counters", job=job.id, counters=await Bus(redis).counters(job.id))
+
+    def _write(self, **record: object) -> None:
+        with self._journal.open("ab") as file:
+            file.write(stamp(**record) + b"\n")

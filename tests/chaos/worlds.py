@@ -1,0 +1,76 @@
+"""The worlds of a chaos run: a sum is added up, and each answer names the episode's run, the count and all before it.
+
+An answer that does not follow from the run's own calls, or a second run in one attempt, shows in the tokens. Each act
+of a world that must not be repeated goes to a file outside of it, so that what a death undoes stays visible.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from typing import Any, ClassVar
+
+from tests.chaos.talk import chain
+
+
+class Replayed:
+    """Add up."""
+
+    tasks: ClassVar[list[dict[str, Any]]] = [{"number": number} for number in range(16)]
+    eval_tasks: ClassVar[list[dict[str, Any]]] = [{"number": number} for number in range(100, 102)]
+    replayable = True
+
+    def __init__(self, ledger: str) -> None:
+        self._ledger = ledger
+
+    async def reset(self, number: int, seed: int) -> str:
+        self._run = self._name(seed)
+        self._count, self._sum, self._chain = 0, 0, ""
+        return f"task {number} {self._run}"
+
+    def _name(self, seed: int) -> str:
+        return f"{seed:08x}"[-6:]
+
+    async def add(self, number: int) -> str:
+        """Add to the sum.
+
+        Args:
+            number: what to add
+        """
+        self._count, self._sum, self._chain = self._count + 1, self._sum + number, chain(self._chain, number)
+        self._note()
+        return f"{self._run} {self._count} {self._chain}"
+
+    def _note(self) -> None:
+        pass
+
+    async def get_reward(self) -> float:
+        return (self._sum % 97) / 97
+
+
+class Fresh(Replayed):
+    """Add up."""
+
+    replayable = False
+
+    def _name(self, seed: int) -> str:
+        return uuid.uuid4().hex[:6]
+
+    def _note(self) -> None:
+        file = os.open(self._ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, f"{self._run} {self._count}\n".encode())
+        os.close(file)
+
+
+class Kept(Fresh):
+    """Add up."""
+
+    async def snapshot(self) -> bytes:
+        return json.dumps([self._run, self._count, self._sum, self._chain]).encode()
+
+    async def restore(self, state: bytes) -> None:
+        self._run, self._count, self._sum, self._chain = json.loads(state)
+
+
+WORLDS = (Replayed, Fresh, Kept)
