@@ -183,7 +183,7 @@ _decode_scored = msgspec.json.Decoder(_Scored).decode
 def open_http(*, max_connections: int = 512) -> httpx.AsyncClient:
     """A connection pool fit for engines: one connection per concurrent request, kept alive, no proxies.
 
-    A request beyond ``max_connections`` waits; leave room for control calls beside the generate calls.
+    A request to an engine beyond its ``max_connections`` waits; leave room for control calls beside the generate calls.
     """
     return EngineHttp(EngineTransport(max_connections), _GENERATE_TIMEOUT)
 

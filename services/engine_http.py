@@ -24,10 +24,13 @@ _Origin = tuple[str, str, int]
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
-    """Opens a connection whenever none is idle; at most ``max_connections`` requests are on their way at a time."""
+    """Opens a connection whenever none is idle; at most ``max_connections`` requests are on their way to one engine.
+
+    To each so many: one that never answers must not stop what others are asked.
+    """
 
     def __init__(self, max_connections: int) -> None:
-        self._slots = asyncio.Semaphore(max_connections)
+        self._slots: defaultdict[_Origin, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(max_connections))
         self._idle: defaultdict[_Origin, list[Line]] = defaultdict(list)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -43,7 +46,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self, origin: _Origin, request: bytes, timeout: httpx.Timeout, *, has_content: bool = True
     ) -> Answer:
         """Raises what httpx raises."""
-        async with self._slots:
+        async with self._slots[origin]:
             line = await self._connect(origin, timeout.connect)
             try:
                 async with _at_most(timeout.read):

@@ -47,7 +47,7 @@ RELOAD_S = 10.0
 class WorkerConfig:
     name: str
     max_episodes: int = 64
-    """Held at once, over all jobs."""
+    """Held at once, over all jobs. More for a while when a job begins: nothing is taken from those that run."""
     lease_s: float = 30.0
     drain_s: float = 8.0
     """After the signal to leave: how long episodes may take to reach their next boundary."""

@@ -73,6 +73,29 @@ async def test_requests_arrive_whole_and_share_a_connection() -> None:
     assert seen[0] == (b"POST /p?q=1 HTTP/1.1", b"")
 
 
+async def test_an_engine_that_never_answers_takes_no_connection_from_another() -> None:
+    asked: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.put_nowait(await reader.read(1))
+        await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(silent, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with serving(lambda head, body: ok(body)) as (server, http):
+        hanging = [asyncio.create_task(http.post(address, content=b"x")) for _ in range(3)]
+        for _ in range(3):
+            await asked.get()
+        async with asyncio.timeout(60):
+            assert (await http.post(server.url, content=b"y")).content == b"y"
+        for task in hanging:
+            task.cancel()
+        await asyncio.wait(hanging)
+    listener.close()
+    await listener.wait_closed()
+
+
 async def test_concurrent_requests_have_connections_of_their_own_up_to_the_limit() -> None:
     async with serving(lambda head, body: ok(body)) as (server, http):
         answers = await asyncio.gather(*(http.post(server.url, content=b"%d" % number) for number in range(20)))
