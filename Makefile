@@ -10,6 +10,9 @@ TORCH_WHEELS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
+# Two files at a time: most tests wait for processes of their own.
+TEST_FLAGS ?= -n 2 --dist loadfile
+
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
@@ -36,7 +39,7 @@ check: $(STAMP)  ## lint, types, import order
 	$(BIN)/lint-imports --no-cache
 
 test: check  ## checks and the normal test suite
-	$(BIN)/pytest -m "not slow and not third_party and not browser"
+	$(BIN)/pytest -m "not slow and not third_party and not browser" $(TEST_FLAGS)
 
 test-slow: $(STAMP)  ## the learning curves, negative controls and provenance (minutes)
 	$(BIN)/pytest -m "slow and not third_party" --timeout 1800

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ _SAMPLE_BYTES = 2**20
 # Settings that change the head's output in ways that the chunked log-probs do not follow, and their neutral values.
 _HEAD_SETTINGS = {"final_logit_softcapping": (None,), "logit_scale": (None, 1), "logits_scaling": (None, 1)}
 
+# transformers exchanges its own methods while it loads. Two loads whose ends cross leave them exchanged for good: after
+# that no model of the process shares its embedding with its head.
+_LOADING = threading.Lock()
+
 
 class UnsupportedModel(ValueError):
     """The model cannot be trained by this learner."""
@@ -42,7 +47,7 @@ def load_model(model_dir: Path, layout: Layout) -> Any:
     if not (model_dir / "config.json").is_file():
         raise UnsupportedModel(f"{model_dir} holds no config.json: it is no Hugging Face model directory")
     try:
-        with _without_progress_bars():
+        with _LOADING, _without_progress_bars():
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 model_dir,
                 dtype=torch.float32,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from gspo_core.batch import TrainSequence
 from gspo_core.learner import Learner
 from gspo_core.learner.low_rank import UnsupportedTarget
-from gspo_core.learner.model_directory import UnsupportedModel
+from gspo_core.learner.model_directory import UnsupportedModel, load_model
 from gspo_core.learner.routing import UnsupportedRouter
 from gspo_core.learner.state import InvalidState
 from gspo_core.learner_config import LoraConfig, OptimizerConfig
@@ -317,3 +318,29 @@ def test_ids_outside_the_vocabulary_are_an_error(directories: dict[str, Path]) -
     ids[-1] = VOCABULARY
     with pytest.raises((IndexError, RuntimeError)):
         make_learner(directories["qwen3"]).logprobs([dataclasses.replace(sequence, token_ids=ids)])
+
+
+def test_two_threads_never_load_at_once(directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers exchanges its own methods meanwhile: loads whose ends cross would leave models untied for good."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    loading: list[str] = []
+    crossed: list[list[str]] = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        loading.append(threading.current_thread().name)
+        crossed.extend([loading.copy()] if len(loading) > 1 else [])
+        if not threads[1].is_alive():
+            threads[1].start()
+            threads[1].join(0.5)  # long enough to come in, were it let in
+        model = load(*args, **options)
+        loading.pop()
+        return model
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watched)
+    path = directories["qwen3 with tied embeddings"]
+    threads = [threading.Thread(target=load_model, args=(path, "padded"), name=name) for name in ("first", "second")]
+    threads[0].start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not crossed
