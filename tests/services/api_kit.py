@@ -26,6 +26,33 @@ from services.environment_registry import Registry
 from services.store import Store
 
 SPEC: dict[str, Any] = {"model": "m", "environments": [{"ref": "environments.calculator:Calculator"}]}
+GUESS = '''
+class Guess:
+    """Guess the number."""
+    tasks = [{"number": 3}, {"number": 5}]
+    replayable = True
+    reward_range = (0.0, 1.0)
+
+    def reset(self, number: int) -> str:
+        self.number, self.right = number, False
+        return "Which number?"
+
+    def guess(self, value: int) -> str:
+        """Guess.
+
+        Args:
+            value: the number
+        """
+        self.right = value == self.number
+        return "right" if self.right else "wrong"
+
+    def get_reward(self) -> float:
+        return float(self.right)
+
+    @staticmethod
+    def oracle(number):
+        return [("guess", {"value": number})]
+'''
 JSON = {"Content-Type": "application/json"}
 DEADLINE_S = 60.0
 NOWHERE = Path("/nonexistent/jobs")

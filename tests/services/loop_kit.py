@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,12 +25,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from redis.asyncio import Redis
-from transformers import AutoModelForCausalLM
 
 from gspo_core.advantage import group_advantages
 from gspo_core.batch import TrainSequence
 from gspo_core.codec import encode
 from gspo_core.learner import Learner
+from gspo_core.learner.model_directory import load_model
 from gspo_core.spec import JobSpec
 from gspo_core.types import Outcome, Segment, StopReason
 from services.batch_log import BatchLog
@@ -83,7 +83,7 @@ def loop_spec(model_dir: Path, **changes: Any) -> JobSpec:
 @lru_cache(maxsize=4)
 def _model(weights: str) -> Any:
     with torch.random.fork_rng():
-        return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+        return load_model(Path(weights), "padded")
 
 
 @lru_cache(maxsize=100_000)
@@ -349,6 +349,22 @@ async def a_loop(redis: Redis, root: Path, spec: JobSpec, patch: pytest.MonkeyPa
 
 
 # What is compared
+
+
+Hook = Callable[[JobRun, int], Awaitable[None]]
+
+
+def after_each_step(patch: pytest.MonkeyPatch) -> list[Hook]:
+    """What is put in here is done after each step, before the next one begins."""
+    original, hooks = JobRun._after_step, list[Hook]()
+
+    async def hooked(self: JobRun, *args: Any) -> None:
+        await original(self, *args)
+        for one in hooks:
+            await one(self, self._lineage.step)
+
+    patch.setattr(JobRun, "_after_step", hooked)
+    return hooks
 
 
 def fingerprint(learner: Learner) -> str:

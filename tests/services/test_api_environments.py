@@ -31,38 +31,11 @@ from services.hosted import HostedEnvironment
 from services.redis_server import RedisServer
 from services.rollout.errands import ErrandRunner
 from services.store import Store
-from tests.services.api_kit import SPEC, ApiProcess, application, error_of, http_to
+from tests.services.api_kit import GUESS, SPEC, ApiProcess, application, error_of, http_to
 
 REF = "environments.calculator:Calculator"
 SUMS: dict[str, Any] = {"name": "sums", "source": {"type": "reference", "ref": REF}}
 LOOPBACK = parse_networks(["127.0.0.0/8"])
-SOURCE = '''
-class Guess:
-    """Guess the number."""
-    tasks = [{"number": 3}, {"number": 5}]
-    replayable = True
-    reward_range = (0.0, 1.0)
-
-    def reset(self, number: int) -> str:
-        self.number, self.right = number, False
-        return "Which number?"
-
-    def guess(self, value: int) -> str:
-        """Guess.
-
-        Args:
-            value: the number
-        """
-        self.right = value == self.number
-        return "right" if self.right else "wrong"
-
-    def get_reward(self) -> float:
-        return float(self.right)
-
-    @staticmethod
-    def oracle(number):
-        return [("guess", {"value": number})]
-'''
 
 
 @pytest.fixture
@@ -256,7 +229,7 @@ def zipped(files: dict[str, str]) -> bytes:
 
 @pytest.mark.usefixtures("worker")
 async def test_an_uploaded_file_runs_in_hosts_and_is_never_imported_here(http: httpx.AsyncClient, registry: Registry):
-    answer = await post_file(http, "guess", "guess.py:Guess", SOURCE.encode(), "text/x-python")
+    answer = await post_file(http, "guess", "guess.py:Guess", GUESS.encode(), "text/x-python")
     assert answer.status_code == 201, answer.text
     assert (await settled(http, "guess"))["status"] == "ready"
     played = (await http.post("/v1/environments/guess@1/try", json={"task": 1})).json()
@@ -276,7 +249,7 @@ async def test_a_package_finds_its_own_modules(http: httpx.AsyncClient):
         "world/__init__.py": "",
         "world/numbers.py": "TASKS = [{'number': 3}, {'number': 5}]",
         "world/guess.py": "from world.numbers import TASKS\n"
-        + SOURCE.replace('[{"number": 3}, {"number": 5}]', "TASKS"),
+        + GUESS.replace('[{"number": 3}, {"number": 5}]', "TASKS"),
     }
     package = zipped(files)
     answer = await post_file(http, "world", "world.guess:Guess", package, "application/zip")
@@ -289,7 +262,7 @@ async def test_a_package_finds_its_own_modules(http: httpx.AsyncClient):
 
 async def test_uploads_are_off_unless_they_were_enabled(store: Store, jobs_dir: Path):
     async with application(store, jobs_dir=jobs_dir) as app, http_to(app) as http:
-        answer = await post_file(http, "guess", "guess.py:Guess", SOURCE.encode(), "text/x-python")
+        answer = await post_file(http, "guess", "guess.py:Guess", GUESS.encode(), "text/x-python")
     assert (answer.status_code, error_of(answer)["code"]) == (403, "uploads_disabled")
     assert not (jobs_dir.parent / "environments").exists()
 
@@ -351,7 +324,7 @@ def test_the_client_registers_uploads_and_tries_with_a_worker_in_a_process_of_it
         )
         try:
             assert client.register_environment("sums", SUMS["source"])["id"] == "sums@1"
-            uploaded = client.upload_environment("guess", "guess.py:Guess", SOURCE.encode(), kind="text/x-python")
+            uploaded = client.upload_environment("guess", "guess.py:Guess", GUESS.encode(), kind="text/x-python")
             assert uploaded["id"] == "guess@1"
             assert client.validate_environment("sums")["ok"]
             assert client.try_environment("guess", task=1)["reward"] == 1.0

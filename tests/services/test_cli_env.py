@@ -15,35 +15,8 @@ from gspo_core.cli import main
 from services.children import die_with_parent
 from services.redis_server import RedisServer
 from services.store import Store
-from tests.services.api_kit import ApiProcess
+from tests.services.api_kit import GUESS, ApiProcess
 
-SOURCE = '''
-class Guess:
-    """Guess the number."""
-    tasks = [{"number": 3}, {"number": 5}]
-    replayable = True
-    reward_range = (0.0, 1.0)
-
-    def reset(self, number: int) -> str:
-        self.number, self.right = number, False
-        return "Which number?"
-
-    def guess(self, value: int) -> str:
-        """Guess.
-
-        Args:
-            value: the number
-        """
-        self.right = value == self.number
-        return "right" if self.right else "wrong"
-
-    def get_reward(self) -> float:
-        return float(self.right)
-
-    @staticmethod
-    def oracle(number):
-        return [("guess", {"value": number})]
-'''
 Gspo = Callable[..., tuple[int, str, str]]
 
 
@@ -81,8 +54,8 @@ def test_environments_are_registered_looked_at_tried_and_removed(gspo: Gspo, tmp
     world = tmp_path / "shop"
     (world / "world").mkdir(parents=True)
     (world / "world" / "__init__.py").write_text("")
-    (world / "world" / "guess.py").write_text(SOURCE)
-    (tmp_path / "guess.py").write_text(SOURCE)
+    (world / "world" / "guess.py").write_text(GUESS)
+    (tmp_path / "guess.py").write_text(GUESS)
     for arguments in (("guess", f"{tmp_path}/guess.py:Guess"), ("shop", "world.guess:Guess", "--folder", str(world))):
         first, again = (json.loads(gspo("add", *arguments, "--json")[1]) for _ in range(2))
         assert first["id"] == again["id"] == f"{arguments[0]}@1"

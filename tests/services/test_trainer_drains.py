@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,17 @@ from services.trainer.checkpoints import CheckpointStore
 from services.trainer.run import JobRun
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
-from tests.services.loop_kit import LEASE_S, Loop, a_loop, fingerprint, loop_spec, plain_loop, saved
+from tests.services.loop_kit import (
+    LEASE_S,
+    Hook,
+    Loop,
+    a_loop,
+    after_each_step,
+    fingerprint,
+    loop_spec,
+    plain_loop,
+    saved,
+)
 
 DEADLINE_S = 120.0
 STEPS = 4
@@ -38,16 +48,8 @@ async def loop(
 
 
 @pytest.fixture
-def after_step(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[JobRun, int], Awaitable[None]]]:
-    original, hooks = JobRun._after_step, list[Callable[[JobRun, int], Awaitable[None]]]()
-
-    async def hooked(self: JobRun, *args: Any) -> None:
-        await original(self, *args)
-        for one in hooks:
-            await one(self, self._lineage.step)
-
-    monkeypatch.setattr(JobRun, "_after_step", hooked)
-    return hooks
+def hook(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
+    return after_each_step(monkeypatch)
 
 
 async def serve(loop: Loop, name: str) -> None:
@@ -70,7 +72,7 @@ def checkpoints(loop: Loop) -> list[int]:
 
 
 async def test_the_step_is_ended_and_saved_and_another_trainer_goes_on(
-    loop: Loop, after_step: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, hook: list[Hook], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed: list[Any] = []
     recover = recovery.recover
@@ -88,7 +90,7 @@ async def test_the_step_is_ended_and_saved_and_another_trainer_goes_on(
             while not run.is_leaving:
                 await asyncio.sleep(0.01)
 
-    after_step.append(drain)
+    hook.append(drain)
     await serve(loop, "first")
     job = await loop.store.get_job(loop.job)
     assert (job.step, checkpoints(loop)) == (2, [2])
@@ -102,7 +104,7 @@ async def test_the_step_is_ended_and_saved_and_another_trainer_goes_on(
     assert fingerprint(saved(loop)) == fingerprint(plain_loop(loop.spec, tmp_path))
 
 
-async def test_a_paused_job_is_handed_over_paused(loop: Loop, after_step: list[Any]) -> None:
+async def test_a_paused_job_is_handed_over_paused(loop: Loop, hook: list[Hook]) -> None:
     async def pause(_: JobRun, step: int) -> None:
         if step == 1:
             await loop.store.set_desired_state(loop.job, "paused")
@@ -112,7 +114,7 @@ async def test_a_paused_job_is_handed_over_paused(loop: Loop, after_step: list[A
             await asyncio.sleep(0.02)
         await Drains(loop.redis).ask("first")
 
-    after_step.append(pause)
+    hook.append(pause)
     asking = asyncio.create_task(ask_once_paused())
     await serve(loop, "first")
     await asking

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from services.trainer.checkpoints import CheckpointStore
 from services.trainer.run import JobRun
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
-from tests.services.loop_kit import LEASE_S, Loop, a_loop, loop_spec
+from tests.services.loop_kit import LEASE_S, Hook, Loop, a_loop, after_each_step, loop_spec
 
 DEADLINE_S = 120.0
 STEPS = 4
@@ -29,8 +29,6 @@ EVERY_MANNER = pytest.mark.parametrize(
     ],
 )
 
-Hook = Callable[[JobRun, int], Awaitable[None]]
-
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,16 +37,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
-    """What is put in here is done after each step, before the next one begins."""
-    original, hooks = JobRun._after_step, list[Hook]()
-
-    async def hooked(self: JobRun, *args: Any) -> None:
-        await original(self, *args)
-        for one in hooks:
-            await one(self, self._lineage.step)
-
-    monkeypatch.setattr(JobRun, "_after_step", hooked)
-    return hooks
+    return after_each_step(monkeypatch)
 
 
 @pytest.fixture
