@@ -41,18 +41,27 @@ LOG_S = 30.0
 SPARE_SHARE = 8
 # How long a job that cannot be loaded is left alone: somebody has to change something first.
 RELOAD_S = 10.0
+# A job that others join holds more than its share until its episodes end: all together up to so many times the places,
+# where thirty jobs come one after the other. None of them may wait for a connection that another one's request has.
+OVERLAP = 4
+NUM_CONTROL_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     name: str
     max_episodes: int = 64
-    """Held at once, over all jobs."""
+    """Places, which the jobs share. Together they hold more for a while when another one comes."""
     lease_s: float = 30.0
     drain_s: float = 8.0
     """After the signal to leave: how long episodes may take to reach their next boundary."""
     engine_urls: Collection[str] = ()
     engine_silence_s: float = SILENCE_S
+
+    @property
+    def max_connections(self) -> int:
+        """To engines."""
+        return OVERLAP * self.max_episodes + NUM_CONTROL_CONNECTIONS
 
 
 class Worker:
@@ -168,7 +177,6 @@ class Worker:
                     log.exception("serving failed")
                     await self._report_unservable(job, f"{type(error).__name__}: {error}", leaving)
         finally:
-            self._jobs.pop(job, None)
             self._leaving.pop(job, None)
             log.info("no longer serving")
 
@@ -182,6 +190,7 @@ class Worker:
             get_logger().info("serving", job=job, environments=names, capacity=loaded.capacity)
             await self._jobs[job].run()
         finally:
+            self._jobs.pop(job, None)  # what is not served wants no places
             await loaded.close()
 
     async def _report_unservable(self, job: str, error: str, leaving: asyncio.Event) -> None:

@@ -8,12 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.shares import Want, divide
+from services.rollout.worker import WorkerConfig
 
 WANTS = st.dictionaries(
     st.text("abcdef", min_size=1, max_size=2),
     st.builds(Want, st.sampled_from([0.01, 0.5, 1.0, 2.0, 100.0]), st.integers(0, 50)),
     max_size=6,
 )
+
+
+def test_jobs_that_come_one_after_the_other_find_connections_for_all_that_they_hold() -> None:
+    """Nobody gives up what it holds when another one comes, and no request waits for one of another job to end."""
+    config = WorkerConfig("worker-0")
+    held, wants = 0, {}
+    for number in range(30):
+        wants[str(number)] = Want(1.0, 1000)
+        held += divide(config.max_episodes, wants)[str(number)]
+    assert held > config.max_episodes
+    assert held < config.max_connections
 
 
 def test_equal_jobs_share_equally_and_priority_weighs() -> None:
