@@ -18,7 +18,7 @@ import pytest
 
 from gspo_core.types import CacheMode, WeightFile, WeightsManifest
 from services.engine.scripted import Fault, ScriptedEngine, ScriptedTransport
-from services.engine_client import EngineClient, EngineRejected
+from services.engine_client import EngineClient, EngineError, EngineRejected, EngineUnavailable
 from services.rollout import engines as engines_module
 from services.rollout.counters import Counters
 from services.rollout.engines import EngineTable, JobEngines
@@ -226,6 +226,14 @@ async def test_what_one_engine_refuses_another_may_take(place: Place) -> None:
     await worker.until_usable(1)
     with pytest.raises(EngineRejected):
         await worker.ask(20)
+
+
+@pytest.mark.parametrize(("status", "error"), [(400, EngineRejected), (404, EngineRejected), (429, EngineUnavailable)])
+async def test_too_many_requests_is_no_word_about_the_request(status: int, error: type[EngineError]) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, json={"error": "no"}))
+    async with httpx.AsyncClient(transport=transport) as http:
+        with pytest.raises(error):
+            await EngineClient("http://e", http).generate([1], max_new_tokens=1, temperature=1.0, stop_token_ids=[])
 
 
 async def test_an_engine_that_is_in_no_table_any_more_has_no_owner_who_distrusts_it(place: Place) -> None:
