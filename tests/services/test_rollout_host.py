@@ -128,6 +128,7 @@ async def test_a_host_that_is_killed_costs_no_attempt(
         if not killed:
             killed.append(environment.pool.server_pid)
             os.kill(killed[0], signal.SIGKILL)
+            await until(lambda: environment.pool.num_processes == 0)  # on a busy machine it lives on for a few turns
         return sampled(speech.call("where"))
 
     script = [kill_first, speech.call("where"), speech.say("done")]
