@@ -131,6 +131,8 @@ class HostedSession:
         self._num_losses = 0
         self._is_suspect = False
         """Its process was killed from outside while it acted: once may be chance."""
+        self._is_watched = False
+        """It is a suspect as soon as it acts: what brings it back is no action of its policy."""
         self._metrics: dict[str, float] = {}
         self.held_s = 0.0
         """Seconds in which it was brought back after its process had died: no time of the episode."""
@@ -147,7 +149,7 @@ class HostedSession:
 
     def watch(self) -> None:
         """A session of the same episode before this one was a suspect: this one sits alone, and once was chance."""
-        self._is_alone = self._is_suspect = True
+        self._is_alone = self._is_watched = True
 
     async def admit(self) -> None:
         """Waits until there is room. ``start`` does it too; whoever measures time calls it before."""
@@ -179,6 +181,7 @@ class HostedSession:
         if self._is_broken or self._first is None:
             raise RuntimeError("this session cannot act: it has not started, or its policy broke it")
         given = host_wire.turn_to_json(turn)
+        self._is_suspect, self._is_watched = self._is_suspect or self._is_watched, False
         while True:
             may_have_acted = False
             try:
