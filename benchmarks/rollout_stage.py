@@ -159,20 +159,21 @@ class Stage:
             await self.bus.dispatch(claim.job_id, claim.token, group, size=size, split=Split.TRAIN, task_index=task)
 
     @contextlib.asynccontextmanager
-    async def working(self, **config: Any) -> AsyncIterator[Worker]:
+    async def working(self, **changes: Any) -> AsyncIterator[Worker]:
         """A worker in this process."""
         given: dict[str, Any] = {
             "lease_s": 30.0,
             "engine_urls": list(self.engine_urls.values()),
             "drain_s": 0.1,
-        } | config
+        } | changes
+        config = WorkerConfig("worker-0", **given)
         async with (
-            open_http(max_connections=given.get("max_episodes", 64) + 8) as http,
+            open_http(max_connections=config.max_connections) as http,
             connect(self.redis_url) as redis,
         ):
             bus, store = Bus(redis, lease_s=given["lease_s"]), Store(redis, lease_s=given["lease_s"])
             worker = Worker(
-                WorkerConfig("worker-0", **given),
+                config,
                 bus,
                 store,
                 lambda url: CountingClient(url, http),

@@ -35,6 +35,8 @@ _CONTROL_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT = httpx.Timeout(_CONTROL_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
 _ABORT_TIMEOUT_S = 2.0
 _REPAIR_TIMEOUT_S = 10.0
+# Refusals by whatever stands before an engine that say nothing of the request: timed out, too early, too many.
+_NOT_NOW = frozenset({408, 425, 429})
 # A paused engine lets a request wait for as long as the pause lasts, so a generate call has no deadline of its own.
 _GENERATE_TIMEOUT = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
 # SGLang's text when new weights are in place although the call failed, and when no weight was touched.
@@ -47,7 +49,7 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError):
-    """No usable answer: not reachable, connection lost, or 5xx. Another try needs a new request, maybe elsewhere."""
+    """No usable answer: not reachable, connection lost, busy, or 5xx. Another try is a new request, maybe elsewhere."""
 
 
 class EngineRejected(EngineError):
@@ -460,7 +462,8 @@ class EngineClient:
         if 200 <= answer.status_code < 300:
             return answer
         problem = f"{method} {self.url}{path}: {answer.status_code}: {_error_text(answer.content)}"
-        raise EngineUnavailable(problem) if answer.status_code >= 500 else EngineRejected(problem)
+        is_busy = answer.status_code >= 500 or answer.status_code in _NOT_NOW
+        raise EngineUnavailable(problem) if is_busy else EngineRejected(problem)
 
     async def _send(
         self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None

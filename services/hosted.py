@@ -2,7 +2,9 @@
 
 Rule: only the session that acted is blamed. What its own action did to its process is its outcome (``tool_timeout``,
 ``env_crash``); a session that merely sat beside it goes on elsewhere, from its snapshot or by replay, and notices
-nothing. Where several are suspects, each acts again alone, so that the guilty one is found and nobody else pays.
+nothing. Where several are suspects, each goes on alone, so that the guilty one is found and nobody else pays.
+Who was acting acts again only where the environment declares that harmless (``replayable``): else nobody knows whether
+it had acted, and the session is lost.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ _CANCEL_GRACE_S = 1.0
 
 class SessionLost(EnvironmentFailed):
     """The session is gone, and neither its policy nor its environment is known to be the cause: nobody is charged."""
+
+    def __init__(self, phase: str, reason: str, *, is_suspect: bool = False) -> None:
+        super().__init__(phase, reason)
+        self.is_suspect = is_suspect
+        """It may have been this one: what comes after it is to be watched (``HostedSession.watch``)."""
 
 
 class HostedTask(dict[str, Any]):
@@ -124,7 +131,11 @@ class HostedSession:
         self._num_losses = 0
         self._is_suspect = False
         """Its process was killed from outside while it acted: once may be chance."""
+        self._is_watched = False
+        """It is a suspect as soon as it acts: what brings it back is no action of its policy."""
         self._metrics: dict[str, float] = {}
+        self.held_s = 0.0
+        """Seconds in which it was brought back after its process had died: no time of the episode."""
         self.close_failure: str | None = None
 
     @property
@@ -135,6 +146,10 @@ class HostedSession:
     def is_stuck(self) -> bool:
         """Never: whatever hangs is ended with its process."""
         return False
+
+    def watch(self) -> None:
+        """A session of the same episode before this one was a suspect: this one sits alone, and once was chance."""
+        self._is_alone = self._is_watched = True
 
     async def admit(self) -> None:
         """Waits until there is room. ``start`` does it too; whoever measures time calls it before."""
@@ -166,15 +181,21 @@ class HostedSession:
         if self._is_broken or self._first is None:
             raise RuntimeError("this session cannot act: it has not started, or its policy broke it")
         given = host_wire.turn_to_json(turn)
+        self._is_suspect, self._is_watched = self._is_suspect or self._is_watched, False
         while True:
+            may_have_acted = False
             try:
                 await self._be_seated()
+                may_have_acted = True
                 observation = await self._act(given)
             except Died as died:
                 self._leave()
                 if self._is_guilty(died.death):
                     return self._broken(died.death, turn)
                 self._lose(died.death)
+                if may_have_acted and not self._environment.replayable:
+                    me = self._died_as in died.death.suspects
+                    raise SessionLost("host", f"it may have acted or not: {died.death}", is_suspect=me) from died
             else:
                 self._is_suspect = False
                 if self._environment.replayable:
@@ -314,7 +335,12 @@ class HostedSession:
         self._leave()
         if not self._may_go_on:
             raise SessionLost("host", str(lost or "the session lost its process"))
-        await self._bring_back()
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            await self._bring_back()
+        finally:
+            self.held_s += clock() - began
 
     async def _bring_back(self) -> None:
         await self.admit()

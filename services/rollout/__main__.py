@@ -44,8 +44,7 @@ FUNCTIONS_WAIT_S = (0.5, 8.0)
 async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) -> None:
     if settings.redis_url is None:
         raise SystemExit("GSPO_REDIS_URL is not set: a rollout worker needs the Redis of its installation")
-    # One connection per episode, and a few for watching.
-    async with connect(settings.redis_url) as redis, open_http(max_connections=config.max_episodes + 8) as http:
+    async with connect(settings.redis_url) as redis, open_http(max_connections=config.max_connections) as http:
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
         await functions_there(bus)
         interpreters = Interpreters(settings.data_dir / "venvs", settings.env_install)

@@ -16,6 +16,7 @@ from typing import TypeVar
 from gspo_core.env import EnvironmentFailed, Session
 from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
 from services.bus import Snapshot
+from services.hosted import HostedSession
 from services.rollout.history import History
 from services.rollout.ledger import Ledger, LedgerConflict
 from services.rollout.policy import Drained, Interrupted
@@ -73,13 +74,15 @@ class Attempt:
 
     async def _begin(self) -> StopReason | None:
         lease = self._order.lease
-        task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index))
-        return self._history.begin(await self._in_environment(self._session.start(task, self._order.seed)))
+        again = bool(self._record)
+        task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index), again=again)
+        start = await self._in_environment(self._session.start(task, self._order.seed), again=again)
+        return self._history.begin(start)
 
     async def _go_on(self, world: World) -> None:
         lease = self._order.lease
-        task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index))
-        await self._in_environment(self._session.restore(task, self._order.seed, world.state))
+        task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index), again=True)
+        await self._in_environment(self._session.restore(task, self._order.seed, world.state), again=True)
         self._history.go_on(world, self._record)
         self._record.clear()
         self._num_acted = self._kept_turn = world.turn
@@ -170,7 +173,7 @@ class Attempt:
         if stop is not None:
             return stop
         self._num_acted += 1
-        observation = await self._in_environment(self._session.act(parsed))
+        observation = await self._in_environment(self._session.act(parsed), again=bool(self._record))
         self._tally.turn_rewards += observation.reward or 0.0
         if observation.done:
             return observation.stop_reason
@@ -236,12 +239,21 @@ class Attempt:
             "queue_s": self._timings.queue_s,
         }
 
-    async def _in_environment(self, phase: Awaitable[T]) -> T:
+    async def _in_environment(self, phase: Awaitable[T], *, again: bool = False) -> T:
+        """``again``: it brings the world back to where it was. That takes time, and none of the episode's."""
+        held_before = self._held_s
         started = self._setting.clock()
         try:
             with self._setting.spans.span("environment", **{"gspo.phase": getattr(phase, "__name__", "")}):
                 return await phase
         finally:
-            env_s = self._setting.clock() - started
-            self._timings.env_s += env_s
-            self._setting.counters.add_s("time/env_s", env_s)
+            took_s = self._setting.clock() - started
+            queue_s = took_s if again else min(took_s, self._held_s - held_before)
+            self._timings.queue_s += queue_s
+            self._timings.env_s += took_s - queue_s
+            self._setting.counters.add_s("time/queue_s", queue_s)
+            self._setting.counters.add_s("time/env_s", took_s - queue_s)
+
+    @property
+    def _held_s(self) -> float:
+        return self._session.held_s if isinstance(self._session, HostedSession) else 0.0

@@ -9,6 +9,7 @@ elsewhere; here they are only watched and asked.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -174,10 +175,11 @@ class EngineTable:
             self._engines.pop(url).abandon()
         for url in sorted(urls - self._engines.keys()):
             self._engines[url] = Engine(url, self._connect(url), last_answer=self._clock(), limit=self._make_limit())
-        for record in records:
-            if engine := self._engines.get(str(record.get("url"))):
-                engine.draining = bool(record.get("draining"))
-                self._hear(engine, str(record.get("state") or ""), record.get("job"))
+        by_url = {str(record.get("url")): record for record in records}
+        for url, engine in self._engines.items():
+            record = by_url.get(url, {})
+            engine.draining = bool(record.get("draining"))
+            self._hear(engine, str(record.get("state") or ""), record.get("job"))
 
     def _hear(self, engine: Engine, state: str, holder: str | None) -> None:
         was_usable, job = engine.serves(engine.job), engine.job
@@ -250,7 +252,7 @@ class JobEngines:
         """Version -> step, for the versions that the store knows."""
         self._published: WeightsManifest | None = None
         self._avoided: set[Engine] = set()
-        self._queue: list[_Turn] = []
+        self._queue: deque[_Turn] = deque()
         """In the order in which they came."""
 
     async def watch(self) -> None:
@@ -301,6 +303,7 @@ class JobEngines:
         prefer_engine: str = "",
     ) -> Sampled:
         started, num_failures = self._clock(), 0
+        refused_by: set[str] = set()
         while True:
             engine = await self._choose(prefer_engine)
             asked = self._clock()
@@ -321,7 +324,10 @@ class JobEngines:
                     return self._checked(generation, engine, key, held_s=asked - started)
                 self._counters.add("engine/no_answers")
             except EngineRejected:
-                raise  # it would be refused again: the episode's business
+                self._counters.add("engine/EngineRejected")
+                refused_by.add(engine.url)
+                if all(one.url in refused_by for one in self.usable()):
+                    raise  # it would be refused again: the episode's business
             except (EngineError, InvalidAnswer) as error:
                 self._counters.add(f"engine/{type(error).__name__}")
                 get_logger().warning("engine failed", job=self._job, url=engine.url, error=str(error))
@@ -361,20 +367,23 @@ class JobEngines:
         engines = self.usable()
         for engine in engines:
             engine.num_wanted = 0
-        waiting, self._queue = [turn for turn in self._queue if not turn.engine.done()], []  # some were cancelled
-        for position, turn in enumerate(waiting):
-            if not any(engine.has_room for engine in engines):
-                self._queue += waiting[position:]
-                break
+        passed = []
+        # Where all are busy most of those who wait are not looked at: this is done at every answer.
+        while self._queue and any(engine.has_room for engine in engines):
+            turn = self._queue.popleft()
+            if turn.engine.done():
+                continue  # cancelled
             if chosen := self._engine_for(turn.prefer_engine, engines):
                 chosen.num_promised += 1
                 turn.engine.set_result(chosen)
             else:
-                self._queue.append(turn)
+                passed.append(turn)
+        self._queue.extendleft(reversed(passed))
         if self._queue and not engines and self._leaving.is_set():
             for turn in self._queue:
-                turn.engine.set_result(None)
-            self._queue = []
+                if not turn.engine.done():
+                    turn.engine.set_result(None)
+            self._queue.clear()
         for full in [engine for engine in engines if self._queue and not engine.has_room]:
             full.limit.reached()
 

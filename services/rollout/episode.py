@@ -1,7 +1,8 @@
 """The life of one episode under this worker: attempts until one has an outcome, and that outcome made durable.
 
 Rule: failure is data. What an environment does wrong costs this episode an attempt and, when they are used up, gives it
-an outcome without reward; it never leaves this module. What does: the worker leaves (``Drained``), others have waited
+an outcome without reward; it never leaves this module. What nobody is charged for costs no token that can be gone on
+from. What leaves: the worker leaves (``Drained``), others have waited
 long enough (``Interrupted``), the lease is lost (``Fenced``), Redis was rolled back (``Gap``), cancellation. How an
 attempt is played is the business of `attempt`.
 """
@@ -16,6 +17,7 @@ from gspo_core.codec import SegmentRejected, decode
 from gspo_core.env import EnvironmentFailed
 from gspo_core.types import Outcome, Segment, Spent, StopReason
 from services.bus import Snapshot
+from services.engine_client import EngineRejected
 from services.hosted import HostedSession, SessionLost
 from services.refusals import Conflict, Refused
 from services.rollout.attempt import Attempt
@@ -29,6 +31,8 @@ from services.telemetry import get_logger
 
 # How often an episode may lose its environment through nobody's fault before that counts as a failure too.
 MAX_UNCHARGED = 8
+# How often it goes on from what it has in an environment that fails for everybody: it may be what it has.
+MAX_IN_VAIN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,10 @@ class Episode:
         self._attempt = order.lease.attempt
         self._num_failures = 0
         self._num_uncharged = 0
+        self._num_in_vain = 0
+        self._timings = Timings()
+        self._is_suspect = False
+        """It may be what took its last session down."""
         self._log = get_logger().bind(episode=str(order.key))
 
     async def run(self) -> StopReason:
@@ -62,10 +70,12 @@ class Episode:
                         outcome, spent = await self._play(ledger, past)
                 await self._setting.outbox.append([ledger.close(outcome, spent=spent)])
             except (EnvironmentFailed, LedgerConflict, Conflict, SegmentRejected) as failure:
-                is_charged = self._is_charged(failure, past)
-                past = await self._restart(max(ledger.num_sampled, _num_sampled(past.record)))
-                if is_charged and self._num_failures > self._order.limits.retries:
-                    return await self._give_up()
+                if not self._is_charged(failure, past) and isinstance(failure, EnvironmentFailed):
+                    past = await self._go_on_after(failure, ledger, past)
+                else:
+                    past = await self._restart(max(ledger.num_sampled, _num_sampled(past.record)))
+                    if self._num_failures > self._order.limits.retries:
+                        return await self._give_up()
                 await self._setting.patience.pause(self._num_failures)
             else:
                 self._setting.counters.episode_finished(outcome.stop_reason, ledger)
@@ -95,10 +105,12 @@ class Episode:
     async def _play(self, ledger: Ledger, past: Past) -> tuple[Outcome, Spent]:
         """How it ended, and what went by since its last tokens."""
         order, setting = self._order, self._setting
-        timings = Timings.from_note(past.note)
+        timings = self._timings = Timings.from_note(past.note)
         session = order.environment.session(limits=order.limits, episode_id=str(order.key))
         try:
             if isinstance(session, HostedSession):
+                if self._is_suspect:
+                    session.watch()
                 asked = setting.clock()
                 await session.admit()  # waiting for a place is no time of the episode
                 setting.counters.add_s("time/queue_s", waited_s := setting.clock() - asked)
@@ -109,6 +121,8 @@ class Episode:
             raise
         except asyncio.CancelledError:
             raise
+        except EngineRejected as error:
+            raise EnvironmentFailed("engine", str(error)) from error
         except Exception as error:
             # The wall between episodes: a defect that one of them meets must not end the others.
             self._log.exception("unexpected failure")
@@ -118,6 +132,14 @@ class Episode:
             if session.close_failure is not None:
                 setting.counters.add("env/close_failed")
                 self._log.warning("environment not closed", error=session.close_failure)
+
+    async def _go_on_after(self, failure: EnvironmentFailed, ledger: Ledger, past: Past) -> Past:
+        """Nobody is charged: what is durable is kept, as if another worker went on."""
+        self._is_suspect = isinstance(failure, SessionLost) and failure.is_suspect
+        self._num_in_vain += not isinstance(failure, SessionLost)
+        if self._num_in_vain > MAX_IN_VAIN or not (ledger.num_segments or past.record):
+            return await self._restart(max(ledger.num_sampled, _num_sampled(past.record)))
+        return await self._resume()
 
     async def _resume(self) -> Past:
         """What is durable of this attempt if it can be gone on from, else a new attempt."""
@@ -147,7 +169,7 @@ class Episode:
         counters.add("episodes/resumed")
         counters.add("episodes/resumed_from_a_world", world is not None)
         counters.add("tokens/resumed", _num_sampled(record))
-        return Past(record, world, self._order.lease.note)
+        return Past(record, world, self._timings.last_note or self._order.lease.note)
 
     async def _snapshot(self) -> Snapshot | None:
         records, key = self._setting.records, self._order.key
@@ -168,7 +190,8 @@ class Episode:
         self._attempt += 1
         setting, key = self._setting, self._order.key
         setting.counters.add("tokens/thrown_away", num_sampled)
-        again = [to_append(segment, self._order.lease.note) for segment in kept]
+        note = self._timings.last_note or self._order.lease.note
+        again = [to_append(segment, note) for segment in kept]
         await setting.patience.keep_trying(setting.records.restart, key, setting.token, self._attempt, again)
         return Past()
 

@@ -95,7 +95,9 @@ class JobRollout:
 
     def num_wanted(self, spare: int) -> int:
         """Places that it can use: all that it finds room for, or ``spare`` more than it has where nothing waits."""
-        return min(self.capacity, len(self._held) + spare) if self._queue_is_empty else self.capacity
+        is_ill = all(one.is_on for one in self._quarantines)  # then few try it, whatever waits
+        held = 0 if is_ill else len(self._held)
+        return min(self.capacity, held + spare) if is_ill or self._queue_is_empty else self.capacity
 
     @property
     def ill_environments(self) -> dict[str, str]:
@@ -115,19 +117,19 @@ class JobRollout:
 
     async def run(self) -> None:
         """Cancelled, it hands nothing back: then the lease is lost, or nobody waits for it any more."""
-        async with asyncio.TaskGroup() as watchers:
-            watching = watchers.create_task(self._engines.watch())
-            waking = watchers.create_task(self._wake_on_leaving())
-            try:
-                await self._play_until_drained()
-            except Exception:
-                await self._hand_back()
-                raise
-            else:
-                await self._hand_back()
-            finally:
-                watching.cancel()
-                waking.cancel()
+        try:
+            async with asyncio.TaskGroup() as watchers:
+                watching = watchers.create_task(self._engines.watch())
+                waking = watchers.create_task(self._wake_on_leaving())
+                try:
+                    await self._play_until_drained()
+                finally:
+                    watching.cancel()
+                    waking.cancel()
+        except Exception:  # also of those who watch: they end the episodes, which are still ours
+            await self._hand_back()
+            raise
+        await self._hand_back()
 
     async def _play_until_drained(self) -> None:
         with contextlib.suppress(TimeoutError):

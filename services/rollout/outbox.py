@@ -17,7 +17,6 @@ from typing import Protocol
 from gspo_core.codec import encode
 from gspo_core.types import Segment
 from services.bus import Append
-from services.refusals import Refused
 from services.rollout.patience import Patience
 
 # One call blocks the server while it runs; several short ones let others in between.
@@ -42,7 +41,7 @@ class _Parcel:
     settled: bool = False
     abandoned: bool = False
     """Nobody waits for it any more."""
-    failure: Refused | None = None
+    failure: Exception | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -62,7 +61,7 @@ class Outbox:
         self._next_call = 0.0
 
     async def append(self, segments: Sequence[Segment], note: str = "") -> None:
-        """Returns when ``segments`` of one episode are durable; raises ``Refused`` if they cannot be.
+        """Returns when ``segments`` of one episode are durable; raises ``Refused``, or what else failed, if not.
 
         ``note`` says where the episode stands, to whoever looks at it.
         """
@@ -99,7 +98,7 @@ class Outbox:
         parcels = self._next_parcels()
         failure = await self._send(parcels)
         if failure is not None and len(parcels) > 1:
-            # One refused episode refuses the whole call: send each alone to find out whose it was.
+            # One episode fails the whole call: send each alone to find out whose it was.
             for parcel in parcels:
                 self._settle([parcel], await self._send([parcel]))
         else:
@@ -116,15 +115,15 @@ class Outbox:
             parcels.append(parcel)
         return parcels
 
-    async def _send(self, parcels: Sequence[_Parcel]) -> Refused | None:
+    async def _send(self, parcels: Sequence[_Parcel]) -> Exception | None:
         appends = [append for parcel in parcels for append in parcel.appends]
         try:
             await self._patience.keep_trying(self._bus.append, self._job, self._token, appends)
-        except Refused as refusal:
-            return refusal
+        except Exception as failure:
+            return failure
         return None
 
-    def _settle(self, parcels: Sequence[_Parcel], failure: Refused | None) -> None:
+    def _settle(self, parcels: Sequence[_Parcel], failure: Exception | None) -> None:
         for parcel in parcels:
             parcel.settled, parcel.failure = True, failure
             if not parcel.called.done():

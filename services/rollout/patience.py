@@ -1,6 +1,6 @@
 """How a worker waits for what is away for a while: Redis restarting, an engine loading, a network that blinks.
 
-Rule: only what says "not reachable" is tried again; an answer, also a refusal, is never asked for twice.
+Rule: only what says "not reachable" or "not now" is tried again; an answer, also a refusal, is never asked for twice.
 The wait doubles up to a bound and carries jitter, so that a thousand episodes do not come back in one instant.
 """
 
@@ -12,15 +12,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+from redis.exceptions import ClusterDownError, OutOfMemoryError, ReadOnlyError, ResponseError, TryAgainError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.rollout.counters import Counters
+from services.telemetry import get_logger
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 UNREACHABLE = (RedisConnectionError, RedisTimeoutError, ConnectionError, TimeoutError)
+# What a server says that takes no writes for a while: its memory or its disk is full, it is a replica now, or busy.
+_NOT_NOW = (OutOfMemoryError, ReadOnlyError, TryAgainError, ClusterDownError)
+_NOT_NOW_WORDS = ("MISCONF", "NOREPLICAS", "BUSY ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class Patience:
                 return await _cancellable(call(*args, **kwargs))
             except UNREACHABLE:
                 self._counters.add("redis/retries")
+            except ResponseError as error:
+                self._bear(error, attempt)
             await self.pause(attempt)
             attempt += 1
 
@@ -59,7 +66,17 @@ class Patience:
             return await _cancellable(call(*args, **kwargs))
         except UNREACHABLE:
             self._counters.add("redis/retries")
-            return None
+        except ResponseError as error:
+            self._bear(error, 1)
+        return None
+
+    def _bear(self, error: ResponseError, attempt: int) -> None:
+        """Raises what is no "not now"."""
+        if not (isinstance(error, _NOT_NOW) or str(error).startswith(_NOT_NOW_WORDS)):
+            raise error
+        self._counters.add("redis/not_now")
+        if not attempt:
+            get_logger().warning("Redis takes no writes: waiting", error=str(error))
 
     async def pause(self, attempt: int) -> None:
         await asyncio.sleep(self._backoff.wait_s(attempt, self._rng.random()))

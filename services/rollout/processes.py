@@ -1,7 +1,8 @@
 """Several worker processes under one: an event loop fills one core, and a worker may have more of them.
 
 Rule: each process is a worker of its own, with its own lease, so that one that dies costs what it held and nothing of
-the others; another is started in its place. They leave together. No episode passes through the process that watches.
+the others; another is started in its place. One that was asked to leave, and did, is not replaced. They leave together.
+No episode passes through the process that watches.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ class NotDrained(RuntimeError):
 async def watch(
     command: Sequence[str], num_processes: int, environment: Mapping[str, str], stop: asyncio.Event
 ) -> None:
-    """Keeps them running until ``stop`` is set, then has them leave; raises ``NotDrained`` where one did not."""
+    """Keeps them running until ``stop`` is set, then has them leave; raises ``NotDrained`` where one did not.
+
+    Returns as well when all of them have left.
+    """
     statuses = await asyncio.gather(*(_keep_running(command, environment, stop) for _ in range(num_processes)))
     if any(statuses):
         raise NotDrained(f"exit statuses of the worker processes: {statuses}")
@@ -48,6 +52,9 @@ async def _keep_running(command: Sequence[str], environment: Mapping[str, str], 
                 if child.returncode is None:
                     child.kill()
                 await ended
+            if not child.returncode:
+                get_logger().info("worker process has left", pid=child.pid)
+                return 0
             get_logger().error("worker process ended: starting another", pid=child.pid, status=child.returncode)
             await asyncio.wait({stopping}, timeout=RESTART_S)
             if stop.is_set():

@@ -40,6 +40,8 @@ class Quarantine:
         self.error: str | None = None
         """The last failure, while it is in quarantine."""
         self.num_waiting = 0
+        self._door = asyncio.Lock()
+        """Only the first who waits looks; the others wait for the place, at no cost, however many they are."""
 
     @property
     def is_on(self) -> bool:
@@ -61,14 +63,15 @@ class Quarantine:
     async def _wait(self, leaving: asyncio.Event) -> None:
         self.num_waiting += 1
         try:
-            while self.is_on:
-                now = asyncio.get_running_loop().time()
-                if now >= self._next_try:
-                    self._next_try = now + self._pause_s
-                    return
-                if leaving.is_set():
-                    raise Drained("its environment fails, and the worker leaves")
-                await asyncio.sleep(min(LOOK_S, self._next_try - now))
+            async with self._door:
+                while self.is_on:
+                    now = asyncio.get_running_loop().time()
+                    if now >= self._next_try:
+                        self._next_try = now + self._pause_s
+                        return
+                    if leaving.is_set():
+                        raise Drained("its environment fails, and the worker leaves")
+                    await asyncio.sleep(min(LOOK_S, self._next_try - now))
         finally:
             self.num_waiting -= 1
 

@@ -23,8 +23,11 @@ class Timings:
     engine_s: float = 0.0
     env_s: float = 0.0
     queue_s: float = 0.0
-    """No engine could take the request, or the environment had no free place. No time of the episode."""
+    """No engine could take the request, the environment had no free place, or its world was brought back to where it
+    had been. No time of the episode."""
     store_s: float = 0.0
+    last_note: str = field(default="", repr=False, compare=False)
+    """What was written down last, or what this began with."""
     _told: Spent = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +48,8 @@ class Timings:
 
     def note(self, **progress: int) -> str:
         """``progress`` and times as one line, for whoever looks at the queue."""
-        return json.dumps(progress | {name: round(getattr(self, name), 3) for name in _NAMES})
+        self.last_note = json.dumps(progress | {name: round(getattr(self, name), 3) for name in _NAMES})
+        return self.last_note
 
     @classmethod
     def from_note(cls, note: str) -> Self:
@@ -55,7 +59,8 @@ class Timings:
         except ValueError:
             found = {}
         given = found.items() if isinstance(found, dict) else ()
-        return cls(**{name: float(value) for name, value in given if name in _NAMES and _is_time(value)})
+        times = {name: float(value) for name, value in given if name in _NAMES and _is_time(value)}
+        return cls(**times, last_note=note)
 
 
 def _is_time(value: object) -> bool:

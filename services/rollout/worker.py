@@ -41,18 +41,24 @@ LOG_S = 30.0
 SPARE_SHARE = 8
 # How long a job that cannot be loaded is left alone: somebody has to change something first.
 RELOAD_S = 10.0
+NUM_CONTROL_CONNECTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     name: str
     max_episodes: int = 64
-    """Held at once, over all jobs. More for a while when a job begins: nothing is taken from those that run."""
+    """Places, which the jobs share. Together they hold more for a while when another one comes."""
     lease_s: float = 30.0
     drain_s: float = 8.0
     """After the signal to leave: how long episodes may take to reach their next boundary."""
     engine_urls: Collection[str] = ()
     engine_silence_s: float = SILENCE_S
+
+    @property
+    def max_connections(self) -> int:
+        """To one engine. An engine serves one job, and no job holds more episodes than there are places."""
+        return self.max_episodes + NUM_CONTROL_CONNECTIONS
 
 
 class Worker:
@@ -168,7 +174,6 @@ class Worker:
                     log.exception("serving failed")
                     await self._report_unservable(job, f"{type(error).__name__}: {error}", leaving)
         finally:
-            self._jobs.pop(job, None)
             self._leaving.pop(job, None)
             log.info("no longer serving")
 
@@ -182,6 +187,7 @@ class Worker:
             get_logger().info("serving", job=job, environments=names, capacity=loaded.capacity)
             await self._jobs[job].run()
         finally:
+            self._jobs.pop(job, None)  # what is not served wants no places
             await loaded.close()
 
     async def _report_unservable(self, job: str, error: str, leaving: asyncio.Event) -> None:

@@ -121,10 +121,10 @@ class Intake:
         """Tokens that an episode has sampled so far."""
         return sum(segment.num_actions for segment in self._assembler.prefix(key))
 
-    def num_rewarded(self, group: int, size: int) -> int:
-        """Members of ``group`` that have come to an end with a reward."""
+    def rewards(self, group: int, size: int) -> list[float]:
+        """Of the members of ``group`` that have come to an end with one."""
         ended = (self.trajectory(EpisodeKey(self._job, group, member)) for member in range(size))
-        return sum(one is not None and one.reward is not None for one in ended)
+        return [one.reward for one in ended if one is not None and one.reward is not None]
 
     def _assemble(self, one: ReadyGroup) -> Group | None:
         """None while segments of it are still on their way. Members that were given up are left out."""

@@ -97,7 +97,10 @@ class Selection:
         rollout = self.spec.rollout
         if rollout.on_stragglers == "wait":
             return []
-        counts = {group: self.intake.num_rewarded(group, rollout.group_size) for group in owed if group not in ready}
+        rewards = {group: self.intake.rewards(group, rollout.group_size) for group in owed if group not in ready}
+        # Closed, a group without variance would be dropped: its stragglers are what may still make it worth something.
+        advantage = self.spec.objective.advantage
+        counts = {group: len(of) for group, of in rewards.items() if not judge_group(of, advantage).dropped}
         num_missing = self.spec.groups_per_step - len(ready)
         return groups_to_close(counts, min_group_size=rollout.min_group_size, num_missing=num_missing)
 

@@ -27,6 +27,14 @@ def daemonise() -> str:
     return subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, check=True).stdout.strip()
 
 
+def pay(folder: str, seconds: float) -> str:
+    """Written down outside of the world, so that what is done twice stays visible."""
+    with open(os.path.join(folder, "payments"), "a") as file:
+        file.write("paid\n")
+    time.sleep(seconds)
+    return "paid"
+
+
 class Light:
     """Async: many sessions share a process."""
 
@@ -182,6 +190,15 @@ class Shared:
         """Tell the process."""
         return str(os.getpid())
 
+    def pay(self, folder: str, seconds: float) -> str:
+        """Pay, and be slow afterwards.
+
+        Args:
+            folder: where that is written down
+            seconds: how slow
+        """
+        return pay(folder, seconds)
+
     def get_reward(self) -> float:
         return float(self.total)
 
@@ -211,6 +228,15 @@ class Keeper:
     def where(self) -> str:
         """Tell the process."""
         return str(os.getpid())
+
+    def pay(self, folder: str, seconds: float) -> str:
+        """Pay, and be slow afterwards.
+
+        Args:
+            folder: where that is written down
+            seconds: how slow
+        """
+        return pay(folder, seconds)
 
     def snapshot(self) -> bytes:
         return str(self.total).encode() + b" " * (16 << 20 if self.total == 13 else 0)

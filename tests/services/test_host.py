@@ -21,6 +21,7 @@ from gspo_core.env import CallStatus, EnvironmentFailed, InvalidEnvironment, Obs
 from gspo_core.types import Split, StopReason
 from services.host_server import HostOrder
 from services.hosted import HostedEnvironment, HostedSession, SessionLost
+from tests.services.rollout_kit import until
 
 WORLDS = Path(__file__).with_name("host_worlds.py")
 SHORT = Timeouts(reset_timeout_s=2.0, step_timeout_s=0.5, score_timeout_s=2.0, close_timeout_s=1.0)
@@ -334,12 +335,13 @@ async def test_a_session_goes_on_from_its_snapshot(host: Open, counts: Counter[s
     first, second = await begun(environment, 1), await begun(environment, 2)
     assert said(await first.act(call("add", amount=5))).startswith("6 at")
     os.kill(environment.pool.server_pid, signal.SIGKILL)
+    await died(environment)
     assert said(await first.act(call("add", amount=-1))).startswith("5 at")
     assert first.metrics == {"largest": 6.0}
     assert (await second.act(ParsedTurn("bye"))).done
     for pid in environment.pool.pids:
         os.kill(pid, signal.SIGKILL)
-        await gone(pid)
+    await died(environment)
     assert [await session.score() for session in (first, second)] == [(5.0, {}), (102.0, {})]
     state = await second.snapshot()
     assert state is not None
@@ -349,6 +351,49 @@ async def test_a_session_goes_on_from_its_snapshot(host: Open, counts: Counter[s
     assert counts["host/sessions_restored"] >= 3
     for session in (first, second, third):
         await session.close()
+
+
+async def died(environment: HostedEnvironment) -> None:
+    """All of its processes, as far as is known here."""
+    await until(lambda: environment.pool.num_processes == 0)
+
+
+async def killed_while_paying(environment: HostedEnvironment, folder: Path, session: HostedSession) -> Observation:
+    """The answer to a payment whose process is killed from outside once it is made, and before it is answered."""
+    payments = folder / "payments"
+    num_before = len(payments.read_text().splitlines()) if payments.exists() else 0
+    paying = asyncio.create_task(session.act(call("pay", folder=str(folder), seconds=0.4)))
+    await until(lambda: payments.exists() and len(payments.read_text().splitlines()) > num_before)
+    for pid in environment.pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    return await paying
+
+
+async def test_who_acts_when_its_process_dies_acts_again_only_where_that_is_declared_harmless(
+    host: Open, tmp_path: Path
+) -> None:
+    """The session that can be replayed says so; the one that only has snapshots may have paid, and nobody knows."""
+    ledger = tmp_path / "payments"
+    replayed = await begun(environment := await host("Shared"))
+    assert said(await killed_while_paying(environment, tmp_path, replayed)) == "paid"
+    assert ledger.read_text().splitlines() == ["paid"] * 2
+    await replayed.close()
+    ledger.unlink()
+    kept = await begun(environment := await host("Keeper"))
+    state = await kept.snapshot()
+    assert state is not None
+    with pytest.raises(SessionLost, match="may have acted") as lost:
+        await killed_while_paying(environment, tmp_path, kept)
+    assert ledger.read_text().splitlines() == ["paid"]
+    assert lost.value.is_suspect
+    await kept.close()
+    # Whoever plays on says who it was: killed once more while it acts, it was no chance.
+    watched = environment.session(limits=SHORT)
+    watched.watch()
+    await watched.restore(await environment.task(Split.TRAIN, 0), 0, state)
+    observation = await killed_while_paying(environment, tmp_path, watched)
+    assert observation.stop_reason is StopReason.ENV_CRASH
+    await watched.close()
 
 
 async def test_what_cannot_be_restored_is_lost_and_not_a_failure_of_anybody(host: Open) -> None:

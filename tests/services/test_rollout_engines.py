@@ -18,7 +18,7 @@ import pytest
 
 from gspo_core.types import CacheMode, WeightFile, WeightsManifest
 from services.engine.scripted import Fault, ScriptedEngine, ScriptedTransport
-from services.engine_client import EngineClient
+from services.engine_client import EngineClient, EngineError, EngineRejected, EngineUnavailable
 from services.rollout import engines as engines_module
 from services.rollout.counters import Counters
 from services.rollout.engines import EngineTable, JobEngines
@@ -60,10 +60,10 @@ class Place:
         self.records.append({"id": f"http://{name}", "url": f"http://{name}", "job": JOB, "state": "ready"})
         return engine
 
-    def worker(self, *, in_place: bool = False) -> Worker:
+    def worker(self, *, in_place: bool = False, urls: tuple[str, ...] = ()) -> Worker:
         counters = Counters()
         patience = Patience(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.01))
-        table = EngineTable(self, (), lambda url: EngineClient(url, self.http), time.monotonic, patience, silence_s=5)
+        table = EngineTable(self, urls, lambda url: EngineClient(url, self.http), time.monotonic, patience, silence_s=5)
         engines = JobEngines(
             table,
             self,
@@ -212,6 +212,39 @@ async def test_tokens_with_another_jobs_label_or_broken_answers_are_thrown_away(
     counted = worker.counters.snapshot()
     assert counted["engine/InvalidAnswer"] >= 1
     assert counted["engine/EngineProtocolError"] == 1
+
+
+async def test_what_one_engine_refuses_another_may_take(place: Place) -> None:
+    place.add("short", context_length=8)
+    long = place.add("long")
+    worker = place.worker()
+    await worker.until_usable(2)
+    answers = await asyncio.gather(*(worker.ask(20, prompt=number, prefer="short") for number in range(3)))
+    assert {answer.engine_id for answer in answers} == {"http://long"}
+    assert worker.counters["engine/EngineRejected"] >= 1
+    long.label = long.shown_label = "job_b/1/0"
+    await worker.until_usable(1)
+    with pytest.raises(EngineRejected):
+        await worker.ask(20)
+
+
+@pytest.mark.parametrize(("status", "error"), [(400, EngineRejected), (404, EngineRejected), (429, EngineUnavailable)])
+async def test_too_many_requests_is_no_word_about_the_request(status: int, error: type[EngineError]) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, json={"error": "no"}))
+    async with httpx.AsyncClient(transport=transport) as http:
+        with pytest.raises(error):
+            await EngineClient("http://e", http).generate([1], max_new_tokens=1, temperature=1.0, stop_token_ids=[])
+
+
+async def test_an_engine_that_is_in_no_table_any_more_has_no_owner_who_distrusts_it(place: Place) -> None:
+    place.add("dirty")
+    place.records[0]["state"] = "dirty"
+    worker = place.worker(urls=("http://dirty",))
+    await until(lambda: bool(worker.table.num_requests()))
+    await worker.table.refresh()
+    await worker.until_usable(0)
+    place.records.clear()
+    await worker.until_usable(1)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -14,6 +14,7 @@ from gspo_core.chat import ForkReason, HermesCodec
 from gspo_core.env import Environment, EnvironmentFailed, Observation, Start
 from gspo_core.types import Outcome, Segment, Split, StopReason, Trajectory
 from services.bus import Append, Fenced, Gap
+from services.engine_client import EngineRejected
 from services.rollout.episode import Episode
 from services.rollout.policy import Drained, Sampled
 from services.rollout.setting import Order, Setting, episode_seed
@@ -29,6 +30,7 @@ from tests.services.rollout_kit import (
     make_setting,
     sampled,
     stitched,
+    until,
     world,
 )
 
@@ -547,6 +549,34 @@ async def test_a_broken_connection_is_answered_by_sending_the_same_again(
     assert await play.run() is StopReason.COMPLETED
     assert [segment.index for segment in await play.segments()] == [0, 1, 2]
     assert play.setting.counters["redis/retries"] == 3
+
+
+async def test_a_server_that_takes_no_writes_for_a_while_is_waited_for(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    play = await Play.prepare(table, codec, [speech.call("add", amount=2), speech.say("done")])
+    counters = play.setting.counters
+    await table.redis.config_set("maxmemory", 1)
+    try:
+        playing = asyncio.create_task(play.run())
+        await until(lambda: playing.done() or counters["redis/not_now"] > 2)
+        assert not playing.done()
+    finally:
+        await table.redis.config_set("maxmemory", 0)
+    assert await playing is StopReason.COMPLETED
+    assert {segment.attempt for segment in await play.segments()} == {0}
+    assert not any(name.startswith("attempts/") for name in counters.snapshot())
+
+
+async def test_a_question_that_every_engine_refuses_is_said_to_be_that(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    async def refuse(input_ids: list[int]) -> Sampled:
+        raise EngineRejected("400: too long")
+
+    play = await Play.prepare(table, codec, [refuse, speech.say("done")])
+    assert await play.run() is StopReason.COMPLETED
+    assert play.setting.counters["attempts/engine_failed"] == 1
 
 
 async def test_a_cancellation_that_the_redis_client_swallows_still_ends_the_loop(

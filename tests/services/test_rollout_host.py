@@ -6,18 +6,29 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
-from gspo_core.types import Outcome, StopReason, Trajectory
+from gspo_core.types import EpisodeKey, Outcome, StopReason, Trajectory
 from services.host_server import HostOrder
 from services.hosted import HostedEnvironment
 from services.rollout.episode import Episode
 from services.rollout.setting import Order
-from tests.services.rollout_kit import ScriptedPolicy, Speech, Table, load_codec, make_setting, sampled, spec
+from tests.services.rollout_kit import (
+    JOB,
+    ScriptedPolicy,
+    Speech,
+    Table,
+    load_codec,
+    make_setting,
+    sampled,
+    spec,
+    until,
+)
 from tests.services.test_host import WORLDS
 
 LIMITS = {"step_timeout_s": 0.5, "max_turns": 4}
@@ -117,12 +128,39 @@ async def test_a_host_that_is_killed_costs_no_attempt(
         if not killed:
             killed.append(environment.pool.server_pid)
             os.kill(killed[0], signal.SIGKILL)
+            await until(lambda: environment.pool.num_processes == 0)  # on a busy machine it lives on for a few turns
         return sampled(speech.call("where"))
 
     script = [kill_first, speech.call("where"), speech.say("done")]
     (outcome,), counts = await play(table, codec, environment, script, limits=LIMITS | {"retries": 0})
     assert (outcome.stop_reason, outcome.reward) == (StopReason.COMPLETED, 1.0)
     assert counts["attempts/host_failed"] == 1
+
+
+async def test_a_process_that_dies_while_it_acts_costs_one_turn_where_the_world_was_kept(
+    table: Table, codec: HermesCodec, speech: Speech, host: Open, tmp_path: Path
+) -> None:
+    """Nobody knows whether it had paid: another attempt begins before that turn, and pays for itself."""
+    environment, ledger = await host("Keeper"), tmp_path / "payments"
+
+    async def kill_once() -> None:
+        await until(ledger.exists)
+        for pid in environment.pool.pids:
+            os.kill(pid, signal.SIGKILL)
+
+    killing = asyncio.create_task(kill_once())
+    add = speech.call("add", amount=4)
+    slow, quick = (speech.call("pay", folder=str(tmp_path), seconds=seconds) for seconds in (0.4, 0))
+    limits = {**LIMITS, "step_timeout_s": 20.0, "retries": 0}
+    (outcome,), counts = await play(table, codec, environment, [add, slow, quick, speech.say("done")], limits=limits)
+    await killing
+    assert (outcome.stop_reason, outcome.reward) == (StopReason.COMPLETED, 104.0)
+    assert outcome.metrics["tool_calls"] == 2
+    segments = await table.segments(EpisodeKey(JOB, 0, 0))
+    assert {segment.attempt for segment in segments} == {1}
+    assert ledger.read_text().splitlines() == ["paid"] * 2  # one in each attempt
+    assert (counts["attempts/host_failed"], counts["episodes/rewound"]) == (1, 1)
+    assert (counts["tokens/resumed"], counts["tokens/thrown_away"]) == (len(add), len(slow))
 
 
 async def test_a_failing_scorer_is_never_a_reward_of_zero(

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from redis.exceptions import ResponseError
 
 from gspo_core.types import EpisodeKey, Outcome, StopReason
 from services.bus import Append, Gap
@@ -19,8 +20,9 @@ from services.rollout.patience import Patience
 class Remembering:
     """Takes a while for a call; what ``refused`` names is refused, with all that comes with it."""
 
-    def __init__(self, *refused: int) -> None:
+    def __init__(self, *refused: int, failure: Exception | None = None) -> None:
         self.calls: list[list[int]] = []
+        self.failure = failure or Gap("refused")
         self.refused = set(refused)
         self.begun = asyncio.Event()
 
@@ -29,7 +31,7 @@ class Remembering:
         await asyncio.sleep(0.01)
         groups = [append.key.group for append in appends]
         if self.refused & set(groups):
-            raise Gap("refused")
+            raise self.failure
         self.calls.append(groups)
 
 
@@ -54,11 +56,12 @@ async def test_all_whose_segments_went_are_woken_at_once() -> None:
     assert bus.calls == [[0], list(range(1, 500))]
 
 
-async def test_a_refused_episode_fails_alone() -> None:
-    box = outbox(bus := Remembering(3))
+@pytest.mark.parametrize("failure", [Gap("refused"), ResponseError("ERR something that nobody foresaw")])
+async def test_a_refused_episode_fails_alone(failure: Exception) -> None:
+    box = outbox(bus := Remembering(3, failure=failure))
     tasks = [append(box, group) for group in range(6)]
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [isinstance(result, Gap) for result in results] == [group == 3 for group in range(6)]
+    assert [result is failure for result in results] == [group == 3 for group in range(6)]
     assert sorted(group for call in bus.calls for group in call) == [0, 1, 2, 4, 5]
 
 

@@ -11,11 +11,12 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
-from gspo_core.env import Environment
+from gspo_core.env import Environment, EnvironmentFailed
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.bus import EpisodeLease, Snapshot
 from services.rollout.episode import Episode
 from services.rollout.policy import Drained, Interrupted, Sampled
+from services.rollout.quarantine import MOST_FAILURES, Quarantine
 from services.rollout.setting import Setting
 from services.rollout.timings import Timings
 from services.rollout.worlds import MAX_WORLD_BYTES, World
@@ -274,7 +275,11 @@ async def test_an_episode_gives_way_when_it_has_had_its_share_and_others_wait(
     assert [token for one in segments for token in one.token_ids[one.action_mask].tolist()] == say
 
 
-async def test_an_episode_keeps_its_clock_when_it_moves(table: Table, codec: HermesCodec, speech: Speech) -> None:
+@pytest.mark.parametrize(("more_s", "expected"), [(-0.5, StopReason.EPISODE_TIMEOUT), (0.5, StopReason.COMPLETED)])
+async def test_an_episode_keeps_its_clock_when_it_moves_and_no_time_is_counted_twice(
+    table: Table, codec: HermesCodec, speech: Speech, more_s: float, expected: StopReason
+) -> None:
+    """What brings its world back is no time of its own: else deaths of workers would end it by its limit."""
     say = speech.say("a long thought")
     await table.dispatch()
     (lease,) = await table.lease()
@@ -290,16 +295,45 @@ async def test_an_episode_keeps_its_clock_when_it_moves(table: Table, codec: Her
     assert told["env_s"] > 0
     await table.bus.hand_back(JOB, table.token, [lease.key])
     (lease,) = await table.lease()
-    limits = {"episode_timeout_s": told["engine_s"] + told["env_s"] + 0.5}
+    limits = {"episode_timeout_s": told["engine_s"] + told["env_s"] + more_s}
     setting = setting_for(table, codec, say[5:])
     ticks = iter(range(10_000))
     setting = replace(setting, clock=lambda: float(next(ticks)))
-    assert await Episode(setting, make_order(lease, limits=limits)).run() is StopReason.EPISODE_TIMEOUT
+    assert await Episode(setting, make_order(lease, limits=limits)).run() is expected
     segments = await table.segments(lease.key)
     whole = segments[-1].outcome.metrics
     assert sum(one.spent.engine_s for one in segments) == pytest.approx(whole["model_s"])
-    # What began the world once more there is in no note of the first worker: it counts where it was spent.
     assert sum(one.spent.env_s for one in segments) == pytest.approx(whole["env_s"])
+
+
+@pytest.mark.parametrize(("num_failures", "attempt"), [(3, 0), (9, 1)])
+async def test_an_environment_that_fails_for_everybody_costs_no_token_unless_it_is_what_the_episode_has(
+    table: Table, codec: HermesCodec, speech: Speech, num_failures: int, attempt: int
+) -> None:
+    class Failing(Kept):
+        """Raise the counter."""
+
+        left = num_failures
+
+        def restore(self, state: bytes) -> None:
+            Failing.left -= 1
+            if Failing.left >= 0:
+                raise OSError("away")
+            super().restore(state)
+
+    one, two, say = speech.call("add", amount=1), speech.call("add", amount=1), speech.say("done")
+    lease = await played_and_left(table, setting_for(table, codec, one, leave), world(Kept))
+    quarantine = Quarantine(first_pause_s=0.001)
+    setting = setting_for(table, codec, *([two, say] if not attempt else [one, two, say]))
+    for _ in range(MOST_FAILURES):
+        with pytest.raises(EnvironmentFailed):
+            async with quarantine.entry(setting.leaving):
+                raise EnvironmentFailed("reset", "away")
+    order = replace(make_order(lease, world(Failing), limits={"retries": 0}), quarantine=quarantine)
+    assert await Episode(setting, order).run() is StopReason.COMPLETED
+    assert {segment.attempt for segment in await table.segments(lease.key)} == {attempt}
+    assert setting.counters["tokens/thrown_away"] == (len(one) if attempt else 0)
+    assert not quarantine.is_on
 
 
 @pytest.mark.parametrize("note", ["", "no json", "[1]", '{"engine_s": "x", "env_s": NaN, "queue_s": -1, "other": 2}'])

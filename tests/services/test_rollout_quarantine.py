@@ -9,6 +9,7 @@ import pytest
 
 from gspo_core.env import EnvironmentFailed
 from services.hosted import SessionLost
+from services.rollout import quarantine as quarantine_module
 from services.rollout.policy import Drained
 from services.rollout.quarantine import MOST_FAILURES, Quarantine
 from tests.services.rollout_kit import until
@@ -79,12 +80,26 @@ async def test_while_it_lasts_few_try_and_the_rest_wait_until_one_comes_to_its_e
     assert ward.num_tries == before + 30
 
 
-async def test_who_waits_leaves_with_the_worker() -> None:
-    ward = Ward()
+async def test_who_waits_leaves_with_the_worker_and_costs_no_time_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    ward, looking = Ward(), []
+    ward.quarantine = Quarantine(first_pause_s=1e6)
     await ward.fail(MOST_FAILURES)
+    sleep = asyncio.sleep
+
+    async def look(delay: float) -> None:
+        looking.append(asyncio.current_task())
+        await sleep(delay)
+
+    monkeypatch.setattr(quarantine_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(quarantine_module.asyncio, "sleep", look)
+    waiting = [asyncio.create_task(ward.attempt(None)) for _ in range(500)]
+    while len(looking) < 20:
+        await sleep(0.001)
+    assert len(set(looking)) == 1
+    assert ward.quarantine.num_waiting == 500
     ward.leaving.set()
-    with pytest.raises(Drained):
-        await ward.attempt(None)
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(one) for one in ended} == {Drained}
     assert ward.quarantine.num_waiting == 0
 
 

@@ -35,6 +35,9 @@ from services.host_local import LocalHosts
 from services.host_venv import Interpreters
 from services.ports import free_port
 from services.redis_server import RedisServer, connect
+from services.rollout import processes
+from services.rollout import worker as worker_module
+from services.rollout.engines import JobEngines
 from services.rollout.episode import Episode
 from services.rollout.loading import load_job
 from services.rollout.worker import Worker, WorkerConfig
@@ -562,6 +565,18 @@ async def test_a_worker_of_several_processes_shares_the_job_replaces_a_dead_one_
     assert all(lease.attempt == 0 for lease in leases)
 
 
+async def test_a_process_that_was_asked_to_leave_is_not_replaced_and_one_that_failed_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "RESTART_S", 0.0)
+    starts = tmp_path / "starts"
+    program = f"import os; f = open({str(starts)!r}, 'a'); print('x', file=f, flush=True); f.close()"
+    failing_first = f"{program}; os._exit(len(open({str(starts)!r}).readlines()) < 3)"
+    async with asyncio.timeout(60):
+        await processes.watch([sys.executable, "-c", failing_first], 1, dict(os.environ), asyncio.Event())
+    assert len(starts.read_text().splitlines()) == 3
+
+
 async def test_a_worker_that_lost_its_lease_drops_its_episodes_and_joins_again(stage: Stage) -> None:
     claim = await stage.submit(config={"replies": 30}, sampling={"max_new_tokens": 200})
     await stage.publish(claim, stage.place.chatty)
@@ -613,6 +628,31 @@ async def test_a_failing_world_and_a_job_that_cannot_be_loaded_do_not_touch_the_
     assert worker.counters["attempts/reset_failed"] == 12
 
 
+async def test_a_job_whose_serving_fails_strands_no_episode_and_takes_no_places(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where those fail that only watch: the worker lives on, so nobody would ever find what it holds."""
+    real, is_broken = JobEngines.refresh, asyncio.Event()
+
+    async def refresh(self: JobEngines) -> None:
+        await real(self)
+        if is_broken.is_set():
+            raise LookupError("a defect")
+
+    monkeypatch.setattr(JobEngines, "refresh", refresh)
+    monkeypatch.setattr(worker_module, "RELOAD_S", 1e6)
+    claim = await stage.submit(config={"replies": 30})
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 4)
+    async with stage.working(stage.worker()) as worker:
+        await until(lambda: worker.counters["tokens/sampled"] > 100)
+        is_broken.set()
+        await until(lambda: worker.counters["jobs/not_servable"] > 0)
+        assert await stage.bus.num_queued(claim.job_id) + 2 * await stage.num_ready(claim) == 8
+        record = worker._record()
+        assert (record["jobs"], record["environment_capacity"], record["num_episodes"]) == ([], {}, 0)
+
+
 async def test_an_environment_that_only_fails_is_quarantined_said_to_be_ill_and_recovers(
     stage: Stage, tmp_path: Path
 ) -> None:
@@ -635,6 +675,8 @@ async def test_an_environment_that_only_fails_is_quarantined_said_to_be_ill_and_
         ((environment, error),) = record["ill_environments"][ill.job_id].items()
         assert environment.endswith(":Away")
         assert "No such file" in error
+        # Who waits for it wants no more places than it takes to try it.
+        assert worker._jobs[ill.job_id].num_wanted(3) == 3
         # Nobody uses up the retries of an episode while it lasts.
         num_failures = worker.counters["attempts/reset_failed"]
         await until(lambda: worker.counters["attempts/reset_failed"] > num_failures)

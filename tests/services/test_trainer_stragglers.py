@@ -31,12 +31,14 @@ from tests.services.trainer_kit import DEADLINE_S, episode, stop
 class Stage:
     """A job of groups of three that trains from two on; a worker holds them all and plays what a test says."""
 
-    def __init__(self, claim: Claim, store: Store, bus: Bus, job_dir: Path, on_stragglers: str) -> None:
+    def __init__(self, claim: Claim, store: Store, bus: Bus, job_dir: Path, policy: str) -> None:
+        on_stragglers, _, zero_variance = policy.partition(", zero_variance ")
         spec = JobSpec.model_validate(
             {
                 "model": "m",
                 "environments": [{"ref": "a:B"}],
                 "groups_per_step": 1,
+                "objective": {"advantage": {"zero_variance": zero_variance or "keep"}},
                 "rollout": {
                     "group_size": 3,
                     "max_staleness": 1,
@@ -115,6 +117,20 @@ async def test_a_straggler_is_cut_off_when_the_batch_waits_for_it_alone(stage: S
     # Of the other group nobody has ended: it is left alone.
     ((other,),) = [await stage.bus.groups(stage.claim.job_id)]
     assert (other.group, other.is_ready) == (1, False)
+
+
+@pytest.mark.parametrize("stage", ["cancel, zero_variance drop"], indirect=True)
+async def test_nobody_is_cut_off_from_a_group_that_would_teach_nothing_without_it(stage: Stage) -> None:
+    for group in (0, 1):
+        await stage.play(group, 0, 1.0, 1)
+        await stage.play(group, 2, float(group == 0), 2)
+        await stage.play(group, 1, 0.0, 9, upto=5)
+    (trained,) = await stage.take()
+    assert trained.group == 1
+    metrics = stage.run._taking.take_metrics()
+    assert (metrics["selection/dispatched"], metrics["selection/cut_off"]) == (3, 1)
+    ((waiting,),) = [await stage.bus.groups(stage.claim.job_id)]
+    assert (waiting.group, waiting.is_ready) == (0, False)
 
 
 @pytest.mark.parametrize("stage", ["wait"], indirect=True)
