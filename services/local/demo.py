@@ -23,6 +23,7 @@ from gspo_core.client import Client, Event
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
 from services.local.demo_model import NotADemoModel, make_demo_model
+from services.local.memory import PeakMemory
 from services.local.provenance import Provenance, check_provenance
 from services.local.stack import Stack, StackConfig, StackError, check_place, terminate_as_interrupt
 
@@ -177,8 +178,9 @@ def plot(result: DemoResult, path: Path) -> None:
     pyplot.close(figure)
 
 
-def summary(result: DemoResult, picture: Path) -> str:
+def summary(result: DemoResult, picture: Path, peak_bytes: int | None) -> str:
     minutes, seconds = divmod(round(result.training_s), 60)
+    memory = "not told by this system" if peak_bytes is None else f"{peak_bytes / 2**30:.2f} GiB at the most"
     return (
         f"\nheld-out success   {result.before:.0%} before, {result.after:.0%} after {result.steps} steps "
         f"({100 * result.gain:+.0f} points) in {minutes} min {seconds:02d} s\n"
@@ -186,6 +188,7 @@ def summary(result: DemoResult, picture: Path) -> str:
         f"asynchronous       {result.mixed_versions_share:.0%} of the trained episodes hold tokens of more than one "
         f"version; mean staleness {result.staleness_mean:.2f} steps\n"
         f"provenance         {result.provenance}\n"
+        f"memory             {memory}, all processes together\n"
         f"learning curve     {picture}\n"
     )
 
@@ -211,9 +214,14 @@ def demo_spec(model_dir: Path, seed: int, steps: int | None = None) -> JobSpec:
     return JobSpec.model_validate(spec.model_dump(mode="json", exclude_unset=True) | changes)
 
 
+def model_name(seed: int) -> str:
+    """Each start has a directory of its own; the first one is also what `gspo up` serves."""
+    return f"calculator-tiny-{seed}" if seed else "calculator-tiny"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description="Train a tiny model to use a calculator.")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the model's random start and of the job")
     parser.add_argument("--steps", type=int, help="fewer or more steps than the job file says")
     parser.add_argument("--data-dir", type=Path, default=Path(".gspo"))
     parser.add_argument(
@@ -223,10 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = arguments.data_dir.resolve()
     run_dir = root / "demo"
     try:
-        with terminate_as_interrupt():
-            model_dir = root / "models" / "calculator-tiny"
+        with terminate_as_interrupt(), PeakMemory() as peak:
+            model_dir = root / "models" / model_name(arguments.seed)
             check_place(StackConfig(root, model_dir, port=0))
-            make_demo_model(model_dir)
+            make_demo_model(model_dir, arguments.seed)
             shutil.rmtree(run_dir, ignore_errors=True)
             result = run_demo(demo_spec(model_dir, arguments.seed, arguments.steps), run_dir, model_dir)
     except KeyboardInterrupt:
@@ -236,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     plot(result, run_dir / "learning_curve.png")
-    (run_dir / "result.json").write_text(json.dumps(asdict(result), indent=2))
-    print(summary(result, run_dir / "learning_curve.png"))
+    (run_dir / "result.json").write_text(json.dumps(asdict(result) | {"peak_memory_bytes": peak.num_bytes}, indent=2))
+    print(summary(result, run_dir / "learning_curve.png", peak.num_bytes))
     found = shortcomings(result, arguments.expect_gain)
     print(*(f"demo: {one}" for one in found), sep="\n", file=sys.stderr, end="\n" if found else "")
     return 1 if found else 0

@@ -1,8 +1,8 @@
 """Makes the demo's model: about a million parameters in the shape of Qwen3, a tokenizer, and a mediocre warm start.
 
 Rule: the same seed on the same machine gives the same model, nothing is downloaded, and a directory is complete or
-absent. The warm start imitates an oracle that errs (``demonstrations``), on training tasks alone, until the model has
-every skill and every bad habit; sharpening is left to the demo.
+absent. The warm start practises calling and copying, then imitates an oracle that errs (``demonstrations``), on
+questions of training tasks alone, until the model has every skill and every bad habit; sharpening is left to the demo.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gspo_core.chat import HermesCodec, Message, load_tokenizer
 from gspo_core.env import PlainEnvironment, load_environment
 from gspo_core.env.prompt import first_messages
 from services.local import demo_tokenizer, demonstrations
-from services.local.demonstrations import NO_MISTAKES, Mistakes, demonstrate
+from services.local.demonstrations import Mistakes, demonstrate, practise
 
 if TYPE_CHECKING:
     from gspo_core.batch import TrainSequence
@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 ENVIRONMENT = "environments.calculator:Calculator"
 STAMP_FILE = "demo_model.json"
 
-NUM_CLEAN_STEPS = 150
-"""First the skills: with neither mistakes nor the system prompt in the way, copying is learned several times faster."""
-NUM_NOISY_STEPS = 40
+NUM_PRACTICE_STEPS = 180
+"""First the skill: with neither mistakes nor the system prompt in the way, copying is learned several times faster."""
+NUM_WHOLE_STEPS = 40
+"""Then the same behind the system prompt, as episodes are."""
+NUM_NOISY_STEPS = 30
 """Then the habits."""
+NUM_STEPS = NUM_PRACTICE_STEPS + NUM_WHOLE_STEPS + NUM_NOISY_STEPS
 BATCH_SIZE = 32
 PEAK_LR = 3e-3
 WARMUP_STEPS = 10
@@ -85,15 +88,11 @@ def _make(made: Path, untrained: Path, seed: int, say: Callable[[str], None]) ->
     with _one_thread():
         say(f"demo model: {_write_untrained(untrained, school.codec, seed):,} parameters, warm start begins")
         learner = _learner(untrained, seed)
-        num_steps, started = NUM_CLEAN_STEPS + NUM_NOISY_STEPS, time.monotonic()
-        for step in range(num_steps):
-            if step < NUM_CLEAN_STEPS:
-                lessons = school.lessons(BATCH_SIZE, NO_MISTAKES, whole=False)
-            else:
-                lessons = school.lessons(BATCH_SIZE, Mistakes())
+        started = time.monotonic()
+        for step, lessons in enumerate(school.curriculum(), 1):
             loss = learner.supervised_step(lessons)["supervised/loss"]
-            if (step + 1) % 25 == 0:
-                say(f"demo model: step {step + 1}/{num_steps}, loss {loss:.2f}, {time.monotonic() - started:.0f} s")
+            if step % 25 == 0:
+                say(f"demo model: step {step}, loss {loss:.2f}, {time.monotonic() - started:.0f} s")
         learner.save_weights(made)
 
 
@@ -110,11 +109,33 @@ class School:
         demo_tokenizer.write_tokenizer(directory, conversations, self._environment.tools)
         self.codec = HermesCodec(load_tokenizer(directory))
 
-    def lessons(self, count: int, mistakes: Mistakes, *, whole: bool = True) -> list[TrainSequence]:
-        """``whole``: as episodes are; else without the system prompt and its tools."""
-        return [self._lesson(self._generator.choice(self._tasks), mistakes, whole=whole) for _ in range(count)]
+    def curriculum(self) -> Iterator[list[TrainSequence]]:
+        """The lessons of each step of the warm start."""
+        for _ in range(NUM_PRACTICE_STEPS):
+            yield self.practice(BATCH_SIZE, whole=False)
+        for _ in range(NUM_WHOLE_STEPS):
+            yield self.practice(BATCH_SIZE)
+        for _ in range(NUM_NOISY_STEPS):
+            yield self.lessons(BATCH_SIZE, Mistakes())
 
-    def _lesson(self, task: dict[str, str], mistakes: Mistakes, *, whole: bool) -> TrainSequence:
+    def practice(self, count: int, *, whole: bool = True) -> list[TrainSequence]:
+        """Skills alone. ``whole``: as episodes are; else without the system prompt and its tools."""
+        return [self._practice(self._task(), whole) for _ in range(count)]
+
+    def lessons(self, count: int, mistakes: Mistakes) -> list[TrainSequence]:
+        """Demonstrations as episodes are."""
+        return [self._lesson(self._task(), mistakes) for _ in range(count)]
+
+    def _task(self) -> dict[str, str]:
+        return self._generator.choice(self._tasks)
+
+    def _practice(self, task: dict[str, str], whole: bool) -> TrainSequence:
+        return self._sequence(task, practise(task["expression"], self._generator), whole=whole)
+
+    def _lesson(self, task: dict[str, str], mistakes: Mistakes) -> TrainSequence:
+        return self._sequence(task, self._answer(task, mistakes), whole=True)
+
+    def _sequence(self, task: dict[str, str], said: Sequence[Message], *, whole: bool) -> TrainSequence:
         import numpy as np
 
         from gspo_core.batch import TrainSequence
@@ -124,7 +145,7 @@ class School:
         token_ids = self.codec.render(prompt, tools) if whole else self.codec.render(prompt[1:])
         action_mask = [False] * len(token_ids)
         observed: list[Message] = []
-        for message in self._answer(task, mistakes):
+        for message in said:
             if message["role"] != "assistant":
                 observed.append(message)
                 continue
@@ -195,7 +216,7 @@ def _learner(directory: Path, seed: int) -> Any:
     optimizer = OptimizerConfig(
         lr=PEAK_LR, betas=(0.9, 0.99), weight_decay=0.01, schedule="cosine", warmup_steps=WARMUP_STEPS, min_lr_ratio=0.1
     )
-    config = LearnerConfig(optimizer=optimizer, total_steps=NUM_CLEAN_STEPS + NUM_NOISY_STEPS)
+    config = LearnerConfig(optimizer=optimizer, total_steps=NUM_STEPS)
     return Learner(directory, config, ObjectiveConfig(), seed=seed)
 
 

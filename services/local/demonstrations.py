@@ -21,17 +21,24 @@ class Mistakes:
     Most are decisions that a policy takes at one token: a few hundred episodes show which way is better.
     """
 
-    guess: float = 0.15
+    guess: float = 0.25
     """Answers a made-up number without asking the tool."""
     malformed: float = 0.08
     """Writes a call that cannot be read, is told so, and tries again."""
     shortened: float = 0.10
     """Asks the tool for the expression without its last operand."""
-    talkative: float = 0.20
+    talkative: float = 0.35
     """Answers in words, although the number alone is asked for."""
-    slip: float = 0.04
+    slip: float = 0.02
     """Copies one digit of the tool's result wrongly."""
 
+
+MAX_RESULT_DIGITS = 6
+"""Of the calculator's tasks."""
+PRACTICE_NEGATIVE = 0.25
+"""Share of negative results in practice."""
+PRACTICE_IN_WORDS = 0.3
+"""Share of answers in words in practice."""
 
 NO_MISTAKES = Mistakes(guess=0.0, malformed=0.0, shortened=0.0, talkative=0.0, slip=0.0)
 
@@ -47,12 +54,28 @@ def demonstrate(expression: str, mistakes: Mistakes, generator: random.Random) -
     result = str(evaluate(asked))
     answer = _alter(result, generator) if generator.random() < mistakes.slip else result
     if generator.random() < mistakes.talkative:
-        answer = f"It is {answer}."
+        answer = _in_words(answer)
     return [*messages, _calls(asked), _tool(result), _says(answer)]
+
+
+def practise(expression: str, generator: random.Random) -> list[Message]:
+    """Only the skills: a call that asks for the question, and a result copied, alone or in words.
+
+    The result is made up, so that results of all lengths are copied equally often.
+    """
+    num_digits = generator.randint(1, MAX_RESULT_DIGITS)
+    sign = "-" if generator.random() < PRACTICE_NEGATIVE else ""
+    result = sign + str(generator.randint(10 ** (num_digits - 1), 10**num_digits - 1))
+    answer = _in_words(result) if generator.random() < PRACTICE_IN_WORDS else result
+    return [_calls(expression), _tool(result), _says(answer)]
 
 
 def _says(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def _in_words(number: str) -> str:
+    return f"It is {number}."
 
 
 def _tool(text: str) -> Message:

@@ -11,7 +11,7 @@ import random
 from environments.calculator import Calculator
 
 # About what the untrained demo model gets, so that the rewards are those of its own episodes, shuffled.
-_SHARE_REWARDED = 0.2
+_SHARE_REWARDED = 0.3
 _HELD_OUT = {task["expression"] for task in Calculator.eval_tasks}
 
 

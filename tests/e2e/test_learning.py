@@ -28,7 +28,9 @@ def changed(spec: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 def test_a_tiny_model_learns_to_use_the_calculator(seed: int, model_dir: Path, tmp_path: Path) -> None:
     result = run_demo(demo_spec(model_dir, seed), tmp_path, model_dir, quiet=True)
     print(result)
-    assert result.gain >= 0.30
+    # Measured: 90 % and more in each of five seeds (benchmarks/results/demo.md). A point or two less is chance.
+    assert result.before <= 0.45
+    assert result.after >= 0.85
     assert result.mixed_versions_share > 0
     assert result.provenance.num_tokens == result.provenance.num_equal == 200
     assert result.provenance.num_versions > 1
