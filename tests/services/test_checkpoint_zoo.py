@@ -107,6 +107,16 @@ def test_a_damaged_one_is_passed_over_and_the_logs_lead_to_the_same_weights(
     assert list(found.lineage.owed()) == [4, 5, 6, 7]
 
 
+def test_a_number_that_was_changed_is_damage_although_all_can_be_read(job_dir: Path, model_dir: Path) -> None:
+    path = job_dir / "checkpoints" / NEWEST / "checkpoint.json"
+    record = json.loads(path.read_text())
+    record["lineage"]["num_dropped"] += 1
+    path.write_text(json.dumps(record, indent=1))
+    found, _ = recovered(job_dir, model_dir)
+    assert (found.saved, found.lineage.num_dropped) == (Position(1, 2), 0)
+    assert "sha256" in found.remarks[0].message
+
+
 def test_what_stands_in_for_a_damaged_one_is_kept(
     whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path
 ) -> None:
