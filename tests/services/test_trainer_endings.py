@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from redis.asyncio import Redis
 
 from services.batch_log import BatchLog
 from services.jobs import CancelManner, Job
+from services.trainer import run
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.run import JobRun
 from services.trainer.worker import TrainerWorker
@@ -207,8 +210,23 @@ async def test_a_drain_that_takes_too_long_can_be_cut_short(loop_of: Any, hook: 
     assert (told(job), job.step) == (("cancelled", "user_cancelled"), 1)
 
 
-async def test_a_cancelled_job_whose_trainer_was_lost_is_saved_as_it_was_asked(loop_of: Any) -> None:
-    """No checkpoint was due: what was trained is in logs alone."""
+async def test_a_cancelled_job_whose_trainer_was_lost_is_saved_as_it_was_asked(
+    loop_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No checkpoint was due: what was trained is in logs alone. The wish is seen while these are read."""
+    seen, wind_up, recover = threading.Event(), JobRun.wind_up, run.recover
+
+    def watched(self: JobRun, manner: CancelManner) -> bool:
+        seen.set()
+        return wind_up(self, manner)
+
+    def late(*args: Any, **options: Any) -> Any:
+        assert args[3] == 1 or seen.wait(DEADLINE_S)
+        time.sleep(0.2)  # whoever is ended for the wish is ended in here
+        return recover(*args, **options)
+
+    monkeypatch.setattr(JobRun, "wind_up", watched)
+    monkeypatch.setattr(run, "recover", late)
     async with loop_of(steps=50) as loop:
         claim = await loop.claim()
         lost = asyncio.create_task(loop.run_of(claim).run())
