@@ -80,7 +80,7 @@ class BatchLog:
         path = self.path(epoch, step)
         make_directory(self._root)
         try:
-            write_once(path, _pieces(epoch, step, groups, extra))
+            write_once(path, _pieces(epoch, step, groups, extra), epoch=epoch)
         except FileExistsError as error:
             raise BatchLogExists(f"{path} exists; batch logs are written once") from error
         return path
@@ -110,9 +110,9 @@ class BatchLog:
         names = (_FILE_NAME.fullmatch(path.name) for path in batch_files(self._root))
         return sorted((int(match[1]), int(match[2])) for match in names if match)
 
-    def remove_unfinished(self) -> None:
-        """For who has taken the job over: those before it have lost it."""
-        remove_unfinished(self._root)
+    def remove_unfinished(self, epoch: int) -> None:
+        """For who has taken the job over as ``epoch``: those before it have lost it."""
+        remove_unfinished(self._root, epoch)
 
     def collect(self, keep: set[tuple[int, int]]) -> list[tuple[int, int]]:
         """Remove the files whose (epoch, step) is not in ``keep``; returns the removed ones."""
@@ -149,10 +149,10 @@ def batches_after(
     return row
 
 
-def retained(found: Collection[tuple[int, int]], oldest_checkpoint: Position, num_newest: int) -> set[tuple[int, int]]:
-    """Of the batches ``found``, those that a replay from the oldest kept checkpoint needs, and the newest ones."""
+def retained(found: Collection[tuple[int, int]], after_step: int, num_newest: int) -> set[tuple[int, int]]:
+    """Of the batches ``found``, those that a replay from ``after_step`` needs, and the newest ones."""
     newest = sorted(found)[max(0, len(found) - num_newest) :]
-    return {*newest, *(position for position in found if position[1] > oldest_checkpoint.step)}
+    return {*newest, *(position for position in found if position[1] > after_step)}
 
 
 class _IndexedGroup(msgspec.Struct, forbid_unknown_fields=True):

@@ -8,13 +8,12 @@ asking twice is asking once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError, TimeoutError
 
 from services.keys import service_key
+from services.redis_client import unless_away
 
 LOOK_S = 2.0
 _WISHES = service_key("drains")
@@ -38,10 +37,10 @@ class Drains:
     async def wait(self, process: str, stop: asyncio.Event) -> None:
         """Sets ``stop`` when the process is asked to leave. While Redis is away nobody can ask."""
         while True:
-            with contextlib.suppress(ConnectionError, TimeoutError):
+            with unless_away():
                 if await self.is_asked(process):
                     break
             await asyncio.sleep(LOOK_S)
         stop.set()
-        with contextlib.suppress(ConnectionError, TimeoutError):
+        with unless_away():
             await self._redis.hdel(_WISHES, process)

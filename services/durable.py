@@ -6,8 +6,10 @@ It knows nothing about what the files mean.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -15,6 +17,7 @@ from pathlib import Path
 
 # Readers skip names that start like this: half-written or half-removed.
 TEMPORARY_PREFIX = ".tmp-"
+_OWNER = re.compile(re.escape(TEMPORARY_PREFIX) + r"ep(\d+)-")
 
 
 def make_directory(path: Path) -> None:
@@ -23,7 +26,12 @@ def make_directory(path: Path) -> None:
         return
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
-    flush_directory(path.parent)
+    try:
+        flush_directory(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):  # somebody else uses it already
+            path.rmdir()
+        raise
 
 
 def write_flushed(path: Path, data: bytes) -> None:
@@ -49,9 +57,15 @@ def flush_tree(root: Path) -> None:
         flush_directory(Path(directory))
 
 
-def write_once(path: Path, pieces: Iterable[bytes]) -> None:
+def temporary_name(epoch: int | None = None) -> str:
+    """For what is not complete yet, or no longer; ``epoch`` is that of the trainer that writes it."""
+    owner = "" if epoch is None else f"ep{epoch:06d}-"
+    return f"{TEMPORARY_PREFIX}{owner}{uuid.uuid4().hex}"
+
+
+def write_once(path: Path, pieces: Iterable[bytes], *, epoch: int | None = None) -> None:
     """Write a file that appears complete or not at all; FileExistsError if the name was ever used before."""
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+    temporary = path.with_name(temporary_name(epoch))
     try:
         with temporary.open("xb") as file:
             file.writelines(pieces)
@@ -59,15 +73,31 @@ def write_once(path: Path, pieces: Iterable[bytes]) -> None:
             os.fsync(file.fileno())
         # Unlike a rename, a link never replaces what another process wrote meanwhile.
         os.link(temporary, path)
+        try:
+            flush_directory(path.parent)
+        except OSError:  # who tries again must find the name free
+            path.unlink(missing_ok=True)
+            raise
     finally:
         temporary.unlink(missing_ok=True)
-    flush_directory(path.parent)
 
 
-def remove_unfinished(directory: Path) -> None:
-    """What writers that are no more have left half-written. One that still writes there fails."""
+def name_directory(source: Path, target: Path) -> None:
+    """Rename a flushed directory to the name that readers look for; where that cannot be flushed it has its old one."""
+    source.rename(target)
+    try:
+        flush_directory(target.parent)
+    except OSError:
+        target.rename(source)
+        raise
+
+
+def remove_unfinished(directory: Path, epoch: int) -> None:
+    """What trainers before ``epoch`` have left half-written. One of them that still writes there fails; a later one is
+    left alone, of which whoever asks this knows nothing if it was stopped meanwhile."""
     for entry in directory.iterdir() if directory.is_dir() else ():
-        if entry.name.startswith(TEMPORARY_PREFIX):
+        owner = _OWNER.match(entry.name)
+        if entry.name.startswith(TEMPORARY_PREFIX) and (owner is None or int(owner[1]) < epoch):
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -75,12 +105,17 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append ``line`` to a file of lines; one that does not fit on the disk leaves nothing behind."""
+    """To a file of lines."""
+    append(path, line + b"\n")
+
+
+def append(path: Path, data: bytes) -> None:
+    """To a file of records; one that does not fit on the disk leaves nothing behind."""
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
-            num_written = file.write(line + b"\n")
-            if num_written != len(line) + 1:
+            num_written = file.write(data)
+            if num_written != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError:
             os.truncate(path, size)

@@ -53,7 +53,8 @@ local function register(name, flags, callback)
   redis.register_function{function_name = "gspo_" .. name, callback = callback, flags = flags}
 end
 
--- Reads run on replicas too; what frees memory or renews a lease must run when memory is full.
+-- Reads run on replicas too. What frees memory or renews a lease must run when memory is full, and so must the little
+-- that a trainer says on its way to the next commit: nobody else frees what is full.
 local READS, FREES = {"no-writes"}, {"allow-oom"}
 
 register("version", READS, function(keys, args)

@@ -143,7 +143,7 @@ end)
 
 -- status, trainer token or "", now, given code ("" for none), its message, code and message on entering without a
 -- given one, "1" if terminal, the states it may be entered from -> 1, or 0 when the job was there already
-register("set_status", {}, function(keys, args)
+register("set_status", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local status, token, now, code, message, terminal = args[1], args[2], args[3], args[4], args[5], args[8] == "1"
   local current = redis.call("HGET", K.job, "status")
@@ -181,7 +181,7 @@ end)
 
 -- desired state, now, code and message for a job that is cancelled before any trainer has it, how it is to be
 -- cancelled ("" for another wish), terminal states
-register("set_desired_state", {}, function(keys, args)
+register("set_desired_state", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local desired, now, manner = args[1], args[2], args[5]
   local current, before, known_manner = unpack(redis.call("HMGET", K.job, "status", "desired_state", "cancel_manner"))
@@ -246,7 +246,7 @@ end
 -- token, trainer, token and beat that the caller saw stand still, now, reason code and message, how many attempts in a
 -- row may be without a new step, how many states follow in which an attempt counts, those, the states from which
 -- "starting" may be entered -> {epoch, attempt}, or nil when it is not to be had
-register("claim", {}, function(keys, args)
+register("claim", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local token, trainer, seen_token, seen_beat, now = args[1], args[2], args[3], args[4], args[5]
   local max_attempts, num_counting = tonumber(args[8]), tonumber(args[9])
@@ -293,8 +293,9 @@ register("beat_trainer", FREES, function(keys, args)
   return redis.call("HINCRBY", K.trainer, "beat", 1)
 end)
 
--- token, now, reason code and message for a job that goes back to the queue, the states from which it may
-register("release", {}, function(keys, args)
+-- token, now, code and message of what ended the attempt, reason code and message for a job that goes back to the queue,
+-- the states from which it may
+register("release", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local owner = redis.call("HGET", K.trainer, "token")
   if not owner or owner == "" then
@@ -306,10 +307,10 @@ register("release", {}, function(keys, args)
   redis.call("HSET", K.trainer, "token", "")
   -- Leaving in an orderly way is no failure.
   redis.call("HSET", K.job, "barren_attempts", 0)
-  end_attempt(K, args[2], "handed_over", "its trainer was asked to stop")
+  end_attempt(K, args[2], args[3], args[4])
   local status = redis.call("HGET", K.job, "status")
-  if contains(args, status, 5) then
-    enter(K, status, "queued", args[2], args[3], args[4])
+  if contains(args, status, 7) then
+    enter(K, status, "queued", args[2], args[5], args[6])
   else
     revise(K)
   end
@@ -317,7 +318,7 @@ register("release", {}, function(keys, args)
 end)
 
 -- token, now, code and message of the cause: an attempt that its own trainer ends, and that counts like a lost one
-register("end_attempt", {}, function(keys, args)
+register("end_attempt", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local owner = redis.call("HGET", K.trainer, "token")
   if not owner or owner == "" then
@@ -334,7 +335,7 @@ register("end_attempt", {}, function(keys, args)
   return 1
 end)
 
-register("raise_epoch", {}, function(keys, args)
+register("raise_epoch", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   if not owns(K, args[1]) then
     return refuse("FENCED", "epoch " .. args[2])
@@ -347,7 +348,7 @@ register("raise_epoch", {}, function(keys, args)
 end)
 
 -- token, step, version
-register("update_progress", {}, function(keys, args)
+register("update_progress", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   if not owns(K, args[1]) then
     return refuse("FENCED", "progress to step " .. args[2])

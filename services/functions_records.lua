@@ -15,7 +15,7 @@ local function refusal_to_write(K, token, what)
 end
 
 -- token or "", nonce, type, data as JSON -> event id; the same nonce is the same event
-register("add_event", {}, function(keys, args)
+register("add_event", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local refusal = refusal_to_write(K, args[1], "event " .. args[3])
   if refusal then
@@ -59,7 +59,7 @@ register("describe_environment", {}, function(keys, args)
 end)
 
 -- token, least value -> a version that was never handed out
-register("next_version", {}, function(keys, args)
+register("next_version", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   if not owns(K, args[1]) then
     return refuse("FENCED", "next version")
@@ -70,7 +70,7 @@ register("next_version", {}, function(keys, args)
 end)
 
 -- token, version, manifest
-register("publish_version", {}, function(keys, args)
+register("publish_version", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local token, name, manifest = args[1], args[2], args[3]
   local version = tonumber(name)
@@ -98,7 +98,7 @@ register("current_version", READS, function(keys, args)
 end)
 
 -- token or "", step, name, value, ...: values are kept as the text that the caller wrote, so none loses precision
-register("add_metrics", {}, function(keys, args)
+register("add_metrics", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local refusal = refusal_to_write(K, args[1], "metrics of step " .. args[2])
   if refusal then

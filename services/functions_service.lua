@@ -53,7 +53,7 @@ local function give_sign(K, kind, name)
 end
 
 -- kind ("engine", "trainer" or "worker"), id, record
-register("enlist", {}, function(keys, args)
+register("enlist", FREES, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
   redis.call("HSET", K[args[1] .. "s"], args[2], args[3])
   give_sign(K, args[1], args[2])
@@ -75,7 +75,7 @@ register("delist", FREES, function(keys, args)
 end)
 
 -- engine, new binding, binding that may be replaced ("" for none) -> 1, or 0 when another holds it
-register("bind_engine", {}, function(keys, args)
+register("bind_engine", FREES, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
   local held = redis.call("HGET", K.engine_bindings, args[1]) or ""
   if redis.call("HEXISTS", K.engines, args[1]) == 0 then
@@ -92,7 +92,7 @@ register("bind_engine", {}, function(keys, args)
 end)
 
 -- engine, binding, state: only who holds the binding may say how the engine is
-register("mark_engine", {}, function(keys, args)
+register("mark_engine", FREES, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
   if redis.call("HGET", K.engine_bindings, args[1]) ~= args[2] then
     return 0
@@ -102,7 +102,7 @@ register("mark_engine", {}, function(keys, args)
 end)
 
 -- engine, binding: only the binding that holds is taken away
-register("unbind_engine", {}, function(keys, args)
+register("unbind_engine", FREES, function(keys, args)
   local K = named(SERVICE_KEYS, keys)
   if redis.call("HGET", K.engine_bindings, args[1]) ~= args[2] then
     return 0

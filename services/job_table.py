@@ -8,6 +8,7 @@ written down there first. It does not know what a specification says.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -228,13 +229,15 @@ class JobTable:
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
         await self._functions.call("update_progress", job_keys(job), token, step, version)
 
-    async def claim(self, trainer: str) -> Claim | None:
+    async def claim(self, trainer: str, unfit: Callable[[str], str | None]) -> Claim | None:
         async with self._claiming:
             await self._ensure_rebuilt()
             for job in await self._open():
                 seen = await self._seen(job)
                 try:
-                    claim = None if seen is None else await self._claim(job, trainer, *seen)
+                    if seen is None or await self._is_left_to_others(job, unfit):
+                        continue
+                    claim = await self._claim(job, trainer, *seen)
                 except (Missing, JobNotFound, Fenced):
                     # The server was wiped between two of these calls: nobody has the job, perhaps soon somebody else.
                     self._unanswered.pop(job, None)
@@ -242,6 +245,17 @@ class JobTable:
                 if claim is not None:
                     return claim
         return None
+
+    async def _is_left_to_others(self, job: str, unfit: Callable[[str], str | None]) -> bool:
+        spec, desired = await self._redis.hmget(job_key(job, "job"), ["spec", "desired_state"])
+        problem = None if spec is None or desired == DesiredState.CANCELLED.encode() else unfit(spec.decode())
+        if problem is None:
+            return False
+        queued, entering = JobStatus.QUEUED, default_reason(JobStatus.QUEUED)
+        said = (str(queued), "", self._time(), "capacity", problem, entering.code, entering.message, 0)
+        with contextlib.suppress(Forbidden):  # it may be entered from nowhere: only the reason of a queued job changes
+            await self._functions.call("set_status", job_keys(job), *said)
+        return True
 
     async def _claim(self, job: str, trainer: str, seen_token: str | bytes, seen_beat: str | bytes) -> Claim | None:
         token = self._unanswered.setdefault(job, uuid4().hex)
@@ -290,12 +304,12 @@ class JobTable:
     async def beat(self, job: str, token: str) -> None:
         await self._functions.call("beat_trainer", job_keys(job), token)
 
-    async def release(self, job: str, token: str) -> None:
+    async def release(self, job: str, token: str, cause: StatusReason) -> None:
         reason = default_reason(JobStatus.QUEUED)
         await self._functions.call(
             "release",
             job_keys(job),
-            *(token, self._time(), reason.code, reason.message),
+            *(token, self._time(), cause.code, cause.message, reason.code, reason.message),
             *sources_of(JobStatus.QUEUED),
         )
         await self._written_down(job)

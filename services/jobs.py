@@ -97,7 +97,7 @@ _DEFAULT_REASONS = {
     JobStatus.QUEUED: ("waiting_for_workers", "no trainer has taken the job yet"),
     JobStatus.STARTING: ("loading_model", "a trainer has taken the job and loads the model"),
     JobStatus.RUNNING: ("waiting_for_trajectories", "episodes are running"),
-    JobStatus.PAUSING: ("user_paused", "the job drains and writes a checkpoint"),
+    JobStatus.PAUSING: ("user_paused", "the job pauses between two steps"),
     JobStatus.PAUSED: ("user_paused", "paused on request"),
     JobStatus.RESUMING: ("loading_model", "the job was resumed and gets ready"),
     JobStatus.CANCELLING: ("user_cancelled", "cancelled on request, not all is stopped yet"),
@@ -146,6 +146,15 @@ class StatusReason:
     """UTC, RFC 3339; set by the store: since when this code holds."""
 
 
+def fits(_spec: str) -> str | None:
+    """Why a trainer cannot train a job of this specification, where nobody says any."""
+    return None
+
+
+HANDED_OVER = StatusReason("handed_over", "its trainer was asked to stop")
+"""Why an attempt ended, where nothing else is said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One trainer's ownership of a job."""
@@ -156,8 +165,8 @@ class Attempt:
     began_at: str
     ended_at: str | None = None
     code: str | None = None
-    """What ended it: ``trainer_lost``, ``rank_lost``, ``handed_over``, ``no_progress``, or the reason of the job's
-    end."""
+    """What ended it: ``trainer_lost``, ``rank_lost``, ``handed_over``, ``no_progress``, ``data_unreadable``,
+    ``redis_unavailable``, ``disk_full``, or the reason of the job's end."""
     message: str | None = None
     step: int | None = None
     """Where the job was then."""

@@ -6,14 +6,51 @@ only reads, our functions and single idempotent commands go through it. It start
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import BusyLoadingError, ConnectionError, TimeoutError
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TimeoutError,
+    TryAgainError,
+)
 
 SOCKET_TIMEOUT_S = 10.0
 # A blocked read that lasts as long as the timeout of its socket is taken for a lost reply.
 MAX_BLOCK_MS = 5000
+_NOT_NOW = (
+    *(ConnectionError, TimeoutError, OutOfMemoryError, ReadOnlyError),
+    *(ClusterDownError, MasterDownError, TryAgainError),
+)
+# Of errors that the client library has no class for: what it was asked is refused beside a full disk, without replicas,
+# while another script runs.
+_NOT_NOW_WORDS = ("MISCONF", "NOREPLICAS", "BUSY")
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether Redis cannot be reached, or answers and refuses for a while: its memory is full, it is a replica now."""
+    if isinstance(error, _NOT_NOW):
+        return True
+    return isinstance(error, ResponseError) and str(error).partition(" ")[0] in _NOT_NOW_WORDS
+
+
+@contextlib.contextmanager
+def unless_away() -> Iterator[None]:
+    """Leaves the block when Redis is away, and says nothing."""
+    try:
+        yield
+    except Exception as error:
+        if not is_away(error):
+            raise
 
 
 def connect(url: str, *, max_connections: int = 512) -> redis.asyncio.Redis:

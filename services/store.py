@@ -27,6 +27,7 @@ from services.functions import Functions
 from services.job_directory import JobDirectory
 from services.job_table import JobTable
 from services.jobs import (
+    HANDED_OVER,
     Attempt,
     CancelManner,
     Claim,
@@ -38,6 +39,7 @@ from services.jobs import (
     JobNotFound,
     JobStatus,
     StatusReason,
+    fits,
 )
 from services.keys import job_key, job_keys
 from services.leases import BeatWatch
@@ -175,21 +177,25 @@ class Store:
 
     # The trainer's lease on a job
 
-    async def claim_job(self, trainer: str) -> Claim | None:
+    async def claim_job(self, trainer: str, *, unfit: Callable[[str], str | None] = fits) -> Claim | None:
         """A job that waits, or whose trainer's beat stood still for a whole lease; None when there is none.
+
+        ``unfit`` says of a specification why this trainer cannot train it: it is left to others, and told so while it
+        is queued. Say the same on all trainers. Whoever comes may end what its user has cancelled.
 
         Idle trainers call this at least twice per lease: a beat must be watched before it counts as standing still.
         A taken-over job has one attempt and one epoch more, and starts again, unless it is paused or cancelling.
         """
-        return await self._jobs.claim(trainer)
+        return await self._jobs.claim(trainer, unfit)
 
     async def beat_trainer(self, job: str, token: str) -> None:
         """Renew the lease, at least every fifth of its length. Raises Fenced."""
         await self._jobs.beat(job, token)
 
-    async def release_job(self, job: str, token: str) -> None:
-        """Give the job up in an orderly way: another trainer may claim it at once. Raises Fenced."""
-        await self._jobs.release(job, token)
+    async def release_job(self, job: str, token: str, cause: StatusReason = HANDED_OVER) -> None:
+        """Give the job up in an orderly way: another trainer may claim it at once, and the attempt does not count.
+        ``cause`` is listed with it. Raises Fenced."""
+        await self._jobs.release(job, token, cause)
 
     async def end_attempt(self, job: str, token: str, cause: StatusReason) -> None:
         """Give the job up because this attempt failed: it counts, and its cause is listed. Raises Fenced."""

@@ -16,17 +16,17 @@ import os
 import re
 import shutil
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from gspo_core.types import InvalidValue, WeightFile, WeightsManifest
 from services.durable import (
     TEMPORARY_PREFIX,
-    flush_directory,
     flush_tree,
     make_directory,
+    name_directory,
     remove_unfinished,
+    temporary_name,
     write_flushed,
 )
 
@@ -71,7 +71,7 @@ class WeightStore:
         if os.path.lexists(target):
             raise VersionExists(f"{target} exists; versions are written once")
         make_directory(self._root)
-        temporary = self._root / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        temporary = self._root / temporary_name(epoch)
         temporary.mkdir()
         try:
             save(temporary)
@@ -84,7 +84,6 @@ class WeightStore:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        flush_directory(self._root)
         return manifest
 
     def versions(self) -> list[int]:
@@ -132,16 +131,16 @@ class WeightStore:
         removed = [version for version in self.versions() if version not in keep and version < newest]
         for version in removed:
             # Renamed first, so that nobody sees a half-removed version.
-            doomed = self._root / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+            doomed = self._root / temporary_name()
             with contextlib.suppress(FileNotFoundError):  # another trainer was faster
                 self.path(version).rename(doomed)
                 shutil.rmtree(doomed)
         self._sweep()
         return removed
 
-    def remove_unfinished(self) -> None:
-        """For who has taken the job over: those before it have lost it."""
-        remove_unfinished(self._root)
+    def remove_unfinished(self, epoch: int) -> None:
+        """For who has taken the job over as ``epoch``: those before it have lost it."""
+        remove_unfinished(self._root, epoch)
 
     def _sweep(self) -> None:
         if not self._root.is_dir():
@@ -189,7 +188,7 @@ def _problem(path: Path, expected: WeightFile) -> str | None:
 def _rename_once(source: Path, target: Path) -> None:
     # A directory replaces an empty one without complaint, but a version is never empty: it holds its manifest.
     try:
-        source.rename(target)
+        name_directory(source, target)
     except OSError as error:
         if os.path.lexists(target):
             raise VersionExists(f"{target} was written by another process meanwhile") from error

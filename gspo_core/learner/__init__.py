@@ -4,7 +4,7 @@ Read `training` first; below it `policy_model` (`model_directory`, `attention`, 
 `optimizer`, `ranks` and `state`. Outside, `Learner` is all there is; what a user may set is `gspo_core.learner_config`.
 """
 
-from gspo_core.learner.state import UnknownFormat
+from gspo_core.learner.state import UnknownFormat, check_state
 from gspo_core.learner.training import Copy, Counters, Learner
 
-__all__ = ["Copy", "Counters", "Learner", "UnknownFormat"]
+__all__ = ["Copy", "Counters", "Learner", "UnknownFormat", "check_state"]

@@ -143,6 +143,13 @@ def read_state(directory: Path, rank: int, num_ranks: int) -> tuple[dict[str, An
         }
 
 
+def check_state(directory: Path) -> None:
+    """Raises InvalidState where a file, of whichever rank, is not what was written. Reads all of them."""
+    manifest = _read_manifest(directory)
+    for rank in range(manifest["num_ranks"]):
+        _checked_shard(directory, manifest, rank)
+
+
 def _is_whole(name: str) -> bool:
     """Whether every rank has all of it."""
     return name.startswith(("random/", "optimizer/step/"))

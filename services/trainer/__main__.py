@@ -11,12 +11,13 @@ import os
 import signal
 import socket
 import sys
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+from pydantic import ValidationError
 
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
@@ -47,6 +48,10 @@ from services.trainer.wandb_run import WandbRun, require_wandb
 from services.trainer.weight_transport import FromDisk, ThroughGroup, WeightTransport
 from services.trainer.worker import TrainerWorker
 from services.weights import WeightStore
+
+
+class NoSuchDevice(RuntimeError):
+    """A job wants another kind of device than this trainer has."""
 
 
 async def lead(place: Place, stop: asyncio.Event) -> None:
@@ -122,6 +127,7 @@ async def train(settings: Settings, stop: asyncio.Event, place: Place, followers
                 lease_s=settings.lease_s,
                 capabilities=capabilities() | {"num_ranks": place.num_ranks},
                 check=followers.check if followers is not None else lambda: None,
+                unfit=unfit,
             )
             async with Health(settings.health_file, stop) as health:
                 health.is_ready = True
@@ -188,6 +194,18 @@ def capabilities() -> dict[str, Any]:
     }
 
 
+@lru_cache(maxsize=1000)
+def unfit(spec: str) -> str | None:
+    """Why this trainer cannot train a job of this specification."""
+    try:
+        device_for(JobSpec.model_validate_json(spec))
+    except NoSuchDevice as error:
+        return str(error)
+    except ValidationError:
+        return None  # whoever claims it says what is wrong
+    return None
+
+
 def listeners(settings: Settings, job_dir: Path, spec: JobSpec) -> list[WandbRun]:
     """Who is told every number, besides the store and the files of the job."""
     if settings.wandb_project is None:
@@ -224,7 +242,7 @@ def make_transport(spec: JobSpec) -> WeightTransport:
 def device_for(spec: JobSpec) -> str:
     wanted, has_gpu = spec.resources.device, torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
-        raise RuntimeError("resources.device is cuda, but the trainer that took the job has no GPU")
+        raise NoSuchDevice("resources.device is cuda: it waits for a trainer that has a GPU")
     return "cuda" if has_gpu and wanted != "cpu" else "cpu"
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from redis.exceptions import OutOfMemoryError
+
 from gspo_core.staleness import groups_admissible
 from gspo_core.types import Split
 from services.bus import Bus, Full
@@ -17,6 +19,7 @@ from services.trainer.lineage import Lineage
 from services.trainer.tasks import TaskSchedule
 from services.trainer.tuning import Tuning
 
+RETRY_S = 2.0
 # Of an encoded segment: id, log-prob and mask of a token, and its share of the header.
 BYTES_PER_TOKEN = 10
 
@@ -36,6 +39,7 @@ class Admission:
         budget_bytes: int | None,
         is_over: Callable[[], bool],
         engines_hold_newest: Callable[[], Awaitable[None]],
+        alert: Callable[[str, str], Awaitable[None]],
     ) -> None:
         self._bus = bus
         self._claim = claim
@@ -46,6 +50,7 @@ class Admission:
         """Whether nothing new is to be started any more."""
         self._engines_hold_newest = engines_hold_newest
         """Waited for where tokens may not be stale at all."""
+        self._alert = alert
         self._admitting = asyncio.Lock()
         self.dispatched_steps: dict[int, int] = {}
         """Of open groups: the step whose weights were published when it was dispatched by this process."""
@@ -58,7 +63,7 @@ class Admission:
     async def dispatch_again(self) -> None:
         """Groups that the lineage owes; those that are still in the queue stay as they are."""
         for group in list(self._lineage.owed()):
-            await self._dispatch(group)
+            await self._dispatch_when_there_is_room(group)
 
     def forget(self, groups: list[int]) -> None:
         """They are settled."""
@@ -81,15 +86,35 @@ class Admission:
             await self._engines_hold_newest()
         for _ in range(min(allowed, still_needed)):
             try:
-                await self._dispatch(lineage.num_dispatched, self._budget_bytes())
-            except Full:
+                if self._holds_a_step():
+                    await self._dispatch(lineage.num_dispatched, self._max_bytes)
+                else:
+                    await self._dispatch_when_there_is_room(lineage.num_dispatched)
+            except (Full, OutOfMemoryError):
                 break
             lineage.num_dispatched += 1
 
-    def _budget_bytes(self) -> int | None:
+    def _holds_a_step(self) -> bool:
         """A step's worth of groups is always admitted: with less the job would wait for ever."""
-        num_open = sum(1 for _ in self._lineage.owed())
-        return None if num_open < self._tuning.spec.groups_per_step else self._max_bytes
+        return sum(1 for _ in self._lineage.owed()) >= self._tuning.spec.groups_per_step
+
+    async def _dispatch_when_there_is_room(self, group: int) -> None:
+        """In the server's memory, which others may have filled."""
+        is_told = False
+        while True:
+            try:
+                await self._dispatch(group)
+            except OutOfMemoryError as error:
+                if not is_told:
+                    await self._alert(
+                        "redis_full", f"no room for group {group}: the job goes on when there is ({error})"
+                    )
+                is_told = True
+                await asyncio.sleep(RETRY_S)
+            else:
+                if is_told:
+                    await self._alert("redis_has_room", f"group {group} was started")
+                return
 
     async def _dispatch(self, group: int, budget_bytes: int | None = None) -> None:
         spec, task = self._tuning.spec, self.schedule.task(group)

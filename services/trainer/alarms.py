@@ -25,7 +25,7 @@ class RunAlarm(StrEnum):
     NO_PROGRESS = "no_progress"
 
 
-# What the job was like when it began: the mean of so many first steps.
+# What the job was like when it began: the mean of the first so many steps that were reported.
 BASELINE_STEPS = 5
 # Of that, what must be left.
 MIN_SHARE_LEFT = 0.1
@@ -79,12 +79,16 @@ class Alarms:
         return self._patience.ripe([*of_the_loss, *group_alarms(metrics), *found])
 
     def _note(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if 1 <= step <= BASELINE_STEPS and "reward/std" in metrics:
-            self._first[step] = {name: float(metrics[name]) for name in _COMPARED if name in metrics}
+        """Of the first steps that were reported: one whose trainer was lost before it reported it never is."""
+        if step < 1 or "reward/std" not in metrics:
+            return
+        self._first[step] = {name: float(metrics[name]) for name in _COMPARED if name in metrics}
+        for later in sorted(self._first)[BASELINE_STEPS:]:
+            del self._first[later]
 
     def _at_first(self, step: int) -> Mapping[str, float]:
         """Empty until the job is old enough to be compared with its beginning."""
-        if step <= BASELINE_STEPS or len(self._first) < BASELINE_STEPS:
+        if step in self._first or len(self._first) < BASELINE_STEPS:
             return {}
         return {name: sum(one.get(name, 0.0) for one in self._first.values()) / len(self._first) for name in _COMPARED}
 

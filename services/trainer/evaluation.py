@@ -78,14 +78,36 @@ class Evaluator:
         return groups
 
     async def _collect(self, numbers: list[int], step: int, version: int) -> None:
-        groups = await self._intake.wait_for(Split.EVAL, len(numbers), among=numbers)
-        await self._bus.commit(self._claim.job_id, self._claim.token, step, numbers, reason="evaluated")
+        groups = await self._played(numbers, step)
+        played = [group.group for group in groups]
+        lost = sorted(set(numbers) - set(played))
+        for some, reason in ((played, "evaluated"), (lost, "dropped_unreadable")):
+            if some:
+                await self._bus.commit(self._claim.job_id, self._claim.token, step, some, reason=reason)
         self._intake.forget(numbers)
         metrics = group_metrics(groups)
         record = {"step": step, "version": version, **version_range(groups), **metrics}
         await self._report(step, metrics)
         await self._store.add_event(self._claim.job_id, "evaluation", record, token=self._claim.token)
         get_logger().info("evaluation", **record)
+
+    async def _played(self, numbers: list[int], step: int) -> list[Group]:
+        """Those that can be read, when all have ended: one with a segment of another release never becomes complete."""
+        while True:
+            num_segments = self._intake.num_segments
+            groups = await self._intake.complete(Split.EVAL, among=numbers)
+            if len(groups) == len(numbers):
+                return groups
+            lost = await self._intake.unreadable(among=numbers)
+            if len(groups) + len(lost) == len(numbers):
+                await self._tell_of(lost, step)
+                return groups
+            await self._intake.progress(num_segments)
+
+    async def _tell_of(self, lost: list[int], step: int) -> None:
+        message = f"{len(lost)} of the held-out groups cannot be read: {'; '.join(self._intake.refusals.values())}"
+        data = {"step": step, "kind": "segment_refused", "message": message}
+        await self._store.add_event(self._claim.job_id, "alert", data, token=self._claim.token)
 
 
 def version_range(groups: list[Group]) -> dict[str, int]:

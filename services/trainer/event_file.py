@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from services.durable import append
+
 # Reflected polynomial of CRC-32C, which the framing uses.
 _POLYNOMIAL = 0x82F63B78
 _MASK_DELTA = 0xA282EAD8
@@ -44,13 +46,12 @@ class EventFile:
         self._now = now
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        is_new = not self._path.exists()
+        is_new = not self._path.exists() or not self._path.stat().st_size
         self._path.parent.mkdir(parents=True, exist_ok=True)
         records = [_event(self._now(), 0, _text(3, _FILE_VERSION))] if is_new else []
         values = b"".join(_text(1, _text(1, name.encode()) + _float(2, value)) for name, value in scalars.items())
         records.append(_event(self._now(), step, _text(5, values)))
-        with self._path.open("ab") as file:
-            file.write(b"".join(map(_framed, records)))
+        append(self._path, b"".join(map(_framed, records)))
 
 
 def _framed(record: bytes) -> bytes:

@@ -2,7 +2,8 @@
 
 The rule kept here: all ranks do the same calls in the same order, so that the collective ones inside meet. One thread
 says them all; each is over when every rank has answered. When a rank has done something else than the others, or is
-gone, nothing can be computed together any more: ``RanksLost``, and all processes are to be started again.
+gone, or what they compute together did not come about, nothing can be computed together any more: ``RanksLost``, and
+all processes are to be started again. Only what all say alike of the work itself is an answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 from services.telemetry import get_logger
 from services.trainer.failure import AttemptFailed
 from services.trainer.rank_calls import COMMANDS, Beat, Call, End, Look, Write, encode
-from services.trainer.rank_lines import COLLECTIVE_TIMEOUT_S, Line, Problem
+from services.trainer.rank_lines import COLLECTIVE_TIMEOUT_S, Line, Problem, is_of_the_lines
 
 T = TypeVar("T")
 # Others that hear nothing for ``PATIENCE_S`` take the first rank for lost.
@@ -64,7 +65,7 @@ class Followers:
         """``own`` on this rank while the others do what ``call`` says; its result.
 
         Where it is not done ``together``, a rank that cannot leaves the others as they are: its problem is raised here
-        as a ValueError.
+        as a ValueError, or as an OSError if its system said so.
         """
         done: Future[T] = Future()
         self.check()
@@ -155,12 +156,14 @@ class Followers:
         except RuntimeError as error:
             raise self._lose(f"a rank is gone: {failure or error}") from (failure or error)
         problems = {rank: problem for rank, problem in answers.items() if problem is not None}
-        if failure is not None and (not together or len(problems) == len(answers)):
+        is_alike = len(problems) == len(answers) and not any(one.is_of_the_lines for one in problems.values())
+        if failure is not None and (not together or (is_alike and not is_of_the_lines(failure))):
             raise failure  # alike on all ranks, or of no consequence to them
         if failure is not None:
             raise self._lose(f"rank 0 on {socket.gethostname()} alone: {failure}") from failure
         if problems and not together:
-            raise ValueError(_told(problems))
+            numbers = [one.errno for one in problems.values() if one.errno is not None]
+            raise OSError(numbers[0], _told(problems)) if numbers else ValueError(_told(problems))
         if problems:
             raise self._lose(_told(problems))
         return result

@@ -64,11 +64,20 @@ class Problem(msgspec.Struct, frozen=True):
     kind: str
     message: str
     errno: int | None = None
+    is_of_the_lines: bool = False
+    """It says nothing of what was asked: the others could not be reached in time, on this rank or on all."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
         number = error.errno if isinstance(error, OSError) else None
-        return cls(type(error).__name__, str(error)[:_MAX_MESSAGE], number)
+        return cls(type(error).__name__, str(error)[:_MAX_MESSAGE], number, is_of_the_lines(error))
+
+
+def is_of_the_lines(error: BaseException) -> bool:
+    """Whether ranks could not reach each other. gloo says that by RuntimeErrors that name its own source files."""
+    if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+        return True
+    return error.__cause__ is not None and is_of_the_lines(error.__cause__)
 
 
 class Line:

@@ -1,7 +1,7 @@
 """A learner of which every rank holds a part, behind the calls of a whole one.
 
 The rule kept here: what is asked of it on the first rank is announced to the others before the first rank takes part,
-and nothing of the model is held whole by any rank. It decides nothing about when.
+and once it is built no rank holds the model whole. It decides nothing about when.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where a trainer goes on: the newest intact checkpoint of the run so far, and what was logged after it trained again.
 
 The rule kept here: it reads files alone, and whatever it passes over it says. What is damaged is passed over for the
-next older one, whose logs lead to the same weights; what a dead epoch wrote never counts; what another release wrote
-is refused, because going on without it would quietly throw the run away.
+next older one, whose logs lead to the same weights; what a dead epoch wrote never counts; what another release wrote,
+or what cannot be read just now, is no damage, because going on without it would quietly throw the run away.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from gspo_core.learner import UnknownFormat as UnknownState
 from gspo_core.staleness import Position, in_history
 from services.batch_log import BatchLog, UnknownLogSchema
 from services.telemetry import get_logger
-from services.trainer.checkpoints import CheckpointStore, UnknownFormat
-from services.trainer.failure import JobFailure
+from services.trainer.checkpoints import LOST, CheckpointStore, DamagedRecord, UnknownFormat
+from services.trainer.failure import AttemptFailed, JobFailure
 from services.trainer.lineage import Lineage
 from services.trainer.ranked_learner import AnyLearner
 from services.trainer.replay import replay
@@ -52,19 +52,23 @@ def recover(
     *,
     checkpoint_every: int | None = None,
 ) -> Recovered:
-    """Bring ``learner`` to where the epochs before ``epoch`` have come. Raises JobFailure.
+    """Bring ``learner`` to where the epochs before ``epoch`` have come. Raises JobFailure, AttemptFailed.
 
     A way of more than ``checkpoint_every`` steps is saved in between, under the names that these steps have: trainers
     that are lost more often than it takes to go all of it would else begin it for ever.
     """
-    forks = checkpoints.forks()
     found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
     try:
+        forks = checkpoints.forks()
         _load(found, learner, checkpoints, max(forks, default=epoch), forks)
         keep = _Keeping(found, learner, checkpoints, checkpoint_every)
         found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning, keep)
     except (UnknownFormat, UnknownState, UnknownLogSchema) as error:
         raise JobFailure("incompatible_release", str(error)) from error
+    except DamagedRecord as error:
+        raise JobFailure("data_damaged", str(error)) from error
+    except OSError as error:
+        raise AttemptFailed("data_unreadable", f"{error}: it may be whole, so nothing is passed over for it") from error
     if problem:
         _remark(found, "batch_log_damaged", f"{problem}; the groups of that step and of those after it are played anew")
     return found
@@ -96,10 +100,16 @@ def _load(
     newest_epoch: int,
     forks: Mapping[int, Position],
 ) -> None:
-    def skipped(path: Path, problem: str) -> None:
-        _remark(found, "checkpoint_skipped", f"{path.name} is passed over: {problem}")
+    # Looked for anew each time: a trainer that does not know yet that it has lost the job may remove old ones for new.
+    tried, told = set[Position](), set[str]()
 
-    for checkpoint in checkpoints.newest_first(skipped):
+    def skipped(path: Path, problem: str) -> None:
+        if path.name not in told:
+            told.add(path.name)
+            _remark(found, "checkpoint_skipped", f"{path.name} is passed over: {problem}")
+
+    while checkpoint := next((one for one in checkpoints.newest_first(skipped) if one.position not in tried), None):
+        tried.add(checkpoint.position)
         if not in_history(checkpoint.position, newest_epoch, forks):
             skipped(checkpoint.learner_dir.parent, "a trainer wrote it that had lost the job")
             continue
@@ -107,7 +117,9 @@ def _load(
             learner.load_state(checkpoint.learner_dir)
         except UnknownState:
             raise
-        except ValueError as error:
+        except (ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in LOST:
+                raise
             skipped(checkpoint.learner_dir.parent, str(error))
             continue
         found.lineage, found.saved = checkpoint.lineage, checkpoint.position

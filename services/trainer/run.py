@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_core.learner import check_state
 from gspo_core.objective import Alarm
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
@@ -77,6 +78,10 @@ class Services:
     """Who is told every number, besides the store and the files of the job."""
 
 
+class PauseWanted(Exception):
+    """The job is to pause before a batch is there."""
+
+
 class WoundUp(Exception):
     """A cancelled job has nothing more to train, or this trainer is to train no more of it."""
 
@@ -92,8 +97,12 @@ class JobRun:
     """Its trainer was asked to hand it over."""
     has_left = False
     """It was saved at a step boundary, for another trainer."""
+    is_pause_wanted = False
+    """As far as its worker has seen; while a batch is waited for the job pauses at once."""
     _is_stepping = False
     """In the loop of steps, where it can end in order."""
+    _is_recovering = True
+    """On the way to where the trainers before have come."""
     _is_held = False
     """Its user has paused it."""
 
@@ -124,6 +133,7 @@ class JobRun:
             budget_bytes=services.budget_bytes,
             is_over=lambda: self.cancelled is not None,
             engines_hold_newest=lambda: services.engines.wait_for(self._newest),
+            alert=self._alert,
         )
         self._taking = Taking(
             claim,
@@ -163,7 +173,8 @@ class JobRun:
 
     def wind_up(self, manner: CancelManner) -> bool:
         """Ask a cancelled job to end in order. False: there is nothing to keep, it may be ended where it is."""
-        if manner is CancelManner.NOW or not (self._is_stepping or self.cancelled):
+        owes_a_checkpoint = manner.saves and self._is_recovering and self._claim.attempt > 1
+        if manner is CancelManner.NOW or not (self._is_stepping or self.cancelled or owes_a_checkpoint):
             return False
         self.cancelled = manner
         return True
@@ -208,6 +219,9 @@ class JobRun:
     async def _train_with(self, learner: AnyLearner) -> None:
         services, spec, status = self._services, self._spec, self._services.status
         await self._resume(learner)
+        self._is_recovering = False
+        if self.cancelled is not None:  # what was trained is to be kept, and nothing else is wanted
+            return
         self._ages.recall(await services.store.versions(self._job))
         await self._hold(learner)
         await self._publish(await asyncio.to_thread(learner.copy_weights), self._held.version, self._lineage.step)
@@ -233,11 +247,11 @@ class JobRun:
     async def _loop(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         services, status = self._services, self._services.status
         num_engines = self._spec.resources.num_engines
+        await self._taking.commit_again()
         await services.engines.wait_for(self._newest, num_engines=num_engines, explain=status.explain)
         await status.started()
         if not await self._is_over(learner):
             await evaluator.play(self._lineage.step, self._newest.version)
-        await self._taking.commit_again()
         await self._admission.dispatch_again()
         await self._admission.admit()
         self._is_stepping = True
@@ -261,16 +275,17 @@ class JobRun:
             self._is_held = False
             if was_held:
                 continue
-            await self._step(learner)
-            await self._after_step(learner, evaluator)
+            with contextlib.suppress(PauseWanted):
+                await self._step(learner)
+                await self._after_step(learner, evaluator)
 
     async def _is_over(self, learner: AnyLearner) -> bool:
         """At a step boundary: what the user has changed holds from here on, and may end the job. Raises WoundUp."""
         job = await self._services.store.get_job(self._job)
         if self._tuning.version != job.settings_version:
             await self._publishing.finish()  # a condition that is new looks at what has been reported
-        if self._tuning.version != job.settings_version and self._tuning.apply(
-            learner, job.settings_version, job.settings
+        if self._tuning.version != job.settings_version and await asyncio.to_thread(
+            self._tuning.apply, learner, job.settings_version, job.settings
         ):
             data = {"step": self._lineage.step + 1, **self._tuning.logged()}
             await self._services.store.add_event(self._job, "settings.applied", data, token=self._claim.token)
@@ -285,6 +300,8 @@ class JobRun:
         self._leave_if_wound_up()
         self._publishing.check()
         self._saving.check()
+        if self.is_pause_wanted and self.cancelled is None:
+            raise PauseWanted
 
     def _leave_if_wound_up(self) -> None:
         if self.is_leaving:
@@ -317,13 +334,14 @@ class JobRun:
         self._saved_step = found.saved.step or -1
         await self._disk.write("the record of this attempt", services.checkpoints.begin_epoch, epoch, found.reached)
         for store in (services.batch_log, services.weights):
-            await asyncio.to_thread(store.remove_unfinished)
+            await asyncio.to_thread(store.remove_unfinished, epoch)
         self._ages.forks = await asyncio.to_thread(services.checkpoints.forks)
         for remark in found.remarks:
             await self._alert(remark.kind, remark.message)
         if found.reached != found.saved:
             # Else whoever is lost after us would train all of it once more, and the last step would never be saved.
             await self._checkpoint(learner)
+            await self._saving.finish()
 
     async def _step(self, learner: AnyLearner) -> None:
         clock = self._services.clock
@@ -384,7 +402,8 @@ class JobRun:
     async def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {f"eval/{name}": value for name, value in metrics.items()}
         self._stopping.note(step, values)
-        await self._reports.evaluation(step, values)
+        what = f"the evaluation of step {step}"
+        await self._disk.wait_for_room(what, lambda: self._reports.evaluation(step, values))
 
     async def _after_step(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         step, spec = self._lineage.step, self._spec
@@ -410,14 +429,14 @@ class JobRun:
         await self._disk.write(
             f"the checkpoint of step {position.step}", checkpoints.write, position, lineage, state.write
         )
-        await asyncio.to_thread(checkpoints.collect, self._spec.checkpoints.keep)
-        await asyncio.to_thread(self._collect_batches)
+        step = await asyncio.to_thread(checkpoints.collect, self._spec.checkpoints.keep, check_state)
+        await asyncio.to_thread(self._collect_batches, step)
         data = {"step": position.step, "epoch": position.epoch}
         await self._services.store.add_event(self._job, "checkpoint", data, token=self._claim.token)
 
-    def _collect_batches(self) -> None:
-        log, oldest = self._services.batch_log, self._services.checkpoints.newest_first()[-1].position
-        keep = retained(log.steps(), oldest, self._spec.checkpoints.keep_batches)
+    def _collect_batches(self, after_step: int) -> None:
+        log = self._services.batch_log
+        keep = retained(log.steps(), after_step, self._spec.checkpoints.keep_batches)
         log.collect(keep)
         TrainedLog(self._services.metrics_path.parent).collect(keep)
 

@@ -22,6 +22,7 @@ from services.trainer.lineage import Lineage
 from services.trainer.parity import Held, Learner, ParityGate
 from services.trainer.selection import Selection, nothing_to_train, refusal
 from services.trainer.status import JobStatusBoard
+from services.trainer.tasks import FIRST_EVAL_GROUP
 from services.trainer.tuning import Tuning
 
 # So many batches' worth of groups dropped one after the other: what comes next would be no better.
@@ -152,12 +153,15 @@ class Taking:
         self._admission.forget(groups)
 
     async def commit_again(self) -> None:
-        """What was logged leaves the queue: the trainer before may have died between the log and the commit."""
-        job = self._claim.job_id
-        left = [group for group in await self._bus.open_groups(job) if self._lineage.is_settled(group)]
-        if left:
-            await self._bus.commit(job, self._claim.token, self._lineage.step, left)
-            self._intake.forget(left)
+        """What was logged leaves the queue: the trainer before may have died between the log and the commit. So do the
+        rounds of evaluation that it has begun, whose answers nobody waits for."""
+        job, found = self._claim.job_id, await self._bus.open_groups(self._claim.job_id)
+        orphans = [group for group in found if group >= FIRST_EVAL_GROUP]
+        settled = [group for group in found if self._lineage.is_settled(group)]
+        for left, reason in ((settled, "trained"), (orphans, "dropped_trainer_lost")):
+            if left:
+                await self._bus.commit(job, self._claim.token, self._lineage.step, left, reason=reason)
+                self._intake.forget(left)
 
     async def discard(self) -> None:
         """At the end of a job: what nobody will train any more leaves Redis."""

@@ -17,6 +17,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from services.jobs import (
+    HANDED_OVER,
     TRANSITIONS,
     Attempt,
     CancelManner,
@@ -30,6 +31,7 @@ from services.jobs import (
     JobStatus,
     StatusReason,
     default_reason,
+    fits,
     new_job_id,
 )
 from services.keys import check_job_id
@@ -195,11 +197,15 @@ class TwinJobs:
 
     # The trainer's lease
 
-    async def claim_job(self, trainer: str) -> Claim | None:
+    async def claim_job(self, trainer: str, *, unfit: Callable[[str], str | None] = fits) -> Claim | None:
         for name in sorted(self._world.jobs):
             job = self._world.jobs[name]
             is_idle = job.desired_state is DesiredState.PAUSED and job.status in (JobStatus.QUEUED, JobStatus.PAUSED)
             if job.finished_at is not None or not self._is_free(name, job) or is_idle:
+                continue
+            if job.desired_state is not DesiredState.CANCELLED and (problem := unfit(job.spec)) is not None:
+                if job.status is JobStatus.QUEUED:
+                    await self.set_status(name, JobStatus.QUEUED, reason=StatusReason("capacity", problem))
                 continue
             if await self._is_given_up(name, job):
                 continue
@@ -232,13 +238,13 @@ class TwinJobs:
     async def beat_trainer(self, job: str, token: str) -> None:
         self._owned(job, token, "beat of the trainer").beat += 1
 
-    async def release_job(self, job: str, token: str) -> None:
+    async def release_job(self, job: str, token: str, cause: StatusReason = HANDED_OVER) -> None:
         found = self._world.jobs.get(job)
         if found is None or not found.trainer:
             return
         self._owned(job, token, "release of the job")
         found.trainer, found.barren_attempts = "", 0
-        self._end_attempt(found, StatusReason("handed_over", "its trainer was asked to stop"))
+        self._end_attempt(found, cause)
         if JobStatus.QUEUED in TRANSITIONS[found.status]:
             await self._enter(found, JobStatus.QUEUED, default_reason(JobStatus.QUEUED))
 

@@ -425,7 +425,7 @@ class TestReplay:
         assert self.steps(Position(1, 8), 1, [*self.FOUND, (4, 9)]) == [(1, 9)]
 
     def test_kept_is_what_a_replay_needs_and_the_newest(self) -> None:
-        assert retained(self.FOUND, Position(1, 7), 1) == {(1, 8), (1, 9), (2, 8)}
-        assert retained(self.FOUND, Position(2, 8), 3) == {(1, 9), (2, 7), (2, 8)}
-        assert retained(self.FOUND, Position(2, 9), 0) == set()
-        assert retained([], Position(1, 1), 5) == set()
+        assert retained(self.FOUND, 7, 1) == {(1, 8), (1, 9), (2, 8)}
+        assert retained(self.FOUND, 8, 3) == {(1, 9), (2, 7), (2, 8)}
+        assert retained(self.FOUND, 9, 0) == set()
+        assert retained([], 1, 5) == set()

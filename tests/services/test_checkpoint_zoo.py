@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from gspo_core import codec
-from gspo_core.learner import Learner, state
+from gspo_core.learner import Learner, check_state, state
 from gspo_core.staleness import Position
 from services import batch_log
-from services.batch_log import BatchLog, LoggedBatch
+from services.batch_log import BatchLog, LoggedBatch, retained
 from services.trainer import checkpoints
 from services.trainer.checkpoints import CheckpointStore
-from services.trainer.failure import JobFailure
+from services.trainer.failure import AttemptFailed, JobFailure
 from services.trainer.lineage import Lineage
 from services.trainer.recovery import Recovered, recover
 from services.trainer.replay import train_again
@@ -103,6 +105,90 @@ def test_a_damaged_one_is_passed_over_and_the_logs_lead_to_the_same_weights(
     assert NEWEST in found.remarks[0].message
     assert fingerprint(learner) == whole[1][4]
     assert list(found.lineage.owed()) == [4, 5, 6, 7]
+
+
+def test_a_number_that_was_changed_is_damage_although_all_can_be_read(job_dir: Path, model_dir: Path) -> None:
+    path = job_dir / "checkpoints" / NEWEST / "checkpoint.json"
+    record = json.loads(path.read_text())
+    record["lineage"]["num_dropped"] += 1
+    path.write_text(json.dumps(record, indent=1))
+    found, _ = recovered(job_dir, model_dir)
+    assert (found.saved, found.lineage.num_dropped) == (Position(1, 2), 0)
+    assert "sha256" in found.remarks[0].message
+
+
+def test_what_stands_in_for_a_damaged_one_is_kept(
+    whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path
+) -> None:
+    flipped(job_dir / "checkpoints" / NEWEST / FILES[2])
+    store, log = CheckpointStore(job_dir), BatchLog(job_dir)
+    log.collect(retained(log.steps(), store.collect(1, check_state), 0))
+    assert log.steps() == [(1, 3), (1, 4)]
+    found, learner = recovered(job_dir, model_dir)
+    assert (found.saved, found.reached) == (Position(1, 2), Position(1, 4))
+    assert fingerprint(learner) == whole[1][4]
+
+
+@pytest.mark.parametrize("place", ["services.trainer.checkpoints._sha256", "gspo_core.learner.state._sha256"])
+def test_what_cannot_be_read_just_now_is_not_passed_over(
+    place: str, job_dir: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be whole: whoever went on without it would train anew what is in it, and remove it in the end."""
+
+    def refused(path: Path) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(place, refused)
+    with pytest.raises(AttemptFailed, match="Permission denied") as failed:
+        recovered(job_dir, model_dir)
+    assert failed.value.code == "data_unreadable"
+
+
+def test_a_sector_that_is_lost_is_damage(
+    whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = state._sha256
+
+    def lost(path: Path) -> str:
+        if NEWEST in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path)
+
+    monkeypatch.setattr(state, "_sha256", lost)
+    found, learner = recovered(job_dir, model_dir)
+    assert (found.saved, found.reached) == (Position(1, 2), Position(1, 4))
+    assert fingerprint(learner) == whole[1][4]
+
+
+def test_a_zombie_may_save_and_collect_while_its_successor_looks(
+    whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path
+) -> None:
+    """What was there when it looked is gone when it is loaded, and what took its place was not there then."""
+    zombie, hidden = CheckpointStore(job_dir), job_dir / "hidden"
+    (job_dir / "checkpoints" / NEWEST).rename(hidden)
+    learner = make_learner(model_dir)
+    prepare, seen = learner.prepare_state, list[str]()
+
+    def late(directory: Path) -> Callable[[], None]:
+        seen.append(directory.parent.name)
+        if len(seen) == 1:
+            hidden.rename(job_dir / "checkpoints" / NEWEST)
+            zombie.collect(1, check_state)
+        return prepare(directory)
+
+    learner.prepare_state = late  # type: ignore[method-assign]
+    found = recover(learner, CheckpointStore(job_dir), BatchLog(job_dir), 2, tuning(model_dir))
+    assert seen == ["ep000001-step000002", NEWEST]
+    assert (found.saved, found.reached) == (Position(1, 4), Position(1, 4))
+    assert fingerprint(learner) == whole[1][4]
+
+
+def test_a_record_of_an_epoch_that_is_lost_twice_ends_the_job_with_the_reason(job_dir: Path, model_dir: Path) -> None:
+    for record in (job_dir / "checkpoints").glob("epoch*.json"):
+        truncated(record)
+    with pytest.raises(JobFailure, match="where epoch 1 forked off") as failed:
+        recovered(job_dir, model_dir)
+    assert failed.value.code == "data_damaged"
 
 
 def test_a_renamed_one_is_passed_over(job_dir: Path, model_dir: Path) -> None:

@@ -83,6 +83,17 @@ def test_a_trainer_that_takes_over_knows_how_the_job_began() -> None:
     assert kinds(fresh, 20, 22, sampling__entropy=0.05) == [], "there is nothing to compare with"
 
 
+def test_a_first_step_that_was_never_reported_does_not_silence_them() -> None:
+    """Its trainer was lost after the step and before the report."""
+    alarms = Alarms()
+    for step in (1, 2, 4, 5, 6):
+        assert kinds(alarms, step, step) == []
+    assert kinds(alarms, 7, 9, sampling__entropy=0.05, reward__std=0.01) == [
+        (9, RunAlarm.ENTROPY_COLLAPSE),
+        (9, RunAlarm.REWARD_COLLAPSE),
+    ]
+
+
 def test_alarms_of_the_loss_and_of_the_groups_come_along(alarms: Alarms) -> None:
     mismatch = Alarm(AlarmKind.MISMATCH_FLOOR, "gspo/k3_mismatch", 0.5, 0.2, "")
     assert alarms.due(6, HEALTHY, [mismatch]) == [mismatch]

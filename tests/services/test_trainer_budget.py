@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
+
 from gspo_core.spec import JobSpec
-from services.bus import Append, Bus
-from services.store import Claim
+from gspo_core.types import Split, WeightFile, WeightsManifest
+from services.bus import Append, Bus, Fenced
+from services.store import CancelManner, Claim, Store
 from services.trainer.admission import BYTES_PER_TOKEN
 from services.trainer.run import JobRun, Services
 from services.trainer.tasks import TaskSchedule
@@ -27,11 +33,11 @@ SPEC = JobSpec.model_validate(
 SCHEDULE = TaskSchedule(0, [10], [1.0])
 
 
-def run_of(bus: Bus, claim: Claim, budget_bytes: int | None) -> Any:
+def run_of(bus: Bus, claim: Claim, budget_bytes: int | None, store: Any = None) -> Any:
     nothing = cast(Any, None)
     services = Services(
         bus=bus,
-        store=nothing,
+        store=store,
         status=nothing,
         engines=nothing,
         intake=nothing,
@@ -63,6 +69,49 @@ async def test_groups_wait_until_there_is_room(bus: Bus, claim: Claim) -> None:
 async def test_without_a_budget_only_staleness_bounds_them(bus: Bus, claim: Claim) -> None:
     await run_of(bus, claim, None)._admission.admit()
     assert len(await bus.open_groups(claim.job_id)) == 15
+
+
+async def test_a_server_whose_memory_is_full_is_waited_for(
+    bus: Bus, store: Store, claim: Claim, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a trainer says on its way to the next commit, which frees memory, gets through meanwhile."""
+    monkeypatch.setattr("services.trainer.admission.RETRY_S", 0.05)
+    job, token = claim.job_id, claim.token
+    run = run_of(bus, claim, None, store)
+    await bus.dispatch(job, token, 7, size=1, split=Split.TRAIN, task_index=0)
+    settings: Any = redis_client
+    before = await settings.config_get("maxmemory*")
+    await settings.config_set("maxmemory-policy", "noeviction", "maxmemory", "1")
+    try:
+        with pytest.raises(OutOfMemoryError):
+            await bus.dispatch(job, token, 8, size=1, split=Split.TRAIN, task_index=0)
+        admitting = asyncio.create_task(run._admission.admit())
+        async with asyncio.timeout(60):
+            while not [event for event in await store.read_events(job) if event.type == "alert"]:
+                assert not admitting.done(), admitting.result()
+                await asyncio.sleep(0.01)
+        await store.beat_trainer(job, token)
+        await store.set_status(job, "running", token=token)
+        version = await store.next_version(job, token)
+        manifest = WeightsManifest(job, version, claim.epoch, 1, (WeightFile("w", 1, "0" * 64),))
+        await store.publish_version(job, token, manifest)
+        await store.update_progress(job, token, 1, version)
+        await store.add_metrics(job, 1, {"reward/mean": 1.0}, token=token)
+        await store.register_trainer({"id": "t"})
+        await store.register_engine({"id": "e"})
+        assert await store.bind_engine(job, token, "e")
+        await bus.commit(job, token, 1, [7])
+        await store.release_job(job, token)
+        heir = await store.claim_job("heir")
+        assert heir is not None
+        await store.set_desired_state(job, "cancelled")
+        await store.set_desired_state(job, "cancelled", CancelManner.DRAIN)
+    finally:
+        await settings.config_set("maxmemory", before["maxmemory"], "maxmemory-policy", before["maxmemory-policy"])
+    with pytest.raises(Fenced):  # it goes on as soon as there is room; here the job is another trainer's by then
+        await admitting
+    [alert] = [event.data for event in await store.read_events(job) if event.type == "alert"]
+    assert alert["kind"] == "redis_full"
 
 
 async def test_a_step_always_fits(bus: Bus, claim: Claim) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_core.staleness import Position, token_staleness
-from services.trainer.checkpoints import CheckpointStore
+from services.trainer.checkpoints import CheckpointStore, DamagedRecord
 from services.trainer.lineage import Lineage
 
 
@@ -42,6 +42,32 @@ def test_the_newest_checkpoint_comes_first_and_older_ones_are_collected(tmp_path
     newest, _ = store.newest_first()
     assert newest.lineage.step == 12
     assert (newest.learner_dir / "learner.json").read_text() == "2/12"
+
+
+def test_only_intact_ones_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    """Else a damaged one would push out what the job can go on from."""
+    store, root = CheckpointStore(tmp_path), tmp_path / "checkpoints"
+    store.begin_epoch(1, Position(0, 0))
+    for step in (1, 2, 3, 4, 5):
+        store.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
+    (root / "ep000001-step000005" / "checkpoint.json").write_text("")
+    torn, asked = {"ep000001-step000003"}, list[str]()
+
+    def check(learner_dir: Path) -> None:
+        asked.append(learner_dir.parent.name)
+        if learner_dir.parent.name in torn:
+            raise ValueError("other tensors than were written")
+
+    assert store.collect(2, check) == 2, "the logs after it are needed"
+    assert [one.name for one in sorted(root.glob("ep0*-*"))] == [f"ep000001-step{step:06d}" for step in (2, 3, 4, 5)]
+    asked.clear()
+    assert store.collect(2, check) == 2
+    assert asked == ["ep000001-step000003"], "what was found intact and looks the same is not read again"
+    assert store.collect(3, check) == 0, "with less than was wanted all logs are kept"
+    (root / "ep000001-step000002" / "learner" / "more").touch()
+    asked.clear()
+    store.collect(2, check)
+    assert "ep000001-step000002" in asked
 
 
 def test_a_zombie_that_saves_late_does_not_crowd_out_what_its_successor_goes_on_from(tmp_path: Path) -> None:
@@ -96,9 +122,10 @@ def test_a_trainer_killed_while_it_collects_or_writes_leaves_nothing_that_looks_
         with pytest.raises(KeyboardInterrupt):
             store.write(Position(1, 3), Lineage(step=3), dies)
     assert [one.position for one in store.newest_first()] == [Position(1, 2)]
-    assert len(list(root.iterdir())) == 4, "a trainer does not clear what another of its epoch may be writing"
+    assert len(list(root.iterdir())) == 5, "a trainer does not clear what another of its epoch may be writing"
     store.begin_epoch(2, Position(1, 2))
-    assert {path.name for path in root.iterdir()} == {"ep000001-step000002", "epoch000001.json", "epoch000002.json"}
+    records = {f"epoch{epoch:06d}{kind}.json" for epoch in (1, 2) for kind in ("", ".copy")}
+    assert {path.name for path in root.iterdir()} == {"ep000001-step000002", *records}
 
 
 def test_an_epoch_is_begun_once(tmp_path: Path) -> None:
@@ -106,6 +133,27 @@ def test_an_epoch_is_begun_once(tmp_path: Path) -> None:
     store.begin_epoch(3, Position(2, 40))
     with pytest.raises(FileExistsError):
         CheckpointStore(tmp_path).begin_epoch(3, Position(2, 20))
+    assert store.forks() == {3: Position(2, 40)}
+
+
+def test_where_an_epoch_forked_off_survives_the_loss_of_one_file_and_is_never_misread(tmp_path: Path) -> None:
+    store, root = CheckpointStore(tmp_path), tmp_path / "checkpoints"
+    store.begin_epoch(3, Position(2, 40))
+    records = sorted(root.glob("epoch*.json"))
+    assert len(records) == 2
+    for record in records:
+        text = record.read_text()
+        for damaged in ("", text[:-3], text.replace("40", "41"), "5", "[]"):
+            record.write_text(damaged)
+            assert store.forks() == {3: Position(2, 40)}
+        record.unlink()
+        assert store.forks() == {3: Position(2, 40)}
+        record.write_text(text)
+    for record in records:
+        record.write_text(text.replace("40", "41"))
+    with pytest.raises(DamagedRecord, match="epoch 3"):
+        store.forks()
+    records[1].write_text('{"epoch": 2, "step": 40}')  # as the release before wrote it
     assert store.forks() == {3: Position(2, 40)}
 
 

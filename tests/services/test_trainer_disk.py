@@ -18,10 +18,12 @@ from services.job_directory import JobDirectory
 from services.store import Store
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.disk import PatientDisk
+from services.trainer.event_file import EventFile
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
 from tests.services.loop_kit import Loop, a_loop, fingerprint, loop_spec, plain_loop, saved
 from tests.services.test_trainer_loop import serve
+from tests.services.test_trainer_reports import records
 
 DISK_BYTES = 6 * 2**20
 SPEC = '{"model": "m", "environments": [{"ref": "made:Up"}]}'
@@ -105,6 +107,19 @@ def test_a_line_that_does_not_fit_leaves_no_half_line(small_disk: Path) -> None:
     assert path.read_bytes() == b"first\nsecond\n"
 
 
+def test_a_record_for_tensorboard_that_does_not_fit_leaves_nothing_behind(small_disk: Path) -> None:
+    """Readers take what follows half a record for damage."""
+    events = EventFile(small_disk, "epoch000001")
+    many = {f"metric/{number}": 1.0 for number in range(1000)}
+    for step in (1, 2):
+        ballast = fill(small_disk)
+        with pytest.raises(OSError, match="No space left"):
+            events.add(step, many)
+        ballast.unlink()
+        events.add(step, many)
+    assert len(list(records(small_disk / "events.out.tfevents.epoch000001"))) == 3
+
+
 async def test_a_job_is_claimed_when_there_is_room_to_write_that_down(
     redis_client: Redis, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +168,11 @@ async def test_what_a_dead_trainer_left_half_written_goes(
 ) -> None:
     spec = loop_spec(write_model(tmp_path / "model"), steps=1)
     async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
-        for name in ("weights/.tmp-dead/part", "checkpoints/.tmp-ep000000-dead/part", "batches/.tmp-dead"):
+        dead = "weights/.tmp-dead/part", "checkpoints/.tmp-ep000000-dead/part", "batches/.tmp-ep000000-dead"
+        alive = "weights/.tmp-ep000002-heir/part", "checkpoints/.tmp-ep000002-heir/part", "batches/.tmp-ep000002-heir"
+        for name in (*dead, *alive):
             (loop.job_dir / name).parent.mkdir(parents=True, exist_ok=True)
             (loop.job_dir / name).touch()
         await serve(loop)
-    assert list(loop.job_dir.rglob(".tmp-*")) == []
+    left = [path for path in loop.job_dir.rglob("*") if path.is_file() and ".tmp-" in str(path)]
+    assert sorted(left) == sorted(loop.job_dir / name for name in alive), "a later trainer writes these"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,25 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from services.batch_log import BatchLog
 from services.jobs import CancelManner, Job
+from services.trainer import run
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.run import JobRun
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
-from tests.services.loop_kit import LEASE_S, Hook, Loop, a_loop, after_each_step, loop_spec
+from tests.services.loop_kit import (
+    LEASE_S,
+    Hook,
+    Loop,
+    a_loop,
+    after_each_step,
+    fingerprint,
+    loop_spec,
+    plain_loop,
+    saved,
+)
+from tests.services.trainer_kit import stop
 
 DEADLINE_S = 120.0
 STEPS = 4
@@ -192,6 +207,67 @@ async def test_a_drain_that_takes_too_long_can_be_cut_short(loop_of: Any, hook: 
         hook.append(cancel_twice)
         job = await end_of(loop)
     assert (told(job), job.step) == (("cancelled", "user_cancelled"), 1)
+
+
+async def test_a_cancelled_job_whose_trainer_was_lost_is_saved_as_it_was_asked(
+    loop_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No checkpoint was due: what was trained is in logs alone. The wish is seen while these are read."""
+    seen, wind_up, recover = threading.Event(), JobRun.wind_up, run.recover
+
+    def watched(self: JobRun, manner: CancelManner) -> bool:
+        seen.set()
+        return wind_up(self, manner)
+
+    def late(*args: Any, **options: Any) -> Any:
+        assert args[3] == 1 or seen.wait(DEADLINE_S)
+        time.sleep(0.2)  # whoever is ended for the wish is ended in here
+        return recover(*args, **options)
+
+    monkeypatch.setattr(JobRun, "wind_up", watched)
+    monkeypatch.setattr(run, "recover", late)
+    async with loop_of(steps=50) as loop:
+        claim = await loop.claim()
+        lost = asyncio.create_task(loop.run_of(claim).run())
+        async with asyncio.timeout(DEADLINE_S):
+            while (await loop.store.get_job(loop.job)).step < 2:
+                assert not lost.done(), lost.result()
+                await asyncio.sleep(0.01)
+        await stop(lost)
+        await loop.store.release_job(loop.job, claim.token)
+        assert checkpoints(loop) == []
+        await loop.store.set_desired_state(loop.job, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
+        job = await end_of(loop)
+    assert told(job) == ("cancelled", "user_cancelled")
+    assert checkpoints(loop) == [BatchLog(loop.job_dir).steps()[-1][1]]
+
+
+async def test_a_job_that_waits_for_its_batch_pauses_at_once(
+    loop_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose environments hang; it goes on to the same end."""
+    may_play, play = asyncio.Event(), Loop._play
+
+    async def late(self: Loop, *args: Any) -> None:
+        await may_play.wait()
+        await play(self, *args)
+
+    monkeypatch.setattr(Loop, "_play", late)
+    async with loop_of(rollout={"group_size": 3, "max_staleness": 0}) as loop:
+        ending = asyncio.create_task(end_of(loop))
+        async with asyncio.timeout(DEADLINE_S):
+            while (await loop.store.get_job(loop.job)).status != "running":
+                await asyncio.sleep(0.02)
+            await loop.store.set_desired_state(loop.job, "paused")
+            while (await loop.store.get_job(loop.job)).status != "paused":
+                assert not ending.done()
+                await asyncio.sleep(0.02)
+        assert BatchLog(loop.job_dir).steps() == []
+        await loop.store.set_desired_state(loop.job, "running")
+        may_play.set()
+        job = await ending
+    assert told(job) == ("succeeded", "steps_done")
+    assert fingerprint(saved(loop)) == fingerprint(plain_loop(loop.spec, tmp_path))
 
 
 @EVERY_MANNER

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed
 
 from gspo_core.batch import TrainSequence
@@ -16,7 +18,7 @@ from services.ports import free_port
 from services.trainer import rank_calls
 from services.trainer.followers import AFTER_FAILURE_S, Followers, RanksLost, ShareNotWritten
 from services.trainer.rank_calls import COMMANDS, LINES, WEIGHTS, Beat, End, Load, Prepare, Step, Write
-from services.trainer.rank_lines import COLLECTIVE_TIMEOUT_S, Problem, agree_on_round
+from services.trainer.rank_lines import COLLECTIVE_TIMEOUT_S, Problem, agree_on_round, is_of_the_lines
 from tests.core.learner_support import make_sequences
 
 DEADLINE_S = 60.0
@@ -86,11 +88,52 @@ def test_what_one_rank_alone_could_not_do_means_that_all_start_again(who: str) -
         ranks.check()
 
 
+def unreachable() -> RuntimeError:
+    """What gloo says of a rank that does not come in time."""
+    store, found = torch.distributed.HashStore(), list[RuntimeError]()  # type: ignore[attr-defined]
+
+    def come(rank: int) -> None:
+        make: Any = torch.distributed.ProcessGroupGloo  # type: ignore[attr-defined]
+        group = make(store, rank, 2, timedelta(seconds=2))
+        if rank == 0:
+            try:
+                group.allreduce([torch.zeros(1)]).wait()
+            except RuntimeError as error:
+                found.append(error)
+        leaving.wait(DEADLINE_S)
+
+    leaving = threading.Event()
+    threads = [threading.Thread(target=come, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: bool(found))
+    leaving.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    return found[0]
+
+
+def test_ranks_that_could_not_reach_each_other_say_nothing_of_the_job() -> None:
+    """Also where all of them say so: another attempt may go on."""
+    silence = unreachable()
+    assert is_of_the_lines(silence)
+    for own, other in ((silence, silence), (silence, ValueError("no")), (ValueError("no"), silence)):
+        ranks, lines = followers()
+        lines[COMMANDS].problem = Problem.of(other)
+        with pytest.raises(RanksLost):
+            ranks.run(Step([]), fails(own))
+    assert not is_of_the_lines(RuntimeError("CUDA out of memory")), "that is an answer"
+
+
 def test_what_is_not_done_together_may_fail_on_one_rank() -> None:
     ranks, lines = followers()
     lines[COMMANDS].problem = Problem("InvalidState", "it is damaged")
     with pytest.raises(ValueError, match="rank 1: InvalidState: it is damaged"):
         ranks.run(Prepare("d"), lambda: None, together=False)
+    lines[COMMANDS].problem = Problem.of(PermissionError(13, "may not be read", "d"))
+    with pytest.raises(OSError, match="rank 1: PermissionError") as refused:
+        ranks.run(Prepare("d"), lambda: None, together=False)
+    assert refused.value.errno == 13
     lines[COMMANDS].problem = None
     with pytest.raises(KeyError):
         ranks.run(Prepare("d"), fails(KeyError("mine")), together=False)

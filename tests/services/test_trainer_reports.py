@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -125,6 +126,16 @@ async def test_a_listener_that_fails_costs_no_step_and_hears_nothing_more(
     for step in (1, 2):
         await reports.step(StepReport(step, step, 1, HEALTHY), [])
     assert (len(broken.told), len(sound.told)) == (1, 2)
+
+
+async def test_a_disk_that_was_full_for_a_moment_costs_a_listener_that_step_alone(
+    store: Store, claim: Claim, tmp_path: Path
+) -> None:
+    listener = Listener(OSError(errno.ENOSPC, "No space left on device"))
+    reports = Reports(store, claim, tmp_path / "metrics.jsonl", [listener])
+    for step in (1, 2):
+        await reports.step(StepReport(step, step, 1, HEALTHY), [])
+    assert [step for step, _ in listener.told] == [1, 2]
 
 
 async def test_who_lost_the_job_writes_no_file(store: Store, claim: Claim, tmp_path: Path) -> None:

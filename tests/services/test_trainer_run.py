@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,10 +15,11 @@ from benchmarks.trainer_utilisation import NoEngines
 from gspo_core.codec import encode
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
-from gspo_core.types import WeightFile, WeightsManifest
+from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.batch_log import BatchLog
 from services.bus import Append, Bus
 from services.store import Claim, Store
+from services.trainer import reports
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.evaluation import Evaluator
 from services.trainer.failure import JobFailure
@@ -24,7 +27,7 @@ from services.trainer.intake import Intake
 from services.trainer.parity import Held, engine_mismatch
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
-from services.trainer.tasks import TaskSchedule
+from services.trainer.tasks import TaskSchedule, evaluation_group
 from services.weights import WeightStore
 from tests.core import learner_support
 from tests.core.learner_support import largest_difference, weights
@@ -99,6 +102,41 @@ async def test_a_job_whose_last_steps_come_from_logs_alone_ends_whole(
     saved.load_state(newest.learner_dir)
     exported = learner_support.make_learner(WeightStore(job_dir).path(published.version))
     assert largest_difference(weights(exported), weights(saved)) == 0
+
+
+async def test_rounds_of_evaluation_that_a_lost_trainer_began_leave_the_queue(
+    claim: Claim, store: Store, bus: Bus, tmp_path: Path, model_dir: Path
+) -> None:
+    job, token = claim.job_id, claim.token
+    run: Any = run_of(claim, store, bus, tmp_path, model_dir)
+    eval_group = evaluation_group(claim.epoch - 1, 0, 1, 0)
+    await bus.dispatch(job, token, eval_group, size=1, split=Split.EVAL, task_index=0)
+    await bus.dispatch(job, token, 0, size=1, split=Split.TRAIN, task_index=0)
+    run._lineage.num_dispatched = 1
+    await run._taking.commit_again()
+    assert await bus.open_groups(job) == [0], "what is owed stays"
+    counters = await bus.counters(job)
+    assert (counters["dropped_trainer_lost"], counters.get("trained", 0)) == (1, 0)
+
+
+async def test_a_full_disk_costs_no_evaluation_and_no_attempt(
+    claim: Claim, store: Store, bus: Bus, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: Any = run_of(claim, store, bus, tmp_path, model_dir)
+    append, faults = reports.append_line, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def full_at_first(path: Path, line: bytes) -> None:
+        if faults:
+            raise faults.pop()
+        append(path, line)
+
+    monkeypatch.setattr(reports, "append_line", full_at_first)
+    monkeypatch.setattr("services.trainer.disk.RETRY_S", 0.01)
+    await run._report_evaluation(3, {"reward/mean": 0.5})
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["eval/reward/mean"] == 0.5
+    alerts = [event.data["kind"] for event in await store.read_events(claim.job_id) if event.type == "alert"]
+    assert alerts == ["disk_full", "disk_has_room"]
 
 
 async def test_what_the_parity_gate_refuses_is_not_logged(

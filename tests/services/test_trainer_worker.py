@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 from gspo_core.spec import JobSpec
+from services.jobs import HANDED_OVER
 from services.store import Claim, JobStatus, StatusReason, Store
+from services.trainer.__main__ import unfit
 from services.trainer.followers import RanksLost
 from services.trainer.run import JobRun
 from services.trainer.worker import TrainerWorker
@@ -67,6 +73,128 @@ async def test_a_redis_that_was_away_fails_no_job(store: Store, new_client: Call
         claim = claim or await heir.claim_job("heir")
     assert claim is not None
     assert claim.job_id == job
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RedisConnectionError("away"), "redis_unavailable"),
+        (OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), "redis_unavailable"),
+        (ReadOnlyError("You can't write against a read only replica."), "redis_unavailable"),
+        (ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), "redis_unavailable"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+async def test_what_passes_never_fails_a_job_however_often_it_comes(
+    redis_client: Redis, error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is free again as soon as that can be said, and no attempt counts."""
+    monkeypatch.setattr("services.trainer.race.CLEANING_UP_S", 0.02)
+    store = Store(redis_client, max_attempts=2)
+    await store.load_functions()
+    for number in range(4):
+        if number == 0:
+            job = await end_of_a_job_whose_run_raises(store, error, JobStatus.RUNNING)
+        else:
+            stop = asyncio.Event()
+            run = partial(FailingRun, store=store, path=[], error=error, stop=stop)
+            async with asyncio.timeout(DEADLINE_S):
+                await TrainerWorker(store, "trainer", lambda claim, _spec, run=run: run(claim)).run(stop)  # type: ignore[misc]
+    record = await store.get_job(job)
+    assert [(one.code, one.ended_at is None) for one in record.attempts] == [(cause, False)] * 4
+    assert not record.status.is_terminal
+
+
+async def test_a_job_that_could_not_be_released_is_released_when_redis_is_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.trainer.race.CLEANING_UP_S", 0.02)
+
+    class Away(Store):
+        """Has the replies of ``store``; the first release is not among them."""
+
+        num_asked = 0
+
+        async def release_job(self, job: str, token: str, cause: StatusReason = HANDED_OVER) -> None:
+            self.num_asked += 1
+            if self.num_asked == 1:
+                raise RedisConnectionError("still away")
+            await super().release_job(job, token, cause)
+
+    away = Away(store._functions.redis)
+    job, stop, claims = await store.create_job(SPEC), asyncio.Event(), list[Claim]()
+
+    def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
+        claims.append(claim)
+        is_last = len(claims) == 2
+        error = ValueError("the end") if is_last else RedisConnectionError("away")
+        return FailingRun(claim, store, [JobStatus.RUNNING], error, stop if is_last else asyncio.Event())
+
+    async with asyncio.timeout(DEADLINE_S):
+        await TrainerWorker(away, "trainer", make_run).run(stop)
+    assert [one.attempt for one in claims] == [1, 2], "no lease had to run out"
+    record = await store.get_job(job.id)
+    assert [one.code for one in record.attempts] == ["redis_unavailable", "internal"]
+
+
+async def test_a_specification_of_another_release_ends_the_job_with_the_reason(store: Store) -> None:
+    job, stop = await store.create_job('{"model": "m", "another": 1}'), asyncio.Event()
+    worker = TrainerWorker(store, "trainer", lambda _claim, _spec: pytest.fail("nothing to run"))
+    running = asyncio.create_task(worker.run(stop))
+    async with asyncio.timeout(DEADLINE_S):
+        while not (record := await store.get_job(job.id)).status.is_terminal:
+            await asyncio.sleep(0.01)
+    stop.set()
+    await running
+    assert record.status is JobStatus.FAILED
+    assert record.status_reason is not None
+    assert record.status_reason.code == "incompatible_release"
+    assert "another" in record.status_reason.message
+
+
+# Jobs that are for other trainers
+
+NEEDS_GPU = JobSpec.model_validate({**SPEC.model_dump(mode="json"), "resources": {"device": "cuda"}})
+
+
+async def test_a_job_that_this_trainer_cannot_serve_is_left_to_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    waiting, other = await store.create_job(NEEDS_GPU), await store.create_job(SPEC)
+    for _ in range(2):
+        await store.claim_job("cpu", unfit=unfit)
+    record = await store.get_job(waiting.id)
+    assert (record.status, record.attempt) == (JobStatus.QUEUED, 0)
+    assert record.status_reason is not None
+    assert record.status_reason.code == "capacity"
+    assert "a trainer that has a GPU" in record.status_reason.message
+    assert len([event for event in await store.read_events(waiting.id) if event.type == "job.status"]) == 2
+    assert (await store.get_job(other.id)).attempt == 1
+    claim = await store.claim_job("gpu")
+    assert claim is not None
+    assert claim.job_id == waiting.id
+
+
+async def test_whoever_comes_ends_a_cancelled_job_that_nobody_can_serve(store: Store) -> None:
+    job, stop = await store.create_job(NEEDS_GPU), asyncio.Event()
+    claim = await store.claim_job("gpu")
+    assert claim is not None
+    await store.set_desired_state(job.id, "cancelled")
+    await store.release_job(job.id, claim.token)
+
+    def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
+        return FailingRun(claim, store, [], RuntimeError("no such device"), stop)
+
+    worker = TrainerWorker(store, "cpu", make_run, unfit=lambda _: "it needs a GPU")
+    running = asyncio.create_task(worker.run(stop))
+    async with asyncio.timeout(DEADLINE_S):
+        while not (record := await store.get_job(job.id)).status.is_terminal:
+            await asyncio.sleep(0.01)
+    stop.set()
+    await running
+    assert record.status is JobStatus.CANCELLED
 
 
 async def test_a_job_that_cannot_be_failed_does_not_end_the_process(store: Store) -> None:
