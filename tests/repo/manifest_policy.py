@@ -359,6 +359,15 @@ def _gangs(objects: Sequence[Object]) -> Iterator[str]:
                 yield f"{name}: nodes do not know their numbers"
             if f"--nnodes={inner['parallelism']}" not in args or inner["completions"] != inner["parallelism"]:
                 yield f"{name}: the number of nodes differs"
+            disrupted = [
+                rule for rule in inner.get("podFailurePolicy", {}).get("rules", ()) if "DisruptionTarget" in str(rule)
+            ]
+            if [rule["action"] for rule in disrupted] != ["FailJob"] or not any(
+                rule.get("onJobFailureReasons") == ["PodFailurePolicy"]
+                and rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+                for rule in spec.get("failurePolicy", {}).get("rules", ())
+            ):
+                yield f"{name}: where one node is taken away the others are not started again, or it uses up restarts"
             for rule in inner.get("podFailurePolicy", {}).get("rules", ()):
                 if any("status" not in condition for condition in rule.get("onPodConditions", ())):
                     yield f"{name}: a condition without status"

@@ -142,6 +142,11 @@ def _node_rank(objects: list[Any]) -> None:
     environment[:] = [one for one in environment if one["name"] != "PET_NODE_RANK"]
 
 
+def _one_pod_anew(objects: list[Any]) -> None:
+    (job,) = of(objects, "JobSet", "trainer")["spec"]["replicatedJobs"]
+    job["template"]["spec"]["podFailurePolicy"]["rules"][0]["action"] = "Ignore"
+
+
 def _restart(objects: list[Any]) -> None:
     of(objects, "LeaderWorkerSet", "engine")["spec"]["leaderWorkerTemplate"].pop("restartPolicy")
 
@@ -194,7 +199,13 @@ def test_the_policy_bites(mutation: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "problem"),
-    [(_backoff, "one by one"), (_subdomain, "do not meet"), (_node_rank, "their numbers"), (_restart, "hangs")],
+    [
+        (_backoff, "one by one"),
+        (_subdomain, "do not meet"),
+        (_node_rank, "their numbers"),
+        (_one_pod_anew, "is taken away"),
+        (_restart, "hangs"),
+    ],
 )
 def test_the_policy_bites_on_gangs(change: Callable[[list[Any]], object], problem: str) -> None:
     objects = copy.deepcopy(render("multi-node"))
