@@ -237,6 +237,8 @@ async def test_who_is_asked_to_leave_ends_what_is_under_way_and_nothing_is_done_
         held.unlink()
         assert said(await paying) == "1"
     assert await asyncio.to_thread(own.process.wait, 60) == 0
+    assert own.process.stderr is not None
+    own.process.stderr.close()
     own.start()
     assert said(await session.act(call("pay"))) == "2"
     assert books.read_text().splitlines() == ["paid", "paid"]
