@@ -10,6 +10,7 @@ import pytest
 
 from tests.chaos.evidence import Evidence
 from tests.chaos.oracle import judge
+from tests.chaos.processes import Process
 from tests.chaos.runner import Options, Run, RunFailed
 from tests.chaos.stack import LEAVING_S, Size
 
@@ -28,11 +29,17 @@ class Rolling(Run):
         for _ in range(ROUNDS):
             for service in ORDER:
                 for process in self.stack.of(service):
-                    await self.stack.nursery.restart(process, LEAVING_S[service])
+                    await self._restart(process)
                     await self._go_on(submitting)
             await self.stack.restart_redis()
             await self._go_on(submitting)
         self._is_calm = True
+
+    async def _restart(self, process: Process) -> None:
+        try:
+            await self.stack.nursery.restart(process, LEAVING_S[process.service])
+        except TimeoutError:
+            raise RunFailed(f"{process.name} did not leave when it was asked to") from None
 
     async def _go_on(self, submitting: asyncio.Task[None]) -> None:
         """Until every job has taken another step, or is over."""
