@@ -100,7 +100,7 @@ test-alarms: $(STAMP) $(PROMETHEUS)/usr/bin/promtool  ## alarms and graphs, judg
 # Who builds and starts the stack: called with the project, an address that must answer, and what to run meanwhile.
 # By default that is done with the Docker of this machine.
 COMPOSE_VERIFIER ?= tests/e2e/with_compose.sh
-COMPOSE_CHECK_FLAGS ?= --rolling --restore
+COMPOSE_CHECK_FLAGS ?= --rolling
 
 verify-compose: $(STAMP)  ## build the images, start them, and see a job learn there while parts are killed
 	$(COMPOSE_VERIFIER) $(CURDIR) http://127.0.0.1:8000/healthz "$(BIN)/python -m tests.e2e.compose_check $(COMPOSE_CHECK_FLAGS)"
