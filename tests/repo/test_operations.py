@@ -73,7 +73,7 @@ def test_what_this_page_tells_to_set_reaches_the_processes_of_compose() -> None:
     passed = (ROOT / "docker-compose.yml").read_text() + (ROOT / "deploy" / "gpu.env").read_text()
     told = set(re.findall(r"`(?:[A-Z_=0-9]+ )*([A-Z]+_[A-Z_]+)(?:=[^`]*)?`", before_settings))
     assert {"GSPO_REDIS_BYTES_PER_JOB", "GSPO_MODELS", "REDIS_MAXMEMORY"} <= told
-    elsewhere = {"GSPO_SECRETS_DIR", "GSPO_API_KEY", "COMPOSE_VERIFIER"}
+    elsewhere = {"GSPO_SECRETS_DIR", "GSPO_API_KEY", "COMPOSE_VERIFIER", "COMPOSE_CHECK_FLAGS"}
     assert [name for name in sorted(told - elsewhere) if f"${{{name}:-" not in passed] == []
 
 
