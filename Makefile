@@ -16,7 +16,7 @@ TEST_FLAGS ?= -n 2 --dist loadfile
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow test-k8s verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis chaos chaos-mutants demo up fmt bench clean
+.PHONY: help setup check test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis chaos chaos-mutants demo up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -90,6 +90,15 @@ $(K8S_SCHEMAS)/ready: Makefile
 
 test-k8s: $(STAMP) $(K8S_SCHEMAS)/ready  ## the manifests against the schemas of two versions of Kubernetes
 	PYTHONPATH=$(K8S_SCHEMAS) $(BIN)/pytest tests/repo/test_k8s.py
+
+PROMETHEUS := .make/prometheus
+
+$(PROMETHEUS)/usr/bin/promtool: tests/repo/get_promtool.sh
+	tests/repo/get_promtool.sh $(PROMETHEUS)
+	@touch $@
+
+test-alarms: $(STAMP) $(PROMETHEUS)/usr/bin/promtool  ## alarms and graphs, judged by Debian's Prometheus (100 MB, where apt-get is allowed)
+	$(BIN)/pytest tests/repo/test_alarms.py
 
 # Who builds and starts the stack: called with the project, an address that must answer, and what to run meanwhile.
 # By default that is done with the Docker of this machine.

@@ -1,17 +1,23 @@
-"""Child processes that never outlive their parent, not even one that is killed with SIGKILL.
+"""Child processes that never outlive their parent, not even one that is killed with SIGKILL, and those of others that
+fall to us because we are the first process of a container.
 
-Linux offers this for a direct child (``PR_SET_PDEATHSIG``); elsewhere a child is only stopped by an orderly end.
+Linux offers both (``PR_SET_PDEATHSIG``, ``/proc``); elsewhere a child is only stopped by an orderly end.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# Whoever started a child has asked long before how it ended.
+BURY_S = 30.0
 
 
 def die_with_parent() -> Callable[[], None] | None:
@@ -27,3 +33,34 @@ def die_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return ask_for_the_signal
+
+
+async def bury_orphans(every_s: float = BURY_S) -> None:
+    """Until it is cancelled: dead children that nobody has asked about in a while are those that fell to us. They would
+    stay for ever, and hold the numbers that a container has."""
+    before: frozenset[int] = frozenset()
+    while True:
+        await asyncio.sleep(every_s)
+        dead = dead_children()
+        for pid in before & dead:
+            _bury(pid)
+        before = dead
+
+
+def _bury(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def dead_children() -> frozenset[int]:
+    """Ours that have ended, and that nobody has asked about."""
+    me = str(os.getpid())
+    entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()] if sys.platform == "linux" else []
+    return frozenset(int(entry.name) for entry in entries if _state_and_parent(entry) == ["Z", me])
+
+
+def _state_and_parent(entry: Path) -> list[str]:
+    try:
+        return (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return []

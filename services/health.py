@@ -1,6 +1,8 @@
 """Whether a process lives, told through a file that its event loop touches; for processes that serve no HTTP.
 
-Rule: living means that the event loop turns, and nothing else: a Redis that is away must not restart a whole fleet.
+Rule: living means that the process is there and its event loop turns, and nothing else: a Redis that is away must not
+restart a whole fleet. A file that an earlier process left behind (its volume outlives it) says nothing, nor does a wall
+clock that was set: both sides read the clock that only goes forward.
 ``python -m services.health FILE`` is the probe: alive; with ``--ready``, also ready and not about to leave. It runs
 every few seconds in every container, so it imports nothing of ours.
 """
@@ -11,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -47,8 +50,10 @@ class Health:
 
     async def _touch(self, path: Path) -> None:
         beside = path.with_name(f".{path.name}")
+        who = {"pid": os.getpid(), "born": born(os.getpid())}
         while True:
-            beside.write_text(json.dumps({"at": time.time(), "ready": self.is_ready and not self._stop.is_set()}))
+            ready = self.is_ready and not self._stop.is_set()
+            beside.write_text(json.dumps({"at": time.monotonic(), "ready": ready, **who}))
             beside.replace(path)
             if self._stop.is_set():
                 await asyncio.sleep(TOUCH_S)
@@ -62,14 +67,26 @@ def examine(path: Path, *, ready: bool, now: float) -> str | None:
     """What is wrong, or None."""
     try:
         said = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        return f"{path} cannot be read: {error}"
-    age_s = now - said["at"]
-    if age_s > STALE_S:
+        at, pid, birth = float(said["at"]), int(said["pid"]), said["born"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{path} cannot be read: {error!r}"
+    if birth != born(pid):
+        return f"process {pid}, which wrote {path}, is gone"
+    age_s = now - at
+    if not 0 <= age_s <= STALE_S:
         return f"the event loop has not turned for {age_s:.0f} s"
     if ready and not said["ready"]:
         return "not ready"
     return None
+
+
+def born(pid: int) -> str | None:
+    """When it was, as the kernel counts: another process under the same number was born at another time. None if there
+    is no such process, or no way to know."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
 
 
 def main() -> int:
@@ -77,7 +94,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="its GSPO_HEALTH_FILE")
     parser.add_argument("--ready", action="store_true", help="also ready, and not about to leave")
     arguments = parser.parse_args()
-    problem = examine(arguments.file, ready=arguments.ready, now=time.time())
+    problem = examine(arguments.file, ready=arguments.ready, now=time.monotonic())
     if problem is not None:
         print(problem, file=sys.stderr)
         return 1

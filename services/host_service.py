@@ -14,7 +14,7 @@ import hmac
 import json
 import struct
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ import msgspec
 
 from gspo_core.env import InvalidEnvironment
 from services import host_wire
+from services.children import bury_orphans
 from services.health import Health
 from services.host_process import Cause, Death, Died, HostProcess, Reply
 from services.host_remote import SILENCE_S
@@ -35,6 +36,8 @@ from services.telemetry import configure_logging, get_logger
 # Of who has not shown the token yet.
 MAX_GREETING_BYTES = 4096
 GREETING_TIMEOUT_S = 5.0
+# For what is under way when it is asked to leave; less than the grace of the process.
+LEAVING_S = 20.0
 # The worker that waits knows how long; when it leaves, the host ends.
 BOOT_TIMEOUT_S = 3600.0
 OPERATIONS = frozenset({"start", "act", "score", "restore", "close"})
@@ -63,6 +66,8 @@ class Guest:
         self._host: ForkServer | None = None
         self._processes: dict[int, HostProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._is_leaving = False
 
     async def serve(self, token_sha256: str) -> None:
         """Until the connection ends; raises ``Refused``."""
@@ -95,7 +100,16 @@ class Guest:
                 raise Refused("a frame is an object")
             yield frame
 
+    async def leave(self) -> None:
+        """Ends and answers what is under way. What is asked for from now on is not begun: whoever asked does it
+        elsewhere, and nothing is done twice."""
+        self._is_leaving = True
+        if self._calls:
+            await asyncio.wait(set(self._calls), timeout=LEAVING_S)
+
     def _take(self, frame: Mapping[str, Any]) -> None:
+        if self._is_leaving:
+            return
         match frame:
             case {
                 "call": int(number),
@@ -105,7 +119,9 @@ class Guest:
                 "budget_s": float() | int() as budget_s,
                 "with": dict(given),
             } if operation in OPERATIONS:
-                self._start(self._call(number, process, _Request(session, operation, budget_s, given)))
+                call = self._start(self._call(number, process, _Request(session, operation, budget_s, given)))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
             case {"fork": int(number)}:
                 self._start(self._fork(number))
             case {"kill": int(number)}:
@@ -126,10 +142,11 @@ class Guest:
             case _:
                 raise Refused(f"cannot be understood: {', '.join(sorted(map(str, frame)))[:200]}")
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _boot(self, order: HostOrder) -> None:
         try:
@@ -217,7 +234,7 @@ async def serve(settings: Settings, host: str, port: int, stop: asyncio.Event) -
         raise SettingsError("GSPO_ENV_TOKEN_SHA256 is not set: without it anyone could run code here")
     interpreters = Interpreters(settings.data_dir / "venvs", settings.env_install)
 
-    guests: set[asyncio.Task[None]] = set()
+    guests: dict[asyncio.Task[None], Guest] = {}
 
     async def receive(guest: Guest, peer: object) -> None:
         try:
@@ -228,18 +245,22 @@ async def serve(settings: Settings, host: str, port: int, stop: asyncio.Event) -
     def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         guest = Guest(reader, writer, interpreters)
         task = asyncio.create_task(receive(guest, writer.get_extra_info("peername")))
-        guests.add(task)
-        task.add_done_callback(guests.discard)
+        guests[task] = guest
+        task.add_done_callback(guests.pop)
 
     server = await asyncio.start_server(on_connection, host, port)
     get_logger().info("listening", port=server.sockets[0].getsockname()[1])
+    # Policies start what they like; what they orphan falls to the first process of the container.
+    burying = asyncio.create_task(bury_orphans(), name="burying")
     async with Health(settings.health_file, stop) as health:
         health.is_ready = True
         await stop.wait()
         server.close()
+        await asyncio.gather(*(guest.leave() for guest in guests.values()))
         for task in guests:
             task.cancel()
-        await asyncio.gather(*guests, return_exceptions=True)
+        burying.cancel()
+        await asyncio.gather(*guests, burying, return_exceptions=True)
 
 
 def main() -> int:

@@ -77,6 +77,7 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     submit.add_argument("file")
     submit.add_argument("--dry-run", action="store_true", help="check the file against the server; create nothing")
     submit.add_argument("--watch", action="store_true", help="follow the job after it was accepted")
+    submit.add_argument("--key", help="submitted again with the same key it is the same job (Idempotency-Key)")
     _add_server(submit)
     submit.set_defaults(run=_submit)
 
@@ -217,7 +218,9 @@ def _launch_slurm(arguments: argparse.Namespace) -> int:
 def _submit(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import jobs
 
-    return jobs.submit(arguments.url, arguments.file, dry_run=arguments.dry_run, watch=arguments.watch)
+    return jobs.submit(
+        arguments.url, arguments.file, dry_run=arguments.dry_run, watch=arguments.watch, key=arguments.key
+    )
 
 
 def _watch(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from gspo_core.cli.connection import connected
 Verb = Literal["pause", "resume", "cancel"]
 
 
-def submit(url: str, file: str, *, dry_run: bool, watch: bool) -> int:
+def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None = None) -> int:
     from gspo_core.spec import spec_warnings
     from gspo_core.spec_file import SpecFileError, load_job_spec
 
@@ -28,7 +28,7 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool) -> int:
         if dry_run:
             print(json.dumps(client.plan_job(spec), indent=2))
             return 0
-        job = client.create_job(spec)
+        job = client.create_job(spec, idempotency_key=key)
     print(job["id"])
     if not watch:
         print(f"follow it with: gspo watch {job['id']}", file=sys.stderr)

@@ -1,13 +1,15 @@
 """``gspo launch slurm``: writes a batch script that runs the whole stack over an allocation of Slurm.
 
 Rule: it only writes. The script needs a checkout of the project and one directory that all nodes share; everything that
-must outlive the allocation is there, so that the same script, submitted again, goes on where it was ended.
+must outlive the allocation is there, so that the same script, submitted again, goes on where it was ended: with the
+same job, too, which it names by a key of its own.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +41,8 @@ def slurm_script(
         "time": allocation.time,
         "partition": allocation.partition,
         "gpus-per-node": str(allocation.gpus_per_node) if allocation.gpus_per_node else None,
-        # Two minutes before the end of the time, to leave in order; and again in the queue when a node is lost.
-        "signal": "B:TERM@120",
+        # Three minutes before the end of the time, to leave in order; and again in the queue when a node is lost.
+        "signal": f"B:TERM@{LEAVING_S}",
         "requeue": "",
     }
     head = [f"#SBATCH --{name}{'=' * bool(value)}{value}" for name, value in directives.items() if value is not None]
@@ -52,10 +54,14 @@ def slurm_script(
         "TRAINER_NODES": str(allocation.trainer_nodes),
         "TRAINER_RANKS": str(allocation.trainer_ranks),
         "JOB": shlex.quote(job or ""),
+        "KEY": f"slurm-{uuid.uuid4().hex}",
     }
     settings = "\n".join(f"{name}={value}" for name, value in values.items())
     return "\n".join(["#!/bin/bash", *head, settings, _BODY.replace("@ENGINE@", command)])
 
+
+LEAVING_S = 180
+"""More than all need that leave one after the other: workers 28 s, trainers 95, API 6, engines 35, Redis a few."""
 
 _BODY = r"""
 # Written by `gspo launch slurm`. Ports can be moved from outside: REDIS_PORT, API_PORT, ENGINE_PORT, RANKS_PORT.
@@ -76,22 +82,29 @@ for node in "${NODES[@]}"; do URLS+=("http://$node:$ENGINE_PORT"); done
 GSPO_ENGINE_URLS=$(IFS=,; echo "${URLS[*]}")
 export GSPO_ENGINE_URLS
 
-PIDS=()
+PIDS=() NAMES=()
+WATCHER=
 # start NAME NODE COMMAND...: one process of the stack, with its output in the data directory
 start() {
   local name=$1 node=$2
   shift 2
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --output="$DATA/logs/$name.log" --open-mode=append "$@" &
   PIDS+=("$!")
+  NAMES+=("$name")
 }
 
-# In the reverse order of the start, one after the other: each still reaches what it needs to leave well.
+# In the reverse order of the start: each still reaches what it needs to leave well. Those of a kind leave together.
 stop_all() {
   trap '' TERM INT
-  local index
-  for ((index = ${#PIDS[@]} - 1; index >= 0; index--)); do
-    kill -TERM "${PIDS[index]}" 2> /dev/null || true
-    wait "${PIDS[index]}" 2> /dev/null || true
+  local kind index
+  [ -z "$WATCHER" ] || kill -TERM "$WATCHER" 2> /dev/null || true
+  for kind in rollout trainer api engine redis; do
+    for index in "${!PIDS[@]}"; do
+      if [[ ${NAMES[index]} == "$kind"* ]]; then kill -TERM "${PIDS[index]}" 2> /dev/null || true; fi
+    done
+    for index in "${!PIDS[@]}"; do
+      if [[ ${NAMES[index]} == "$kind"* ]]; then wait "${PIDS[index]}" 2> /dev/null || true; fi
+    done
   done
 }
 trap 'stop_all' EXIT
@@ -144,7 +157,8 @@ echo "API: http://$HEAD:$API_PORT (key: $DATA/secrets/api/gspo_api_keys)"
 
 # Whatever ends first decides: the job that was given, or a process of the stack, which is an error.
 if [ -n "$JOB" ]; then
-  GSPO_API_KEY=$GSPO_API_KEY "$PROJECT/.venv/bin/gspo" submit "$JOB" --watch --url "http://$HEAD:$API_PORT" &
+  export GSPO_API_KEY
+  "$PROJECT/.venv/bin/gspo" submit "$JOB" --key "$KEY" --watch --url "http://$HEAD:$API_PORT" &
   WATCHER=$!
   wait -n "$WATCHER" "${PIDS[@]}" || { status=$?; echo "a process ended with $status; see $DATA/logs"; exit "$status"; }
   if kill -0 "$WATCHER" 2> /dev/null; then echo "a process of the stack ended; see $DATA/logs"; exit 1; fi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -27,8 +28,11 @@ from services.settings import Settings, SettingsError, load_settings
 from services.store import Store
 from services.telemetry import configure_logging, get_logger
 
-# Requests are short and streams end by themselves; what is still open then is cut.
+# Requests are short and streams end by themselves; what is open then is cut. Deployments give more: a download, or
+# a large answer over a slow line, takes its time.
 GRACE_S = 3
+# Beyond it: closing what belongs to the process.
+LEAVING_S = 3
 FIRST_CONTACT_S = 3.0
 # Longer than proxies and clients keep what they do not use: who sends on a line that we close in this moment gets no
 # answer.
@@ -42,7 +46,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(settings: Settings, stop: asyncio.Event) -> None:
+async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S) -> None:
     """Serve until `stop` is set."""
     keys = [key.get_secret_value() for key in settings.api_keys]
     ring = KeyRing(settings.data_dir / "keys")
@@ -76,17 +80,17 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
             stopping=stop,
             lease_s=settings.lease_s,
         )
-        await _serve_app(app, settings, stop)
+        await _serve_app(app, settings, stop, grace_s)
 
 
-async def _serve_app(app: FastAPI, settings: Settings, stop: asyncio.Event) -> None:
+async def _serve_app(app: FastAPI, settings: Settings, stop: asyncio.Event, grace_s: int) -> None:
     config = uvicorn.Config(
         app,
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=grace_s,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = _Server(config)
@@ -116,10 +120,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.api", description="Serves the API and the viewer.")
+    parser.add_argument("--grace-s", type=int, default=GRACE_S, help="for what is being answered when asked to leave")
+    grace_s = parser.parse_args().grace_s
     try:
         settings = load_settings()
         configure_logging("api", level=settings.log_level, log_format=settings.log_format)
-        return run_until_signalled(lambda stop: serve(settings, stop), grace_s=2 * GRACE_S)
+        return run_until_signalled(lambda stop: serve(settings, stop, grace_s), grace_s=grace_s + LEAVING_S)
     except (SettingsError, AccessRefused) as error:
         print(f"services.api: {error}", file=sys.stderr)
         return 2

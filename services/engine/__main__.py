@@ -20,6 +20,7 @@ from services.engine.model import Decoder
 from services.engine.protocol import Reader
 from services.engine.scheduler import Scheduler
 from services.process import run_until_signalled
+from services.settings import load_settings
 from services.telemetry import configure_logging, get_logger
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,7 +28,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def main() -> int:
     arguments = _parse()
-    configure_logging("engine", port=arguments.port)
+    settings = load_settings()
+    configure_logging("engine", level=settings.log_level, log_format=settings.log_format, port=arguments.port)
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     decoder = Decoder(

@@ -128,10 +128,12 @@ def main() -> int:
     settings = load_settings()
     grace_s = arguments.drain_s + LEAVING_S
     if arguments.processes > 1:
-        configure_logging("rollout", level=settings.log_level, num_processes=arguments.processes)
+        configure_logging(
+            "rollout", level=settings.log_level, log_format=settings.log_format, num_processes=arguments.processes
+        )
         return run_until_signalled(partial(work_in_processes, settings, arguments), grace_s=grace_s + LEAVING_S)
     name = f"rollout-{socket.gethostname()}-{os.getpid()}"
-    configure_logging("rollout", level=settings.log_level, worker=name)
+    configure_logging("rollout", level=settings.log_level, log_format=settings.log_format, worker=name)
     config = WorkerConfig(
         name=name,
         max_episodes=arguments.max_episodes,

@@ -48,7 +48,9 @@ async def serve(model_dir: Path, port: int, tick_s: float, stop: asyncio.Event) 
         return Response(body, status)
 
     app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
-    server = Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False, lifespan="off"))
+    config = uvicorn.Config(app, port=port, log_level="warning", access_log=False, lifespan="off")
+    config.timeout_graceful_shutdown = 5  # as the embedded engine
+    server = Server(config)
     ticking, serving = asyncio.create_task(engine.run()), asyncio.create_task(server.serve())
     await stop.wait()
     server.should_exit = True

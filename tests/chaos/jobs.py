@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ ON_STALE = ("mask", "drop", "wait")
 MAX_CALL_TOKENS = 48
 
 
-def job_spec(number: int, work: Path, steps: int, seed: int) -> dict[str, Any]:
+def job_spec(
+    number: int, work: Path, steps: int, seed: int, worlds: Sequence[str] = tuple(world.__name__ for world in WORLDS)
+) -> dict[str, Any]:
     """The ``number``-th job of a run; a function of its arguments."""
     rng = random.Random(f"{seed}/{number}")
-    world = WORLDS[number % len(WORLDS)].__name__
+    world = worlds[number % len(worlds)]
     max_staleness = rng.choice([0, 1, 1, 2])
     return {
         "name": f"chaos-{number}",

@@ -23,17 +23,16 @@ from typing import Any
 import services.api.__main__ as api
 import services.rollout.__main__ as rollout
 import services.trainer.__main__ as trainer
+from services import host_service
 from services.children import die_with_parent
-from services.process import run_until_signalled
 from tests.chaos import engine
-
-GRACE_S = 20.0
 
 SERVICES: dict[str, Callable[[], int]] = {
     "api": api.main,
     "engine": engine.main,
+    "environments": host_service.main,
     "rollout": rollout.main,
-    "trainer": lambda: run_until_signalled(trainer.main, grace_s=GRACE_S),
+    "trainer": trainer.run,
 }
 
 

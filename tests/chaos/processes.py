@@ -154,6 +154,15 @@ class Nursery:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
+    async def restart(self, process: Process, timeout_s: float) -> None:
+        """Ask it to end in order; it is born again. Who does not end in time ends the run."""
+        ended, pid = process.ended, process.pid
+        self._signal(process, signal.SIGTERM)
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
+            while process.pid in (0, pid):
+                await asyncio.sleep(0.01)
+
     async def leave(self, process: Process, timeout_s: float) -> bool:
         """Ask it to end in order; False when it had to be killed."""
         process.is_wanted = False

@@ -28,6 +28,7 @@ from tests.chaos.report import Recoveries
 from tests.chaos.schedule import WEIGHTS, Fault, plan
 from tests.chaos.stack import Size, Stack
 from tests.chaos.watch import Watch
+from tests.chaos.worlds import WORLDS
 
 DISK_MB = 1536
 SUBMIT_FOR_S = 120.0
@@ -48,6 +49,7 @@ class Options:
     kinds: tuple[str, ...] = ()
     """Only these; empty: all."""
     settle_s: float = SETTLE_S
+    worlds: tuple[str, ...] = tuple(world.__name__ for world in WORLDS)
 
 
 class RunFailed(Exception):
@@ -123,7 +125,7 @@ class Run:
     async def _submit(self) -> None:
         number = self._num_submitted
         self._num_submitted += 1
-        spec = job_spec(number, self.work, self.options.steps, self.options.seed)
+        spec = job_spec(number, self.work, self.options.steps, self.options.seed, self.options.worlds)
         key = f"chaos-{self.options.seed}-{number}"
         self._note("submissions.jsonl", key=key, number=number)
         job = await asyncio.to_thread(self._send, spec, key)

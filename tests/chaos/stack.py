@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
+import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ from tests.chaos.processes import Nursery, Process
 
 LEASE_S = 2.0
 REDIS_START_S = 60.0
+LEAVING_S = {"rollout": 90.0, "environments": 60.0, "trainer": 60.0, "api": 30.0, "engine": 30.0}
+"""In this order."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class Size:
     trainers: int = 3
     workers: int = 2
     engines: int = 2
+    lease_s: float = LEASE_S
+    drain_s: float = 2.0
+    """Of a worker."""
+    has_environments_apart: bool = False
+    """In a service of their own, as in containers; else beside the workers."""
 
 
 class Stack:
@@ -75,7 +84,7 @@ class Stack:
         common = {
             "GSPO_DATA_DIR": str(self.data),
             "GSPO_ENGINE_URLS": ",".join(engine_urls),
-            "GSPO_LEASE_S": str(LEASE_S),
+            "GSPO_LEASE_S": str(self.size.lease_s),
             "GSPO_MAX_ATTEMPTS": "100000",
             "GSPO_LOG_FORMAT": "json",
             "GSPO_API_KEYS": "",
@@ -86,8 +95,21 @@ class Stack:
         await self._start("api", "api", [], common | api)
         for number in range(self.size.trainers):
             await self._start(f"trainer-{number}", "trainer", [], common)
+        rollout = common | (await self._open_environments() if self.size.has_environments_apart else {})
+        argv = ["--max-episodes", "16", "--drain-s", str(self.size.drain_s)]
         for number in range(self.size.workers):
-            await self._start(f"worker-{number}", "rollout", ["--max-episodes", "16", "--drain-s", "2"], common)
+            await self._start(f"worker-{number}", "rollout", argv, rollout)
+
+    async def _open_environments(self) -> dict[str, str]:
+        """Returns what tells workers of them."""
+        token, port = secrets.token_urlsafe(), free_port()
+        settings = {
+            "GSPO_ENV_TOKEN_SHA256": hashlib.sha256(token.encode()).hexdigest(),
+            "GSPO_DATA_DIR": str(self.work / "environments"),
+            "GSPO_LOG_FORMAT": "json",
+        }
+        await self.nursery.start("environments", "environments", ["--port", str(port)], settings)
+        return {"GSPO_ENV_HOSTS": f"127.0.0.1:{port}", "GSPO_ENV_TOKEN": token}
 
     async def _start(self, name: str, service: str, argv: list[str], env: dict[str, str]) -> None:
         line = self.lines[name] = await Line(to_unix(self.redis_url.removeprefix("unix://"))).open()
@@ -122,6 +144,13 @@ class Stack:
             await asyncio.to_thread(self._redis.close)
             await self._start_redis()
 
+    async def restart_redis(self) -> None:
+        """Asked to end; it is back when this returns."""
+        async with self._redis_changing:
+            assert self._redis is not None
+            await asyncio.to_thread(self._redis.close)
+            await self._start_redis()
+
     async def stop_redis(self, seconds: float) -> None:
         async with self._redis_changing:
             with self._stopped_redis():
@@ -142,7 +171,7 @@ class Stack:
     async def leave(self) -> list[str]:
         """Everything is asked to end, the users of others first; returns who had to be killed."""
         obstinate = []
-        for service, timeout_s in (("rollout", 30.0), ("trainer", 60.0), ("api", 30.0), ("engine", 15.0)):
+        for service, timeout_s in LEAVING_S.items():
             leaving = [one for one in self.nursery.processes.values() if one.service == service]
             ended = await asyncio.gather(*(self.nursery.leave(one, timeout_s) for one in leaving))
             obstinate += [one.name for one, in_order in zip(leaving, ended, strict=True) if not in_order]

@@ -1,8 +1,9 @@
 """What a stack of containers must stand: `python -m tests.e2e.compose_check` while `docker compose up` is up.
 
 A job that is submitted to the published port learns while a rollout worker and Redis are killed; the wall around the
-environments is tried from inside; with ``--rolling`` every service is then restarted in turn under a second job. It
-needs `docker` and whatever that needs to find the engine, and, to kill from outside, to be root.
+environments is tried from inside; with ``--rolling`` every service is then restarted in turn under a second job, with
+``--restore`` a third one goes on from a backup after its data and Redis are gone. It needs `docker` and whatever that
+needs to find the engine, and, to kill from outside, to be root.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Run:
         events = list(self._client.events(self.id, after="0"))
         evaluations = [event.data for event in events if event.type == "evaluation"]
         rows = self._client.metrics(self.id)
-        numbers = [int(row["step"]) for row in rows]
+        numbers = [int(row["step"]) for row in rows if "reward/mean" in row]  # the others are evaluations
         if sorted(set(numbers)) != list(range(1, self._steps + 1)):
             raise CheckFailed(f"steps that were reported: {numbers}")
         groups = [group["group"] for group in self._client.groups(self.id)]
@@ -191,6 +192,34 @@ def rolling_restart(client: Client, seed: int) -> None:
     say(f"{steps} steps, {result['num_groups']} groups, no episode started again: {', '.join(ROLLING)} were restarted")
 
 
+def restore(client: Client, seed: int) -> None:
+    """A backup is made under a running job; data and Redis are removed, and the job goes on from it."""
+    steps = 12
+    run = Run(client, seed, steps)
+    run.reaches(4)
+    started = time.monotonic()
+    saved = subprocess.run(
+        ["docker", "compose", "exec", "-T", "api", "python", "-m", "services.backup"],
+        cwd=ROOT, capture_output=True, check=True,
+    )  # fmt: skip
+    say(
+        f"saved {len(saved.stdout) / 1e6:.1f} MB in {time.monotonic() - started:.0f} s: {saved.stderr.decode().strip()}"
+    )
+    compose("down")
+    for volume in ("gspo_data", "gspo_redis"):
+        subprocess.run(["docker", "volume", "rm", volume], capture_output=True, check=True)
+    command = ["run", "--rm", "--no-deps", "-T", "--entrypoint", "python", "api", "-m", "services.backup", "--restore"]
+    subprocess.run(["docker", "compose", *command], cwd=ROOT, input=saved.stdout, check=True)
+    compose("up", "--detach", "--wait", "--wait-timeout", "180")
+    say("everything is there again, from the backup and an empty Redis")
+    run.reaches(steps)
+    trained = list(client.groups(run.id))
+    numbers, taken = {one["group"] for one in trained}, {one["step"] for one in trained}
+    if len(numbers) != len(trained) or taken != {*range(1, steps + 1)}:
+        raise CheckFailed(f"steps and groups after the restore: {[(one['step'], one['group']) for one in trained]}")
+    say(f"the job that was saved at step 4 or later has its {steps} steps, each group trained once")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.compose_check")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
@@ -198,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gain", type=float, default=15.0, help="points of held-out success (default: %(default)s)")
     parser.add_argument("--rolling", action="store_true", help="also restart every service under a second job")
+    parser.add_argument("--restore", action="store_true", help="also restore a backup under a third job")
     given = parser.parse_args(arguments)
     try:
         check_hardening()
@@ -208,6 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_wall()
             if given.rolling:
                 rolling_restart(client, given.seed + 1)
+            if given.restore:
+                restore(client, given.seed + 2)
     except CheckFailed as error:
         print(f"compose_check: {error}", file=sys.stderr)
         print(compose("logs", "--tail", "15", check=False), file=sys.stderr)

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from gspo_core.cli import main
+from services.batch_log import read_batch
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -92,6 +93,46 @@ def test_the_stack_that_it_starts_trains_a_job_and_leaves_nothing(
     assert processes_of(tmp_path) == []
 
 
+def test_a_script_names_its_job_by_a_key_of_its_own(tmp_path: Path) -> None:
+    keys = [
+        line
+        for _ in range(2)
+        for line in script(tmp_path, "--model", "m").read_text().splitlines()
+        if "KEY=slurm-" in line
+    ]
+    assert len(set(keys)) == 2
+    assert 'submit "$JOB" --key "$KEY"' in script(tmp_path, "--model", "m").read_text()
+
+
+@pytest.mark.slow
+def test_ended_in_the_middle_and_submitted_again_it_goes_on_with_the_same_job(tmp_path: Path, model_dir: Path) -> None:
+    spec = yaml.safe_load((ROOT / "services" / "local" / "demo_job.yaml").read_text())
+    changes = {"model": str(model_dir), "steps": STEPS, "evaluation": None, "checkpoints": {"keep_batches": 1000}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec | changes))
+    workers = "--rollout-workers", "2"
+    path = script(tmp_path, "--model", str(model_dir), "--job", str(tmp_path / "job.yaml"), *workers)
+    first = run(path, tmp_path)
+    deadline = time.monotonic() + 600
+    while not (found := list((tmp_path / "data with a blank" / "jobs").glob("*/batches/ep*-step000003"))):
+        assert time.monotonic() < deadline
+        assert first.poll() is None, first.stdout and first.stdout.read()
+        time.sleep(0.2)
+    first.send_signal(signal.SIGTERM)
+    output, _ = first.communicate(timeout=180)
+    assert first.returncode == 143, output
+    assert processes_of(tmp_path) == []
+    for _ in range(2):  # what is over is over: once more changes nothing
+        again = run(path, tmp_path)
+        output, _ = again.communicate(timeout=900)
+        assert again.returncode == 0, output
+    (job,) = (tmp_path / "data with a blank" / "jobs").iterdir()
+    assert job == found[0].parents[1]
+    logged = [path.name.partition("-")[2] for path in (job / "batches").glob("ep*")]
+    assert len(logged) == len(set(logged))  # no step was taken twice
+    batches = [read_batch(path) for path in (job / "batches").glob("ep*")]
+    assert {one.attempt for batch in batches for group in batch.groups for one in group.trajectories} == {0}
+
+
 @pytest.mark.slow
 def test_who_is_told_to_leave_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
     done = run(script(tmp_path, "--model", str(model_dir)), tmp_path)
@@ -109,7 +150,7 @@ def test_who_is_told_to_leave_leaves_nothing(tmp_path: Path, model_dir: Path) ->
 
 def run(path: Path, tmp_path: Path) -> subprocess.Popen[str]:
     fakes = tmp_path / "bin"
-    fakes.mkdir()
+    fakes.mkdir(exist_ok=True)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (fakes / name).write_text(text)
         (fakes / name).chmod(0o755)

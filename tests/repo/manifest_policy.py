@@ -19,6 +19,7 @@ OTHERS_VARIABLES = {
     "PET_NODE_RANK",  # of torchrun
     *("OMP_NUM_THREADS", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"),
 }
+SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
 SINGLETONS = {"redis", "trainer"}
 DRAIN_S = {"--drain-s": 10, "--grace-s": 10}
 """Arguments that take seconds, and how much longer the pod has to be given."""
@@ -158,10 +159,24 @@ def _selectors(objects: Sequence[Object]) -> Iterator[str]:
                 target = port.get("targetPort")
                 if target is not None and target not in open_ports:
                     yield f"the service {one['metadata']['name']} leads to a port {target} that does not exist"
+        if one["kind"] == "ServiceMonitor":
+            yield from _watched(one, [other for other in objects if other["kind"] == "Service"])
         if one["kind"] == "PodDisruptionBudget" and not any(
             one["spec"]["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items() for each in templates
         ):
             yield f"the budget {one['metadata']['name']} selects nothing"
+
+
+def _watched(monitor: Object, services: Sequence[Object]) -> Iterator[str]:
+    """Monitors select Services by the labels of these, not by what these select."""
+    name, wanted = monitor["metadata"]["name"], monitor["spec"]["selector"]["matchLabels"].items()
+    chosen = [one for one in services if wanted <= one["metadata"].get("labels", {}).items()]
+    if not chosen:
+        yield f"the monitor {name} selects no service"
+    ports = {port["name"] for one in chosen for port in one["spec"]["ports"]}
+    for endpoint in monitor["spec"]["endpoints"]:
+        if endpoint["port"] not in ports:
+            yield f"the monitor {name} asks a port {endpoint['port']} that does not exist"
 
 
 def _references(objects: Sequence[Object]) -> Iterator[str]:
@@ -247,13 +262,16 @@ def _probes(objects: Sequence[Object]) -> Iterator[str]:
 
 def _disruption(objects: Sequence[Object]) -> Iterator[str]:
     budgets = [one["spec"] for one in objects if one["kind"] == "PodDisruptionBudget"]
+    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in objects if one["kind"] in SCALERS}
     for budget in budgets:
         if budget.get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
             yield "a budget lets a broken pod keep its node"
     for name, owner, template in workloads(objects):
         labels = template["metadata"]["labels"].items()
         mine = [budget for budget in budgets if budget["selector"]["matchLabels"].items() <= labels]
-        if owner["kind"] == "Deployment" and owner["spec"].get("replicas", 1) >= 2 and not mine:
+        if name in scaled and "replicas" in owner["spec"]:
+            yield f"{name} is scaled, and every apply would set its number again"
+        if owner["kind"] == "Deployment" and (name in scaled or owner["spec"].get("replicas", 1) >= 2) and not mine:
             yield f"{name} has no budget"
         if name in SINGLETONS and mine:
             yield f"{name} is one, and keeps its node from being drained"
@@ -341,6 +359,15 @@ def _gangs(objects: Sequence[Object]) -> Iterator[str]:
                 yield f"{name}: nodes do not know their numbers"
             if f"--nnodes={inner['parallelism']}" not in args or inner["completions"] != inner["parallelism"]:
                 yield f"{name}: the number of nodes differs"
+            disrupted = [
+                rule for rule in inner.get("podFailurePolicy", {}).get("rules", ()) if "DisruptionTarget" in str(rule)
+            ]
+            if [rule["action"] for rule in disrupted] != ["FailJob"] or not any(
+                rule.get("onJobFailureReasons") == ["PodFailurePolicy"]
+                and rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+                for rule in spec.get("failurePolicy", {}).get("rules", ())
+            ):
+                yield f"{name}: where one node is taken away the others are not started again, or it uses up restarts"
             for rule in inner.get("podFailurePolicy", {}).get("rules", ()):
                 if any("status" not in condition for condition in rule.get("onPodConditions", ())):
                     yield f"{name}: a condition without status"
@@ -350,7 +377,7 @@ def _gangs(objects: Sequence[Object]) -> Iterator[str]:
 
 
 def _scaling(one: Object, objects: Sequence[Object], metrics: set[str]) -> list[str]:
-    if one["kind"] not in ("HorizontalPodAutoscaler", "ScaledObject"):
+    if one["kind"] not in SCALERS:
         return []
     target = one["spec"]["scaleTargetRef"]["name"]
     if one["kind"] == "ScaledObject":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -37,9 +38,11 @@ class _Strict(yaml.SafeLoader):
 
 @cache
 def render(overlay: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(ROOT / "k8s" / "overlays" / overlay)], capture_output=True, text=True, check=False
-    )
+    return rendered(ROOT / "k8s" / "overlays" / overlay)
+
+
+def rendered(directory: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(["kubectl", "kustomize", str(directory)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [one for one in yaml.load_all(done.stdout, _Strict) if one]
 
@@ -139,6 +142,11 @@ def _node_rank(objects: list[Any]) -> None:
     environment[:] = [one for one in environment if one["name"] != "PET_NODE_RANK"]
 
 
+def _one_pod_anew(objects: list[Any]) -> None:
+    (job,) = of(objects, "JobSet", "trainer")["spec"]["replicatedJobs"]
+    job["template"]["spec"]["podFailurePolicy"]["rules"][0]["action"] = "Ignore"
+
+
 def _restart(objects: list[Any]) -> None:
     of(objects, "LeaderWorkerSet", "engine")["spec"]["leaderWorkerTemplate"].pop("restartPolicy")
 
@@ -191,12 +199,61 @@ def test_the_policy_bites(mutation: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "problem"),
-    [(_backoff, "one by one"), (_subdomain, "do not meet"), (_node_rank, "their numbers"), (_restart, "hangs")],
+    [
+        (_backoff, "one by one"),
+        (_subdomain, "do not meet"),
+        (_node_rank, "their numbers"),
+        (_one_pod_anew, "is taken away"),
+        (_restart, "hangs"),
+    ],
 )
 def test_the_policy_bites_on_gangs(change: Callable[[list[Any]], object], problem: str) -> None:
     objects = copy.deepcopy(render("multi-node"))
     change(objects)
     assert any(problem in one for one in problems(objects, metrics()))
+
+
+def _unlabelled(objects: list[Any]) -> None:
+    del of(objects, "Service", "api")["metadata"]["labels"]["app.kubernetes.io/name"]
+
+
+def _monitored_port(objects: list[Any]) -> None:
+    of(objects, "ServiceMonitor", "api")["spec"]["endpoints"][0]["port"] = "web"
+
+
+def _fixed_number(objects: list[Any]) -> None:
+    of(objects, "Deployment", "rollout")["spec"]["replicas"] = 4
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [(_unlabelled, "selects no service"), (_monitored_port, "port web"), (_fixed_number, "set its number again")],
+)
+def test_the_policy_bites_on_what_watches_and_scales(change: Callable[[list[Any]], object], problem: str) -> None:
+    objects = copy.deepcopy(render("prod"))
+    change(objects)
+    assert any(problem in one for one in problems(objects, metrics()))
+
+
+def test_the_alarms_of_a_cluster_are_those_of_one_host() -> None:
+    rules = of(render("prod"), "PrometheusRule", "gspo")["spec"]
+    assert rules == yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())
+    (endpoint,) = of(render("prod"), "ServiceMonitor", "api")["spec"]["endpoints"]
+    name = re.search(r'up\{job="([^"]+)"', str(rules))
+    assert name is not None
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": name[1]}]
+
+
+@pytest.mark.parametrize("component", ["external-redis", "weight-group"])
+def test_a_component_that_no_overlay_uses_keeps_what_is_demanded(component: str, tmp_path: Path) -> None:
+    above = os.path.relpath(ROOT / "k8s", tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [{above}/overlays/single-gpu]\ncomponents: [{above}/components/{component}]\nnamespace: gspo\n"
+    )
+    objects = rendered(tmp_path)
+    assert problems(objects, metrics()) == []
+    if component == "external-redis":
+        assert "redis" not in {one["metadata"]["name"] for one in objects}
 
 
 def test_ports_and_users_are_those_of_the_containers_of_compose() -> None:

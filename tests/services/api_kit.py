@@ -100,7 +100,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 class ApiProcess:
     """`python -m services.api` on a free port of this machine."""
 
-    def __init__(self, redis_url: str, **settings: str) -> None:
+    def __init__(self, redis_url: str, *arguments: str, **settings: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
         self._data = tempfile.TemporaryDirectory()
         environment |= {"GSPO_REDIS_URL": redis_url, "GSPO_API_PORT": "0", "GSPO_LOG_FORMAT": "json"}
@@ -108,7 +108,7 @@ class ApiProcess:
         # A file, since a pipe that nobody reads would stop the process in the middle.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed at the end of the process
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "services.api"],
+            [sys.executable, "-W", "error", "-m", "services.api", *arguments],
             env=environment,
             stderr=self._log,
             stdout=subprocess.DEVNULL,

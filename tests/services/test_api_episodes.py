@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from gspo_core.chat import load_codec, load_tokenizer
 from gspo_core.codec import encode
@@ -20,12 +22,15 @@ from gspo_core.env import load_environment
 from gspo_core.spec import JobSpec
 from gspo_core.types import Segment, Split
 from services.api.routes.episodes import DetailQuery, follow_episode, get_episode
+from services.api.routes.telemetry import SHOWN
 from services.api.transcript import token_texts
 from services.batch_log import BatchLog
 from services.bus import Append, Bus
 from services.store import Store
 from tests.services.api_kit import application, error_of, http_to, parse_frames
 from tests.services.recorded_job import GROUP_SIZE, REF, Player, RecordedJob, record_job, replies_of, write_model
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 @pytest.fixture(scope="module")
@@ -242,11 +247,11 @@ async def test_events_of_some_types(http: httpx.AsyncClient, job: RecordedJob):
 async def test_prometheus_is_told_what_is_there(http: httpx.AsyncClient, store: Store, job: RecordedJob):
     text = (await http.get("/metrics")).text
     assert 'gspo_jobs{status="running"} 1.0' in text
-    assert f'gspo_job_step{{job="{job.id}"}} 6.0' in text
-    assert f'gspo_job_groups{{fate="in_flight",job="{job.id}"}} 1.0' in text
-    assert f'gspo_job_staleness_mean{{job="{job.id}"}} 1.7' in text
+    assert f'gspo_job_step{{job_id="{job.id}"}} 6.0' in text
+    assert f'gspo_job_groups{{fate="in_flight",job_id="{job.id}"}} 1.0' in text
+    assert f'gspo_job_staleness_mean{{job_id="{job.id}"}} 1.7' in text
     wanted = JobSpec.model_validate_json((await store.get_job(job.id)).spec).groups_per_step
-    assert f'gspo_ready_groups_deficit{{job="{job.id}"}} {wanted}.0' in text  # none is ready
+    assert f'gspo_ready_groups_deficit{{job_id="{job.id}"}} {wanted}.0' in text  # none is ready
     assert "calculator" not in text
 
 
@@ -258,6 +263,38 @@ async def test_prometheus_is_told_what_workers_do_and_where_time_goes(http: http
     assert f'gspo_rollout_total{{kind="episodes/finished",worker="{worker}"}} 7.0' in text
     assert f'gspo_rollout_seconds_total{{where="engine",worker="{worker}"}} 12.5' in text
     assert "secret-host" not in text
+
+
+async def test_alarms_and_graphs_ask_for_labels_that_are_there(http: httpx.AsyncClient, store: Store, job: RecordedJob):
+    """And none of ours is one that Prometheus writes itself: it would move ours away, and all jobs be one."""
+    await store.register_worker(
+        {"id": "w-1", "num_episodes": 3, "counters": {"time/env_s": 0.25, "episodes/finished": 1}}
+    )
+    await data(http, "/v1/jobs")
+    families = text_string_to_metric_families((await http.get("/metrics")).text)
+    exported = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    exported |= {f"gspo_job_{name.replace('/', '_')}": {"job_id"} for name in SHOWN}
+    ours = {name: labels for name, labels in exported.items() if name.startswith("gspo_")}
+    assert not [name for name, labels in ours.items() if labels & {"job", "instance"}]
+    board = json.loads((DEPLOY / "grafana" / "dashboards" / "gspo.json").read_text())
+    rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
+    asked = [rule["expr"] + str(rule["annotations"]) for rule in rules if "gspo_" in rule["expr"]]
+    asked += [one["expr"] + one["legendFormat"] for panel in board["panels"] for one in panel["targets"]]
+    asked += [one["query"]["query"] for one in board["templating"]["list"]]
+    assert len(asked) >= 25
+    for text in asked:
+        names = set(re.findall(r"gspo_\w+", text))
+        assert names <= ours.keys(), text
+        labels = set().union(*(ours[name] for name in names))
+        for pattern in (
+            r"(\w+) ?(?:=~|!=|!~|=)\"",
+            r"\{\{ ?\$labels\.(\w+)",
+            r"\{\{(\w+)\}\}",
+            r"label_values\(\w+, (\w+)",
+        ):
+            assert set(re.findall(pattern, text)) <= labels, text
+        for group in re.findall(r"by \(([^)]*)\)", text):
+            assert set(group.split(", ")) <= labels, text
 
 
 async def test_capabilities_name_what_is_not_there_yet(http: httpx.AsyncClient):

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from gspo_core.spec import JobSpec
+from services.api.__main__ import GRACE_S
 from services.redis_server import RedisServer
 from services.store import Store
 from tests.services.api_kit import SPEC, ApiProcess, error_of
@@ -44,6 +45,37 @@ async def test_it_stops_soon_although_streams_are_open(redis_server: RedisServer
     # Every stream ended whole, not cut, and with no end of the job that was none.
     assert all("event: end" not in lines for lines in rest)
     assert not [line for line in left if "Traceback" in line or "error" in line]
+
+
+async def test_what_is_being_asked_when_it_leaves_is_answered(redis_server: RedisServer):
+    """Also where that takes longer than the few seconds that it has on a laptop."""
+    body = json.dumps(SPEC).encode()
+    with ApiProcess(redis_server.url, "--grace-s", "60") as api:
+        host, _, port = api.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/jobs HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:-1])
+        await writer.drain()
+        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+            assert (await http.get("/healthz")).status_code == 200  # after what came before it
+        api.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            while await is_served(host, int(port)):
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(GRACE_S + 1)  # it must not be cut after this
+            writer.write(body[-1:])
+            assert (await reader.readline()).split()[1] == b"201"
+            writer.close()
+            assert await asyncio.to_thread(api.process.wait, 60) == 0
+
+
+async def is_served(host: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True
 
 
 async def test_what_was_accepted_is_there_after_a_kill(redis_server: RedisServer, store: Store):

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from gspo_core.env import EnvironmentFailed, InvalidEnvironment
+from gspo_core.env import EnvironmentFailed, InvalidEnvironment, Timeouts
 from gspo_core.types import StopReason
 from services.host_remote import RemoteHosts
 from services.host_server import HostOrder
@@ -183,6 +183,79 @@ async def test_a_service_that_is_killed_costs_no_session(tmp_path: Path, host: O
     own.end(signal.SIGTERM)
 
 
+PAYMENTS = """
+import asyncio, pathlib
+
+class Payments:
+    tasks = eval_tasks = [{}]
+
+    def __init__(self, books):
+        self.books = pathlib.Path(books)
+
+    async def reset(self):
+        self.num_paid = 0
+        return "Pay."
+
+    async def pay(self) -> str:
+        '''Pay.'''
+        with self.books.open("a") as file:
+            file.write("paid\\n")
+        while self.books.with_name("held").exists():
+            await asyncio.sleep(0.01)
+        self.num_paid += 1
+        return str(self.num_paid)
+
+    async def snapshot(self):
+        return str(self.num_paid).encode()
+
+    async def restore(self, state):
+        self.num_paid = int(state)
+
+    async def get_reward(self):
+        return float(self.num_paid)
+"""
+
+
+async def test_who_is_asked_to_leave_ends_what_is_under_way_and_nothing_is_done_twice(
+    tmp_path: Path,
+) -> None:
+    own, books, held = Service(tmp_path), tmp_path / "books", tmp_path / "held"
+    (tmp_path / "payments.py").write_text(PAYMENTS)
+    held.touch()
+    own.start()
+    order = HostOrder(f"{tmp_path}/payments.py:Payments", {"books": str(books)}, boot_timeout_s=DEADLINE_S)
+    environment = await HostedEnvironment.open(order, boot=own.hosts().boot)
+    session = await begun(environment, limits=Timeouts(step_timeout_s=60))
+    paying = asyncio.create_task(session.act(call("pay")))
+    assert own.process is not None
+    async with asyncio.timeout(60):
+        while not books.exists():
+            await asyncio.sleep(0.01)
+        own.process.send_signal(signal.SIGTERM)
+        while await is_served(own.port):
+            await asyncio.sleep(0.01)
+        held.unlink()
+        assert said(await paying) == "1"
+    assert await asyncio.to_thread(own.process.wait, 60) == 0
+    assert own.process.stderr is not None
+    own.process.stderr.close()
+    own.start()
+    assert said(await session.act(call("pay"))) == "2"
+    assert books.read_text().splitlines() == ["paid", "paid"]
+    await session.close()
+    await environment.close()
+    assert await asyncio.to_thread(own.end, signal.SIGTERM) == 0
+
+
+async def is_served(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True
+
+
 async def test_what_a_worker_asked_for_ends_with_its_connection(service: Service, host: Open) -> None:
     environment = await host("Light")
     session = await begun(environment)
@@ -261,8 +334,18 @@ def test_its_probe_says_whether_it_lives(service: Service, tmp_path: Path) -> No
 
     assert status(service._directory / "health") == 0
     assert status(tmp_path / "none") == 1
-    stale = tmp_path / "stale"
-    stale.write_text(json.dumps({"at": time.time() - 3600, "ready": True}))
-    assert status(stale) == 1
-    stale.write_text(json.dumps({"at": time.time(), "ready": False}))
-    assert status(stale) == 1
+    said = json.loads((service._directory / "health").read_text())
+    other = tmp_path / "other"
+
+    def says(**changes: object) -> int:
+        other.write_text(json.dumps(said | {"at": time.monotonic()} | changes))
+        return status(other)
+
+    assert says() == 0
+    assert says(at=time.monotonic() - 3600) == 1  # it hangs
+    assert says(at=time.monotonic() + 3600) == 1  # of before the machine was started again
+    assert says(ready=False) == 1
+    assert says(born="1") == 1  # an earlier process left it behind, which had the same number
+    assert says(pid=2**22 + 1) == 1  # it is dead
+    other.write_text("{}")
+    assert status(other) == 1

@@ -1,4 +1,8 @@
-"""The state of the installation for Prometheus. Open to everyone, so it says nothing of what jobs are about."""
+"""The state of the installation for Prometheus. Open to everyone, so it says nothing of what jobs are about.
+
+Rule: no label of ours is called ``job`` or ``instance``: Prometheus writes its own there, and ours would be moved away.
+What is of the installation and not of this process is the same from every API: whoever adds up takes the maximum first.
+"""
 
 from __future__ import annotations
 
@@ -95,16 +99,16 @@ def _of_workers(workers: Sequence[Mapping[str, Any]]) -> list[Family]:
 
 
 async def _of_jobs(context: Context, jobs: list[Job]) -> list[GaugeMetricFamily]:
-    steps = GaugeMetricFamily("gspo_job_step", "Steps taken", labels=["job"])
+    steps = GaugeMetricFamily("gspo_job_step", "Steps taken", labels=["job_id"])
     groups = GaugeMetricFamily(
-        "gspo_job_groups", "Groups ever dispatched, by what became of them", labels=["job", "fate"]
+        "gspo_job_groups", "Groups ever dispatched, by what became of them", labels=["job_id", "fate"]
     )
-    size = GaugeMetricFamily("gspo_job_queue_bytes", "Payloads held in Redis", labels=["job"])
+    size = GaugeMetricFamily("gspo_job_queue_bytes", "Payloads held in Redis", labels=["job_id"])
     deficit = GaugeMetricFamily(
-        "gspo_ready_groups_deficit", "Groups that a running job's next step still lacks", labels=["job"]
+        "gspo_ready_groups_deficit", "Groups that a running job's next step still lacks", labels=["job_id"]
     )
     newest = {
-        name: GaugeMetricFamily(f"gspo_job_{name.replace('/', '_')}", text, labels=["job"])
+        name: GaugeMetricFamily(f"gspo_job_{name.replace('/', '_')}", text, labels=["job_id"])
         for name, text in SHOWN.items()
     }
     for job in jobs:
