@@ -10,12 +10,14 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.spec import JobSpec, spec_warnings
+from services.api import submitting
 from services.api.access import Caller
 from services.api.context import ContextOf
 from services.api.environment_refs import pin
 from services.api.errors import ApiError, documented
 from services.api.etags import IfNoneMatch, tagged
 from services.api.requests import StrictRoute
+from services.api.stored_specs import readable_spec
 from services.api.views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
 from services.jobs import CancelManner, DesiredState, Job, JobStatus, new_job_id
 from services.store import Store
@@ -82,14 +84,12 @@ async def submit(
 ) -> JobView | Response:
     """Submit a job. With an `Idempotency-Key` it may be repeated: the same key never makes a second job."""
     caller: Caller = request.scope["caller"]
-    spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
     if query.dry_run:
+        spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
         plan = await _plan(spec, context.store)
         return Response(plan.model_dump_json(), media_type="application/json")
     fresh_id = new_job_id(time.time())
-    # A key belongs to who sent it: others who choose the same text neither see nor block this job.
-    key = f"{caller.name}:{idempotency_key}" if idempotency_key else None
-    job = await context.store.create_job(spec, idempotency_key=key, job_id=fresh_id, owner=caller.owner)
+    job = await submitting.submit(context, spec, caller, key=idempotency_key, job_id=fresh_id)
     if job.id != fresh_id:
         response.headers["Idempotent-Replayed"] = "true"
     response.headers["Location"] = f"/v1/jobs/{job.id}"
@@ -124,9 +124,9 @@ async def get_job(id: str, context: ContextOf, if_none_match: IfNoneMatch = None
 async def get_config(id: str, context: ContextOf) -> ConfigView:
     """Its specification with every default spelled out."""
     job = await context.store.get_job(id)
-    return ConfigView(
-        job_id=job.id, config=job.spec_data, warnings=spec_warnings(JobSpec.model_validate(job.spec_data))
-    )
+    spec = readable_spec(job)
+    warnings = ["it is of another release, which this one cannot read"] if spec is None else spec_warnings(spec)
+    return ConfigView(job_id=job.id, config=job.spec_data, warnings=warnings)
 
 
 @router.post("/{id}/pause", responses=documented(409))
