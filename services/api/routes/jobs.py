@@ -49,7 +49,8 @@ class ListQuery(BaseModel):
     after: str | None = None
     """Id of the item before the page."""
     before: str | None = None
-    """Id of the item behind the page."""
+    """Id of the item behind the page, which holds those that come right before it; `has_more` then means: before
+    these."""
     order: Literal["asc", "desc"] = "asc"
     """By age: oldest or newest first."""
     status: JobStatus | None = None
@@ -102,15 +103,21 @@ async def list_jobs(query: Annotated[ListQuery, Query()], request: Request, cont
     caller: Caller = request.scope["caller"]
     if query.after is not None and query.before is not None:
         raise ApiError(400, "invalid_cursor", "after and before exclude each other", param="before")
+    is_backwards = query.before is not None
+    after = query.before if is_backwards else query.after
+    order = query.order if not is_backwards else "desc" if query.order == "asc" else "asc"
     jobs: list[Job] = []
-    after = query.after
     while len(jobs) <= query.limit:
-        some = await context.store.list_jobs(101, after, before=query.before, order=query.order)
+        some = await context.store.list_jobs(101, after, order=order)
         jobs += [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]
         if len(some) < 101:
             break
         after = some[-1].id
-    return page([job_view(job) for job in jobs], query.limit)
+    found = page([job_view(job) for job in jobs], query.limit)
+    if not is_backwards:
+        return found
+    turned = {"data": found.data[::-1], "first_id": found.last_id, "last_id": found.first_id}
+    return found.model_copy(update=turned)
 
 
 @router.get("/{id}", response_model=JobView, responses={304: {"description": "As `If-None-Match` says"}})
