@@ -154,11 +154,16 @@ class Client:
 
         self._httpx = httpx
         self._sleep = sleep
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # What stands in the environment about proxies is for the world outside, and would carry the key there.
-        self._http = httpx.Client(
-            base_url=base_url.rstrip("/"), headers=headers, timeout=timeout_s, transport=transport, trust_env=False
-        )
+        headers = {"Authorization": f"Bearer {api_key.strip()}"} if api_key else {}
+        try:
+            # What stands in the environment about proxies is for the world outside, and would carry the key there.
+            self._http = httpx.Client(
+                base_url=base_url.rstrip("/"), headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+            )
+        except httpx.InvalidURL as error:
+            raise Unreachable(f"{base_url} is no address: {error}") from None
+        except UnicodeEncodeError:
+            raise ClientError("this is no API key: it holds characters that no key has") from None
 
     def __enter__(self) -> Self:
         return self
@@ -275,7 +280,7 @@ class Client:
                 if not answer.is_success:
                     answer.read()
                     raise _api_error(answer)
-                for line in answer.iter_lines():
+                for line in _lines(answer.iter_bytes()):
                     yield json.loads(line)
         except self._httpx.TransportError as error:
             raise _unreachable(self._http, error) from error
@@ -378,8 +383,7 @@ class Client:
 
     def workers(self) -> list[dict[str, Any]]:
         """The processes that are registered."""
-        workers: list[dict[str, Any]] = self._ask("GET", "/v1/workers")["data"]
-        return workers
+        return list(self._pages("/v1/workers", {"limit": "1000"}))
 
     def drain_worker(self, worker_id: str) -> dict[str, Any]:
         """Ask a rollout worker or a trainer to leave: it hands back what it holds, and ends."""
@@ -456,11 +460,12 @@ class Client:
                 answer = self._http.request(method, path, **request)
             except self._httpx.TransportError as error:
                 # Nobody listens: that does not change within a second, and a person waits for the message.
-                if is_last or isinstance(error, self._httpx.ConnectError):
+                is_nobody = isinstance(error, self._httpx.ConnectError | self._httpx.UnsupportedProtocol)
+                if is_last or is_nobody:
                     raise _unreachable(self._http, error) from error
             else:
                 if answer.is_success:
-                    return answer.json() if answer.content else None
+                    return _json(answer)
                 # A conflict that is worth another try says when: our first request is still being done.
                 is_under_way = answer.status_code == 409 and "retry-after" in answer.headers
                 if is_last or not (is_under_way or answer.status_code in RETRIED):
@@ -491,6 +496,23 @@ def parse_events(lines: Iterable[str]) -> Iterator[Event | None]:
             kind = value
         elif name == "data":
             data.append(value)
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """What ends with a line feed. Other characters that end lines elsewhere are part of what was said."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest
+
+
+def _json(answer: httpx.Response) -> Any:
+    try:
+        return answer.json() if answer.content else None
+    except ValueError:  # another service listens there
+        raise _api_error(answer) from None
 
 
 def _plain(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ SECURE, PLAIN = frozenset({"https", "wss"}), frozenset({"http", "ws"})
 PORTS = frozenset({80, 443, 8000, 8080, 8443})
 _DEFAULT_PORTS = {"https": 443, "wss": 443, "http": 80, "ws": 80}
 MAX_URL_CHARS = 2048
+# What is assigned of IPv6; all else is reserved, local, or leads elsewhere.
+_ASSIGNED = ipaddress.ip_network("2000::/3")
 # Ranges that lead elsewhere (translated and tunnelled addresses, protocol assignments) and that the standard library
 # calls global in one release or another.
 _NEVER = tuple(
@@ -30,6 +32,8 @@ _NEVER = tuple(
     for text in (
         *("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96", "fec0::/10"),
         *("192.0.0.0/24", "192.88.99.0/24"),
+        # Public by its number, but in one large cloud the host itself answers there.
+        "168.63.129.16/32",
     )
 )
 
@@ -47,6 +51,8 @@ def is_public(text: str) -> bool:
     """Whether an address belongs to the public network and to nothing that is reached through it."""
     address = _address(text)
     if any(address.version == network.version and address in network for network in _NEVER):
+        return False
+    if address.version == 6 and address not in _ASSIGNED:
         return False
     return address.is_global and not address.is_multicast
 

@@ -16,6 +16,9 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 
 KeyPath = tuple[str | int, ...]
 
+# More than anybody reads. A body can hold a hundred thousand, and looking for what each was meant to be takes a while.
+MAX_PROBLEMS = 100
+
 # Reports that only repeat another one: a default that could not be made, a list counted without its bad items.
 _ECHOES = frozenset({"default_factory_not_called"})
 _CODES = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
@@ -59,7 +62,8 @@ def problems(error: ValidationError, model: type[BaseModel], data: Any) -> list[
 
 
 def problems_of(reports: Sequence[Mapping[str, Any]], model: type[BaseModel], data: Any) -> list[Problem]:
-    """The same from the validator's reports, whoever collected them."""
+    """The same from the validator's reports, whoever collected them; of very many the first ones."""
+    reports = reports[:MAX_PROBLEMS]
     inner = {report["loc"] for report in reports}
     found = []
     for report in reports:

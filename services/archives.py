@@ -16,7 +16,7 @@ import unicodedata
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
@@ -38,14 +38,18 @@ class ArchiveRefused(ValueError):
     """What was uploaded cannot be taken; the text says why."""
 
 
-def unpack(packed: bytes, target: Path, *, file_name: str | None = None) -> None:
+def unpack(
+    packed: bytes, target: Path, *, file_name: str | None = None, check: Callable[[Path], None] = lambda _: None
+) -> None:
     """Into the fresh directory ``target``, which may be there already with the same content.
 
-    ``file_name``: the upload is this one file and no archive.
+    ``file_name``: the upload is this one file and no archive. ``check`` looks at the directory before it is there for
+    others; when it raises, nothing is left.
     """
     if len(packed) > MAX_PACKED_BYTES:
         raise ArchiveRefused(f"an upload has at most {MAX_PACKED_BYTES} bytes")
     if target.is_dir():
+        check(target)
         return
     make_directory(target.parent)
     folder = target.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
@@ -55,6 +59,7 @@ def unpack(packed: bytes, target: Path, *, file_name: str | None = None) -> None
             _members(packed) if file_name is None else iter([(file_name, cast(IO[bytes] | None, io.BytesIO(packed)))])
         )
         _Unpacking(folder, len(packed)).run(members)
+        check(folder)
         flush_tree(folder)
         try:
             os.rename(folder, target)
@@ -92,6 +97,9 @@ def _zip_members(packed: bytes) -> Iterator[tuple[str, IO[bytes] | None]]:
             kind = stat.S_IFMT(entry.external_attr >> 16)
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise ArchiveRefused(f"{entry.orig_filename[:80]!r} is neither a file nor a directory")
+            # Others ask for as much memory as the archive says, and fail in ways of their own.
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ArchiveRefused(f"{entry.orig_filename[:80]!r} is not compressed as zip files usually are")
             if entry.flag_bits & 1:
                 raise ArchiveRefused("the archive is encrypted")
             if "\0" in entry.orig_filename:

@@ -99,8 +99,7 @@ class Registry:
         while True:
             versions = self._versions(wanted.name)
             held = [self._read(wanted.name, version) for version in versions]
-            if held and held[0].owner != wanted.owner:
-                raise NameTaken(f"the name {wanted.name} belongs to somebody else; choose another one")
+            _require_owner(held, wanted.owner)
             for one in reversed(held):
                 if one.digest == digest and not self._is_removed(one):
                     return one, False
@@ -111,6 +110,10 @@ class Registry:
             with contextlib.suppress(FileExistsError):
                 write_once(self._path(wanted.name, number), [json.dumps(asdict(record)).encode()])
                 return record, True
+
+    def require_name(self, name: str, owner: str) -> None:
+        """Raises NameTaken, before anything is kept for it."""
+        _require_owner([self._read(name, version) for version in self._versions(name)[:1]], owner)
 
     def get(self, reference: str) -> Registration:
         """The version that `name@version` says, the newest one for `name`. Raises EnvironmentNotFound."""
@@ -195,3 +198,9 @@ class Registry:
 
     def _path(self, name: str, version: int) -> Path:
         return self._directory / name / f"{version:08d}.json"
+
+
+def _require_owner(held: Sequence[Registration], owner: str) -> None:
+    """A name belongs to who registered its first version."""
+    if held and held[0].owner != owner:
+        raise NameTaken(f"the name {held[0].name} belongs to somebody else; choose another one")

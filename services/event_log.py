@@ -20,7 +20,7 @@ from services.keys import job_key, job_keys
 from services.redis_client import MAX_BLOCK_MS
 from services.refusals import Missing
 
-_POSITION = re.compile(r"\d{1,16}(-\d{1,16})?")
+_POSITION = re.compile(r"[0-9]{1,16}(-[0-9]{1,16})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ class EventLog:
             await self._redis.xread({job_key(job, "events"): after}, count=1, block=min(block_ms, MAX_BLOCK_MS))
             events = await self._read(job, after, count)
         return events
+
+    async def newest(self, job: str) -> str | None:
+        """The id of the newest event that is kept."""
+        found = await self._redis.xrevrange(job_key(job, "events"), count=1)
+        return found[0][0].decode() if found else None
 
     async def trim(self, job: str, keep: int) -> None:
         await self._functions.call("trim_events", job_keys(job), keep)

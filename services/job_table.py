@@ -94,7 +94,7 @@ class JobTable:
         await self._ensure_rebuilt()
         key_digest = None
         if idempotency_key is not None:
-            key_digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
+            key_digest = _digest_of_key(idempotency_key)
             job = (await self._functions.call("reserve", service_keys(), key_digest, job)).decode()
         accepted = await self._accept(job, AcceptedJob(text, digest, self._time(), key_digest, owner))
         reason = default_reason(JobStatus.QUEUED)
@@ -106,6 +106,11 @@ class JobTable:
         # Last, so that who finds it in the list finds it whole. Until here nothing was acknowledged.
         await self._functions.call("announce", service_keys(), job)
         return await self._written_down(job)
+
+    async def under(self, idempotency_key: str) -> str | None:
+        await self._ensure_rebuilt()
+        found = await self._redis.hget(service_key("idempotency"), _digest_of_key(idempotency_key))
+        return None if found is None else found.decode()
 
     async def get(self, job: str) -> Job:
         return _job(job, await self._fields(job))
@@ -342,6 +347,10 @@ class JobTable:
 
     def _time(self) -> str:
         return datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _digest_of_key(idempotency_key: str) -> str:
+    return hashlib.sha256(idempotency_key.encode()).hexdigest()
 
 
 def _canonical(spec: BaseModel | str) -> tuple[str, str]:

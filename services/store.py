@@ -128,6 +128,10 @@ class Store:
         """
         return await self._jobs.create(spec, idempotency_key, job_id, owner)
 
+    async def job_under(self, idempotency_key: str) -> str | None:
+        """The id that was given out under this key; a job need not have come of it."""
+        return await self._jobs.under(idempotency_key)
+
     async def get_job(self, job: str) -> Job:
         """Raises JobNotFound."""
         return await self._jobs.get(job)
@@ -221,6 +225,10 @@ class Store:
         If some of them were trimmed, the first is of type ``gap``. Raises InvalidCursor.
         """
         return await self._events.read(job, after, count, block_ms)
+
+    async def newest_event(self, job: str) -> str | None:
+        """The id of the newest event that is kept."""
+        return await self._events.newest(job)
 
     async def trim_events(self, job: str, keep: int) -> None:
         """Remove all but the newest ``keep`` events now; the store does so by itself beyond ten thousand."""

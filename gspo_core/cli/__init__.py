@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(arguments)
     except CommandError as error:
-        print(f"gspo: {error}", file=sys.stderr)
+        from gspo_core.cli.terminal import plain
+
+        print(f"gspo: {plain(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gspo_core.cli import CommandError
-from gspo_core.client import ApiError, Client, Unreachable
+from gspo_core.client import ApiError, Client, ClientError, Unreachable
 
 
 @contextmanager
@@ -23,3 +23,5 @@ def connected(url: str) -> Iterator[Client]:
     except ApiError as error:
         where = f" ({error.param})" if error.param else ""
         raise CommandError(f"{error.message}{where} [{error.code}]") from error
+    except ClientError as error:
+        raise CommandError(f"{error} ($GSPO_API_KEY)") from error

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from gspo_core.cli.connection import connected
+from gspo_core.cli.terminal import say
 
 READABLE = ("ok", "unknown_tool")
 
@@ -17,12 +18,15 @@ def show(url: str, which: str, *, limit: int, step: int | None, max_reward: floa
     with connected(url) as client:
         if "/" in which:
             episode = client.episode(which)
-            print(json.dumps(episode) if as_json else "\n".join(_transcript(episode)))
+            if as_json:
+                print(json.dumps(episode))
+            else:
+                say(*_transcript(episode))
             return 0
         filters = {name: value for name, value in (("step", step), ("max_reward", max_reward)) if value is not None}
         found = list(islice(client.episodes(which, **filters), limit))
     for episode in found:
-        print(json.dumps(episode) if as_json else _line(episode))
+        say(json.dumps(episode) if as_json else _line(episode))
     if not found and not as_json:
         print("no such episodes: they appear with the job's first step")
     return 0

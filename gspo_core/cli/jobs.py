@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from gspo_core.cli import CommandError
 from gspo_core.cli.connection import connected
+from gspo_core.cli.terminal import say
 
 Verb = Literal["pause", "resume", "cancel"]
 
@@ -49,7 +50,7 @@ def show(url: str, *, as_json: bool) -> int:
         print("no jobs yet; submit one with: gspo submit FILE")
         return 0
     for job in jobs:
-        print(*_lines(job), sep="\n")
+        say(*_lines(job))
     return 0
 
 

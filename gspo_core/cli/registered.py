@@ -10,6 +10,7 @@ from typing import Any
 
 from gspo_core.cli import CommandError
 from gspo_core.cli.connection import connected
+from gspo_core.cli.terminal import say
 from gspo_core.client import Client
 
 
@@ -24,7 +25,7 @@ def add(arguments: argparse.Namespace) -> int:
         found = _upload(client, arguments, config) or client.register_environment(
             arguments.name, _source(arguments, kinds, config)
         )
-    print(json.dumps(found) if arguments.json else "\n".join(_lines(found)))
+    say(*([json.dumps(found)] if arguments.json else _lines(found)))
     return 0
 
 
@@ -92,7 +93,7 @@ def listing(arguments: argparse.Namespace) -> int:
     with connected(arguments.url) as client:
         found = list(client.environments(name=arguments.name))
     for one in found:
-        print(json.dumps(one) if arguments.json else "\n".join(_lines(one)))
+        say(*([json.dumps(one)] if arguments.json else _lines(one)))
     if not found and not arguments.json:
         print("no environments yet; register one with: gspo env add NAME REF")
     return 0
@@ -114,18 +115,18 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found))
         return 0
-    print("\n".join(_lines(found)))
+    say(*_lines(found))
     print(f"    registered {found['created_at'][:16]}Z".replace("T", " ") + f", content {found['digest'][:12]}")
     config = found["source"].get("config")
     if config:
-        print(f"    config {json.dumps(config, ensure_ascii=False)}")
+        say(f"    config {json.dumps(config, ensure_ascii=False)}")
     for tool in found.get("schema", {}).get("tools", ()):
         function = tool["function"]
         parameters = function.get("parameters", {}).get("properties", {})
         signature = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in parameters.items())
-        print(f"    {function['name']}({signature})  {function.get('description', '')}")
+        say(f"    {function['name']}({signature})  {function.get('description', '')}")
     if counts := found.get("schema", {}).get("num_tasks"):
-        print("    tasks: " + ", ".join(f"{count} {split}" for split, count in counts.items()))
+        say("    tasks: " + ", ".join(f"{count} {split}" for split, count in counts.items()))
     return 0
 
 
@@ -135,7 +136,7 @@ def validate(arguments: argparse.Namespace) -> int:
     with connected(arguments.url) as client:
         found = client.validate_environment(arguments.ref)
     report = Report.from_json({"name": found["environment"], "checks": found["checks"]})
-    print(json.dumps(found, indent=2, ensure_ascii=False) if arguments.json else report)
+    say(json.dumps(found, indent=2) if arguments.json else str(report))
     return 0 if report.ok else 1
 
 
@@ -151,9 +152,9 @@ def trial(arguments: argparse.Namespace) -> int:
         print(json.dumps(played))
         return 0
     for entry in played["transcript"]:
-        print("\n".join(_said(entry)))
+        say(*_said(entry))
     parts = "".join(f"  {name} {value:g}" for name, value in played["reward_parts"].items())
-    print(f"ended: {played['stop_reason']}, reward {played['reward']:g}{parts}")
+    say(f"ended: {played['stop_reason']}, reward {played['reward']:g}{parts}")
     return 0
 
 

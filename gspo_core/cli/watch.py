@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from gspo_core.cli.connection import connected
+from gspo_core.cli.terminal import plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,7 +53,7 @@ class JobView:
     def take(self, kind: str, data: Mapping[str, Any]) -> None:
         if kind == "job.status":
             self.status = data.get("status", self.status)
-            self.reason = (data.get("status_reason") or {}).get("message", "")
+            self.reason = plain((data.get("status_reason") or {}).get("message", ""))
         elif kind == "step":
             self._take_step(data)
         elif kind == "evaluation":
@@ -76,6 +77,7 @@ class JobView:
 
     def _note_once(self, note: str) -> None:
         """Last, and only once: a worker says it again every few seconds."""
+        note = plain(note)
         self.notes = [*(known for known in self.notes if known != note), note]
 
     @property
@@ -103,7 +105,7 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None, hig
 def watch(url: str, job_id: str, *, as_json: bool) -> int:
     with connected(url) as client:
         job = client.job(job_id)
-        view = JobView(job_id, job["steps"], name=job["name"] or "")
+        view = JobView(job_id, job["steps"], name=plain(job["name"] or ""))
         if as_json:
             for event in client.events(job_id, after="0"):
                 print(json.dumps({"id": event.id, "type": event.type, "data": event.data}), flush=True)
@@ -245,7 +247,7 @@ def _shares_in_words(step: Mapping[str, Any]) -> str:
 
 def _note(alert: Mapping[str, Any]) -> str:
     at = f"step {alert['step']}: " if "step" in alert else ""
-    return at + str(alert.get("message", alert))
+    return plain(at + str(alert.get("message", alert)))
 
 
 def _time_left(eta_s: float | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_core.cli.connection import connected
+from gspo_core.cli.terminal import say
 
 _STATES = {
     "draining": "drains: {job} gives it back when nothing runs on it",
@@ -18,7 +19,7 @@ def show(url: str, *, as_json: bool) -> int:
     with connected(url) as client:
         found = client.workers()
     for one in found:
-        print(json.dumps(one) if as_json else _line(one))
+        say(json.dumps(one) if as_json else _line(one))
     if not found and not as_json:
         print("no process is registered; start the stack with: gspo up")
     return 0

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gspo_core.outbound import parse_networks
-from services.api.access import Access, AccessRefused, require_safe_bind
+from services.api.access import Access, AccessRefused, is_loopback, require_safe_bind
 from services.api.app import create_app
 from services.api.audit import Audit
 from services.api.context import Backend
@@ -76,6 +76,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
             lambda: contextlib.nullcontext(backend),
             keys=keys,
             ring=ring,
+            may_be_open=is_loopback(settings.api_host),
             audit=Audit(settings.data_dir / "audit.jsonl"),
             stopping=stop,
             lease_s=settings.lease_s,

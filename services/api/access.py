@@ -63,14 +63,21 @@ LOCAL = Caller(ANONYMOUS, "", frozenset({"admin"}))
 class Access:
     """The configured keys, as digests: they may do everything. Further ones, with scopes, are on the key ring."""
 
-    def __init__(self, keys: Iterable[str] = (), ring: KeyRing | None = None) -> None:
+    def __init__(self, keys: Iterable[str] = (), ring: KeyRing | None = None, *, may_be_open: bool = True) -> None:
+        """``may_be_open``: only this machine can ask, so that no key need be there."""
         self._digests = tuple(_digest(key) for key in keys)
         self._ring = ring
+        self._may_be_open = may_be_open
 
     @property
     def is_open(self) -> bool:
-        """Without keys; then only loopback may be served."""
-        return not self._digests and not (self._ring and self._ring.valid())
+        """No key was ever made: whoever asks may do everything. Keys that have ended open nothing."""
+        return self._may_be_open and not self._digests and not (self._ring and self._ring.was_used())
+
+    @property
+    def has_keys(self) -> bool:
+        """That are good for something now."""
+        return bool(self._digests or (self._ring and self._ring.valid()))
 
     def caller(self, headers: Headers) -> Caller:
         """Who asks; raises ApiError 401."""
@@ -106,7 +113,7 @@ _EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episo
 
 def require_safe_bind(host: str, access: Access) -> None:
     """Raises AccessRefused for an address that others can reach, unless there are keys."""
-    if access.is_open and not is_loopback(host):
+    if not access.has_keys and not is_loopback(host):
         raise AccessRefused(
             f"GSPO_API_HOST={host} can be reached by others, but GSPO_API_KEYS is empty: anyone could submit jobs, "
             "which run code. Set GSPO_API_KEYS, or bind 127.0.0.1"

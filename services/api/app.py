@@ -62,6 +62,7 @@ def create_app(
     *,
     keys: Sequence[str] = (),
     ring: KeyRing | None = None,
+    may_be_open: bool = True,
     audit: Audit | None = None,
     stopping: asyncio.Event | None = None,
     lease_s: float = LEASE_S,
@@ -69,7 +70,8 @@ def create_app(
 ) -> FastAPI:
     """An application that keeps its backend open while it runs. Without keys it serves this machine only.
 
-    `keys` may do everything; those on the `ring` have scopes. What changes something is written to the `audit`.
+    `keys` may do everything; those on the `ring` have scopes. Where others can reach it, it must not be `may_be_open`.
+    What changes something is written to the `audit`.
 
     Whoever runs it sets `stopping` when the end is near, since open streams would hold it up.
     """
@@ -102,7 +104,9 @@ def create_app(
     )
     # The last one added sees a request first.
     app.add_middleware(RepeatMiddleware)
-    app.add_middleware(AccessMiddleware, access=Access(keys, ring), limit=RateLimit(time.monotonic))
+    app.add_middleware(
+        AccessMiddleware, access=Access(keys, ring, may_be_open=may_be_open), limit=RateLimit(time.monotonic)
+    )
     app.add_middleware(RequestMiddleware, traffic=traffic, audit=audit)
     errors.install(app)
     app.include_router(health.router, responses=errors.documented(503))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from services.api.errors import ApiError
 from services.api.views import View
 
 _NAME = re.compile(r"ep(\d+)-step(\d+)")
@@ -50,40 +50,37 @@ class CheckpointDetail(CheckpointView):
     export: ExportView
 
 
-Item = TypeVar("Item", bound=View)
-
-
 def checkpoints_of(job: str, job_dir: Path) -> list[CheckpointView]:
     """The newest first."""
     root = job_dir / "checkpoints"
     names = [_NAME.fullmatch(one.name) for one in root.iterdir()] if root.is_dir() else []
     positions = sorted(((int(one[1]), int(one[2]), one[0]) for one in names if one), reverse=True)
-    return [_view(job, epoch, step, root / name) for epoch, step, name in positions]
+    found = (_view(job, epoch, step, root / name) for epoch, step, name in positions)
+    return [one for one in found if one is not None]
 
 
 def files_of(path: Path) -> list[CheckpointFile]:
-    found = sorted(file for file in path.rglob("*") if file.is_file())
-    return [CheckpointFile(path=str(one.relative_to(path)), size_bytes=one.stat().st_size) for one in found]
+    """Fewer while the checkpoint is removed."""
+    found = []
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                file = Path(folder, name)
+                found.append(CheckpointFile(path=str(file.relative_to(path)), size_bytes=file.stat().st_size))
+    return sorted(found, key=lambda one: one.path)
 
 
-def after_id(items: Sequence[Item], after: str | None, limit: int) -> Sequence[Item]:
-    """From behind the item ``after`` on, one more than ``limit``."""
-    if after is None:
-        return items[: limit + 1]
-    ids = [str(getattr(one, "id", None)) for one in items]
-    if after not in ids:
-        raise ApiError(400, "invalid_cursor", f"{after[:80]!r} is no item of this list", param="after")
-    start = ids.index(after) + 1
-    return items[start : start + limit + 1]
-
-
-def _view(job: str, epoch: int, step: int, path: Path) -> CheckpointView:
-    changed = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+def _view(job: str, epoch: int, step: int, path: Path) -> CheckpointView | None:
+    """None: its trainer has removed it in this moment."""
+    try:
+        changed = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except FileNotFoundError:
+        return None
     return CheckpointView(
         id=f"{job}/{epoch}/{step}",
         job_id=job,
         epoch=epoch,
         step=step,
         created_at=changed.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        size_bytes=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        size_bytes=sum(file.size_bytes for file in files_of(path)),
     )

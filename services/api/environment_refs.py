@@ -15,27 +15,40 @@ from gspo_core.spec import EnvironmentSpec, JobSpec
 from services.api.access import Caller
 from services.api.errors import ApiError
 from services.environment_registry import EnvironmentNotFound, Registry
-from services.named_urls import AddressNamed, check_urls
+from services.jobs import Job
+from services.named_urls import AddressNamed, Share, check_urls
 
 Spec = TypeVar("Spec", bound=JobSpec)
 
 
 def pin(spec: Spec, registry: Registry | None, caller: Caller, networks: Sequence[Network]) -> Spec:
     """Reads files and asks a resolver: call it in a thread, unless there is nothing of the kind."""
-    entries = []
+    entries, share = [], Share()
     for index, entry in enumerate(spec.environments):
         param = f"environments[{index}]"
         if ":" in entry.ref:
-            _judge(entry, param, networks)
+            _judge(entry, param, networks, share)
             entries.append(entry)
         else:
             entries.append(_pinned(param, entry, registry, caller))
     return spec.model_copy(update={"environments": tuple(entries)})
 
 
-def _judge(entry: EnvironmentSpec, param: str, networks: Sequence[Network]) -> None:
+def pinned_as(spec: Spec, held: Job) -> Spec:
+    """With the versions of a job that was accepted before, where both name the same environments."""
+    refs = [str(entry.get("ref")) for entry in held.spec_data.get("environments", ())]
+    if len(refs) != len(spec.environments):
+        return spec
+    entries = [
+        entry.model_copy(update={"ref": ref}) if ref.startswith(f"{entry.ref}@") else entry
+        for entry, ref in zip(spec.environments, refs, strict=True)
+    ]
+    return spec.model_copy(update={"environments": tuple(entries)})
+
+
+def _judge(entry: EnvironmentSpec, param: str, networks: Sequence[Network], share: Share) -> None:
     try:
-        check_urls(entry.config, networks)
+        check_urls(entry.config, networks, share)
     except AddressNamed as error:
         message = f"{error} (GSPO_OUTBOUND_NETWORKS)"
         raise ApiError(422, "address_refused", message, param=f"{param}.{error.where}") from None

@@ -19,7 +19,7 @@ from services.api.errors import REDIS_AWAY
 from services.api.history import EpisodeNotKept, GroupNotKept
 from services.api.sse import RETRY_MS, frame
 
-_POSITION = re.compile(r"(\d{1,9})-(\d{1,12})")
+_POSITION = re.compile(r"([0-9]{1,9})-([0-9]{1,12})")
 # How soon a segment that was appended is shown.
 LOOK_S = 0.3
 _OVER = frozenset({"done", "given_up", "trained"})

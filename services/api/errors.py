@@ -14,11 +14,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gspo_core.problems import Problem, problems_of, spell
+from gspo_core.problems import MAX_PROBLEMS, Problem, problems_of, spell
 from gspo_core.spec import JobSpec
 from services.api.history import EpisodeNotKept, GroupNotKept
 from services.batch_log import DamagedBatchLog
@@ -140,6 +141,9 @@ def translate(error: Exception) -> ApiError:
         return _from_framework(error)
     if isinstance(error, REDIS_AWAY):
         return redis_unavailable()
+    if _refuses_writes(error):
+        message = "Redis takes nothing new: its memory or its disk is full; its operator has to make room"
+        return ApiError(503, "redis_full", message, headers={"Retry-After": str(RETRY_AFTER_S)})
     for kind, (status, code, param) in _TRANSLATED.items():
         if isinstance(error, kind):
             return ApiError(status, code, str(error), param=param, headers=FINAL if status == 409 else None)
@@ -157,6 +161,12 @@ _TRANSLATED: Mapping[type[Exception], tuple[int, str, str | None]] = {
     EpisodeNotKept: (404, "episode_not_found", "member"),
     DamagedBatchLog: (404, "batch_log_damaged", None),
 }
+
+
+def _refuses_writes(error: Exception) -> bool:
+    return isinstance(error, OutOfMemoryError | ReadOnlyError) or (
+        isinstance(error, ResponseError) and str(error).startswith("MISCONF ")
+    )
 
 
 def _from_framework(error: HTTPException) -> ApiError:
@@ -181,7 +191,7 @@ def _from_validation(error: RequestValidationError, path: str) -> ApiError:
         # Names that may have been meant are known of job specifications only.
         return invalid(problems_of(in_body, JobSpec if path.startswith("/v1/jobs") else BaseModel, error.body))
     found = []
-    for report in reports:
+    for report in reports[:MAX_PROBLEMS]:
         name = spell(report["loc"][1:])
         if report["type"] == "extra_forbidden":
             found.append(Problem("unknown_parameter", report["loc"][1:], f"{name} is not a parameter of this route"))

@@ -70,7 +70,7 @@ class History:
         """Raises BatchLogNotFound, DamagedBatchLog."""
         log = BatchLog(self.job_dir(job.id))
         path = log.path(position.epoch, position.step)
-        return self._batches.get(path, lambda: log.read(position.epoch, position.step), lambda _: path.stat().st_size)
+        return self._batches.get(path, lambda: _read(log, position), lambda _: _size_of(path))
 
     def groups_of(self, job: Job, position: Position) -> tuple[int, ...]:
         log = BatchLog(self.job_dir(job.id))
@@ -94,6 +94,21 @@ class History:
             except (BatchLogNotFound, DamagedBatchLog):
                 continue
         raise GroupNotKept(job.id, group)
+
+
+def _read(log: BatchLog, position: Position) -> LoggedBatch:
+    try:
+        return log.read(position.epoch, position.step)
+    except FileNotFoundError:  # removed between two looks at it
+        raise BatchLogNotFound(f"there is no {log.path(position.epoch, position.step)} any more") from None
+
+
+def _size_of(path: Path) -> int:
+    """What a file costs that has been read, and may be gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 class _Cache(Generic[Value]):

@@ -23,6 +23,8 @@ from services.durable import make_directory, write_once
 SCOPES = ("jobs:read", "jobs:write", "envs:write", "env:upload", "episodes:read", "admin")
 _KEY = re.compile(r"gspo_([0-9a-z]{12})_([0-9A-Za-z]{43})")
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# Two changes within one tick of a file system's clock leave a directory with the same time.
+TICK_S = 2.0
 _NO_DIGEST = hashlib.sha256(b"").hexdigest()
 
 
@@ -43,8 +45,12 @@ class KeyRing:
     def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._now = now
-        self._seen: int | None = None
         self._keys: dict[str, KeyRecord] = {}
+        self._was_used = False
+        # The time of the directory when it was read, and since when that time is known.
+        self._seen: int | None = None
+        self._seen_since = 0.0
+        self._is_settled = False
 
     def issue(self, owner: str, scopes: Iterable[str], lifetime_s: float | None = None) -> tuple[KeyRecord, str]:
         """A new key: its record, and the key itself, which is not kept."""
@@ -78,17 +84,30 @@ class KeyRing:
 
     def valid(self) -> dict[str, KeyRecord]:
         """By id, those that are neither revoked nor expired."""
+        self._look()
+        now = self._now()
+        return {one.id: one for one in self._keys.values() if one.expires_at is None or one.expires_at > now}
+
+    def was_used(self) -> bool:
+        """Whether a key was ever made here, whatever became of it."""
+        self._look()
+        return self._was_used
+
+    def _look(self) -> None:
         try:
             changed = self._directory.stat().st_mtime_ns
         except FileNotFoundError:
-            return {}
+            self._keys, self._was_used, self._seen = {}, False, None
+            return
         if changed != self._seen:
+            self._seen, self._seen_since, self._is_settled = changed, time.monotonic(), False
+        if not self._is_settled:
+            # Before it is read: what is written after this moment has another time.
+            self._is_settled = time.monotonic() - self._seen_since > TICK_S
+            paths = list(self._directory.glob("*.json"))
             revoked = {path.stem for path in self._directory.glob("*.revoked")}
-            found = (_read(path) for path in self._directory.glob("*.json") if path.stem not in revoked)
-            self._keys = {record.id: record for record in found}
-            self._seen = changed
-        now = self._now()
-        return {one.id: one for one in self._keys.values() if one.expires_at is None or one.expires_at > now}
+            self._keys = {record.id: record for record in map(_read, paths) if record.id not in revoked}
+            self._was_used = bool(paths)
 
 
 def _read(path: Path) -> KeyRecord:

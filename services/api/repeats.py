@@ -27,6 +27,7 @@ from services.api.access import Caller
 from services.api.errors import FINAL, REDIS_AWAY, ApiError
 from services.api.requests import MAX_BODY_BYTES
 from services.archives import MAX_PACKED_BYTES
+from services.cancelling import cancel_all
 from services.replies import LEASE_S, Begun, Replies
 
 HEADER = "Idempotency-Key"
@@ -159,8 +160,7 @@ async def _renewed(replies: Replies, name: str, owner: str) -> AsyncIterator[Non
     try:
         yield
     finally:
-        renewing.cancel()
-        await asyncio.wait({renewing})
+        await cancel_all([renewing], again_after_s=0.1)
 
 
 async def _whole_answer(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:

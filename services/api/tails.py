@@ -52,6 +52,7 @@ class Tail:
 
     async def run(self) -> None:
         try:
+            await self._begin()
             while self.num_readers and not self.is_over and not self._stopping.is_set():
                 events = await self._store.read_events(self._job, self._after, count=COUNT, block_ms=BLOCK_MS)
                 is_over = (await self._store.get_job(self._job)).status.is_terminal
@@ -63,6 +64,13 @@ class Tail:
             self.failure = error
         finally:
             self._wake()
+
+    async def _begin(self) -> None:
+        """Whoever came first may have named a position that nothing has reached yet; others wait for what comes before
+        it."""
+        newest = await self._store.newest_event(self._job) or "0"
+        if position_of(newest) < self._floor:
+            self._after, self._floor = newest, position_of(newest)
 
     def since(self, after: str) -> tuple[bytes, str] | None:
         """What came after a position, and the position behind it; None: more than is held, so read for yourself."""

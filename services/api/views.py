@@ -187,7 +187,7 @@ def event_view(event: Event) -> EventView:
 def page(items: Sequence[Item], limit: int) -> Page[Item]:
     """A page of `items`, of which one more than `limit` was asked for to learn whether there are more."""
     shown = list(items[:limit])
-    ids = [_id(item) for item in shown]
+    ids = [id_of(item) for item in shown]
     return Page[Any](
         data=shown,
         has_more=len(items) > limit,
@@ -196,7 +196,8 @@ def page(items: Sequence[Item], limit: int) -> Page[Item]:
     )
 
 
-def _id(item: Any) -> str:
+def id_of(item: Any) -> str:
+    """Of a view, or of a record that is shown as it is."""
     return str(item["id"] if isinstance(item, dict) else item.id)
 
 

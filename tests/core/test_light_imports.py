@@ -30,6 +30,7 @@ def heavy_modules_of(statement: str) -> list[str]:
         "import gspo_core.client",
         "import gspo_core.env, gspo_core.spec, gspo_core.types",
         "from gspo_core.spec import JobSpec; JobSpec(model='m', environments=[{'ref': 'a:B'}])",
+        "import gspo_core.cli; gspo_core.cli._parser()",
     ],
 )
 def test_light_modules_import_nothing_heavy(statement: str):

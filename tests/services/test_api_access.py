@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from services.api.access import Access, AccessRefused, require_safe_bind
+from services.api.key_ring import KeyRing
 from services.redis_server import RedisServer
 from services.store import Store
 from tests.services.api_kit import SPEC, ApiProcess, application, error_of, http_to
@@ -118,6 +121,36 @@ def test_a_process_without_keys_refuses_to_start_on_all_addresses(redis_server: 
     assert len(lines) == 1
     assert "GSPO_API_HOST=0.0.0.0" in lines[0]
     assert "Set GSPO_API_KEYS, or bind 127.0.0.1" in lines[0]
+
+
+async def test_a_key_that_has_ended_does_not_open_what_it_closed(store: Store, tmp_path: Path):
+    now = [1000.0]
+    ring = KeyRing(tmp_path / "keys", now=lambda: now[0])
+    record, key = ring.issue("alice", ["admin"], lifetime_s=60.0)
+    async with application(store, ring=ring) as app:
+        async with http_to(app, key=key) as http:
+            assert (await http.get("/v1/jobs")).status_code == 200
+        now[0] += 61.0
+        for end in (lambda: None, lambda: ring.revoke(record.id)):
+            end()
+            async with http_to(app) as http:
+                answer = await http.get("/v1/jobs")
+            assert (answer.status_code, error_of(answer)["code"]) == (401, "missing_key")
+    with pytest.raises(AccessRefused):
+        require_safe_bind("0.0.0.0", Access(ring=ring))
+
+
+def test_a_process_that_others_reach_never_opens(redis_server: RedisServer, tmp_path: Path):
+    ring = KeyRing(tmp_path / "keys")
+    record, _ = ring.issue("alice", ["admin"])
+    with ApiProcess(redis_server.url, GSPO_API_HOST="0.0.0.0", GSPO_DATA_DIR=str(tmp_path)) as api:
+        url = api.url.replace("0.0.0.0", "127.0.0.1")
+        with httpx.Client(base_url=url, headers={"Host": "localhost"}, trust_env=False) as http:
+            assert http.get("/v1/jobs").status_code == 401
+            ring.revoke(record.id)
+            assert http.get("/v1/jobs").status_code == 401
+            shutil.rmtree(tmp_path / "keys")
+            assert http.get("/v1/jobs").status_code == 401
 
 
 def test_a_process_with_keys_serves_all_addresses_to_who_has_one(redis_server: RedisServer):

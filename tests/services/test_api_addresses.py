@@ -17,7 +17,7 @@ from services.environment_registry import Registry
 from services.host_server import ForkServer, HostOrder
 from services.host_sites import Sites
 from services.hosted import HostedEnvironment
-from services.named_urls import MAX_HOSTS, AddressNamed, check_urls, urls_in
+from services.named_urls import MAX_HOSTS, AddressNamed, Share, check_urls, urls_in
 from services.store import Store
 from tests.services.api_kit import SPEC, application, error_of, http_to
 
@@ -98,6 +98,22 @@ def test_a_host_is_judged_once_and_not_more_than_some():
     with pytest.raises(AddressNamed, match="different hosts"):
         check_urls([f"https://8.8.{number}.8/" for number in range(MAX_HOSTS + 1)], ())
     assert list(urls_in({"a": 1, "b": None, "c": ["ws://x"]})) == [("config.c[0]", "ws://x")]
+
+
+def test_a_slow_resolver_is_not_asked_for_long(monkeypatch: pytest.MonkeyPatch):
+    now, asked = [0.0], list[str]()
+
+    def slow(url: str, networks: object) -> None:
+        asked.append(url)
+        now[0] += 10.0
+
+    monkeypatch.setattr("services.named_urls.check_url", slow)
+    share = Share(lambda: now[0])
+    for number in range(2):  # each environment of a job
+        check_urls({"url": f"https://a{number}.example"}, (), share)
+    with pytest.raises(AddressNamed, match="too long"):
+        check_urls({"url": "https://one.example"}, (), share)
+    assert len(asked) == 2
 
 
 async def test_the_host_of_a_class_with_a_url_connects_to_nothing_else(tmp_path: Path):

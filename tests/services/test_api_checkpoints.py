@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -82,3 +84,21 @@ async def test_an_export_that_fails_says_why(http: httpx.AsyncClient, job: str, 
     assert begun["status"] == "failed"
     assert begun["message"]
     assert begun["path"] is None
+
+
+async def test_checkpoints_that_their_trainer_removes_meanwhile_break_no_list(
+    http: httpx.AsyncClient, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A name is seen, and what it named is gone when it is looked at: a checkpoint, and a file of another one."""
+    kept, gone = (write(tmp_path / "jobs", job, step) for step in (10, 20))
+    seen, walked = list(kept.parent.iterdir()), list(os.walk(kept))
+    shutil.rmtree(gone)
+    (kept / "learner" / "rank-00000.safetensors").unlink()
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(seen))
+    monkeypatch.setattr(Path, "rglob", lambda self, _: (Path(folder, one) for folder, _, all in walked for one in all))
+    monkeypatch.setattr(Path, "is_file", lambda self: True)
+    monkeypatch.setattr(os, "walk", lambda path: walked if path == kept else [])
+    answer = await http.get(f"/v1/jobs/{job}/checkpoints")
+    assert [(one["id"], one["size_bytes"]) for one in answer.json()["data"]] == [(f"{job}/1/10", 2)]
+    detail = (await http.get(f"/v1/checkpoints/{job}/1/10")).json()
+    assert [one["path"] for one in detail["files"]] == ["manifest.json"]

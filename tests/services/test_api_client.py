@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import random
 import selectors
 import socket
@@ -16,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gspo_core.client import ApiError, Client, Event, Unreachable, parse_events
+from gspo_core.client import ApiError, Client, ClientError, Event, Unreachable, parse_events
 from gspo_core.spec import JobSpec
 from services.jobs import JobStatus
 from services.redis_server import RedisServer
@@ -146,6 +147,48 @@ def test_answers_of_something_else_are_no_riddle():
     transport = httpx.MockTransport(lambda _: httpx.Response(404, text="<html>"))
     with Client(transport=transport) as client, pytest.raises(ApiError, match=r"is .* the API"):
         client.job("job_1")
+
+
+def test_a_page_of_something_else_is_no_answer():
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
+    with Client(transport=transport) as client, pytest.raises(ApiError, match=r"is .* the API"):
+        list(client.jobs())
+
+
+@pytest.mark.parametrize("url", ["http://[", "nonsense", "ftp://127.0.0.1", ""])
+def test_what_is_no_address_is_told_at_once(url: str):
+    waits: list[float] = []
+    with pytest.raises(Unreachable), Client(url, sleep=waits.append) as client:
+        client.job("job_1")
+    assert waits == []
+
+
+def test_a_key_is_taken_without_its_line_end_and_one_that_cannot_be_is_refused():
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["authorization"])
+        return httpx.Response(200, json={})
+
+    with Client(api_key="gspo_a\n", transport=httpx.MockTransport(answer)) as client:
+        client.job("job_1")
+    assert seen == ["Bearer gspo_a"]
+    with pytest.raises(ClientError, match="API key"):
+        Client(api_key="gsp\u00f6")
+
+
+def test_exported_episodes_may_say_anything():
+    """Characters that end lines in Python, and not in this format, stand in what policies say."""
+    said = [{"id": "a", "text": "one\u2028two\u0085three\u2029"}, {"id": "b", "text": "\u001e\n\r"}]
+    body = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in said).encode()
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, len(body), 3):
+            yield body[start : start + 3]
+
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=pieces()))
+    with Client(transport=transport) as client:
+        assert list(client.export_episodes("job_1")) == said
 
 
 def test_nobody_there_is_told_at_once():

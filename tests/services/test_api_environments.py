@@ -22,7 +22,7 @@ from gspo_core.outbound import parse_networks
 from services.api.key_ring import KeyRing
 from services.bus import Bus
 from services.children import die_with_parent
-from services.environment_registry import Registry
+from services.environment_registry import UPLOADS, Registry
 from services.errands import Errands
 from services.host_server import ForkServer, HostOrder
 from services.host_sites import Sites
@@ -205,6 +205,37 @@ async def test_a_job_is_pinned_to_a_version_which_then_cannot_be_removed(http: h
     assert (gone.status_code, error_of(gone)["code"]) == (422, "environment_not_found")
 
 
+async def test_a_submission_that_is_sent_again_is_the_same_job_whatever_became_of_its_environment(
+    http: httpx.AsyncClient,
+):
+    await http.post("/v1/environments", json=SUMS)
+    body, key = SPEC | {"environments": [{"ref": "sums"}]}, {"Idempotency-Key": "k"}
+    facade = {"model": "m", "training_file": "env:sums"}
+    routes = "/v1/jobs", "/v1/fine_tuning/jobs"
+    job = (await http.post(routes[0], json=body, headers=key)).json()["id"]
+    other = (await http.post(routes[1], json=facade)).json()["id"]
+
+    async def repeated() -> list[str]:
+        answers = [
+            await http.post(routes[0], json=body, headers=key),
+            await http.post(routes[1], json=facade, headers={"x-stainless-retry-count": "1"}),
+        ]
+        assert [answer.status_code for answer in answers] == [201, 200], [answer.text for answer in answers]
+        return [answer.json()["id"] for answer in answers]
+
+    await http.post("/v1/environments", json={"name": "sums", "source": {**SUMS["source"], "config": {"x": 1}}})
+    assert await repeated() == [job, other]
+    for one in (job, other):
+        await http.post(f"/v1/jobs/{one}/cancel")
+    for version in ("sums@1", "sums@2"):
+        assert (await http.delete(f"/v1/environments/{version}")).status_code == 204
+    assert await repeated() == [job, other]
+    changed = await http.post(routes[0], json=body | {"steps": 3}, headers=key)
+    assert (changed.status_code, error_of(changed)["code"]) == (409, "idempotency_conflict")
+    fresh = await http.post(routes[0], json=body, headers={"Idempotency-Key": "another"})
+    assert error_of(fresh)["code"] == "environment_not_found"
+
+
 async def test_a_version_keeps_its_config(http: httpx.AsyncClient):
     await http.post("/v1/environments", json=SUMS)
     answer = await http.post("/v1/jobs", json=SPEC | {"environments": [{"ref": "sums@1", "config": {"url": "x"}}]})
@@ -273,12 +304,29 @@ async def test_uploads_that_cannot_be_taken_leave_nothing_behind(http: httpx.Asy
         ("guess.py:Guess", b"x" * (10 << 20) + b"x", "text/x-python", 413, "body_too_large"),
         ("a/guess.py:Guess", b"x", "text/x-python", 422, "validation_failed"),
         ("../guess.py:Guess", b"x", "text/x-python", 422, "validation_failed"),
+        ("a/../../x.py:X", zipped({"a/b.py": "x"}), "application/zip", 422, "validation_failed"),
+        ("a/../a/b.py:X", zipped({"a/b.py": "x"}), "application/zip", 422, "validation_failed"),
         ("guess.py:Guess", b"no archive", "application/zip", 422, "archive_refused"),
         ("other.py:Guess", zipped({"guess.py": "x"}), "application/zip", 422, "validation_failed"),
     ):
         answer = await post_file(http, "guess", ref, content, kind)
         assert (answer.status_code, error_of(answer)["code"]) == (status, code), (ref, kind)
     assert registry.all() == []
+    assert [path for path in registry._directory.rglob("*") if path.name != UPLOADS] == []
+
+
+async def test_an_upload_under_a_name_of_somebody_else_leaves_nothing_behind(
+    store: Store, jobs_dir: Path, registry: Registry, tmp_path: Path
+):
+    ring = KeyRing(tmp_path / "keys")
+    mine, other = (ring.issue(name, ["env:upload"])[1] for name in ("alice", "bob"))
+    async with application(store, jobs_dir=jobs_dir, ring=ring, may_upload=True) as app:
+        async with http_to(app, key=mine) as http:
+            assert (await post_file(http, "guess", "g.py:G", b"class G: ...", "text/x-python")).status_code == 201
+        async with http_to(app, key=other) as http:
+            answer = await post_file(http, "guess", "h.py:H", b"class H: ...", "text/x-python")
+    assert (answer.status_code, error_of(answer)["code"]) == (409, "name_taken")
+    assert len(list((registry._directory / UPLOADS).iterdir())) == 1
 
 
 # Others
@@ -299,11 +347,12 @@ async def test_what_belongs_to_others_is_not_there(store: Store, jobs_dir: Path,
             job = await http.post("/v1/jobs", json=SPEC | {"environments": [{"ref": "sums@1"}]})
             assert error_of(job)["code"] == "environment_not_found"
             assert error_of(await post_file(http, "x", "x.py:X", b"x", "text/x-python"))["code"] == "scope_required"
-        async with http_to(app, key="admin") as http:
-            await http.post("/v1/environments", json=SUMS | {"name": "shared"})
-        async with http_to(app, key=bob) as http:
-            assert (await http.get("/v1/environments/shared")).status_code == 200
-            assert (await http.delete("/v1/environments/shared@1")).status_code == 404
+        for admin, name in (("admin", "shared"), (ring.issue("carol", ["admin"])[1], "shared-as-well")):
+            async with http_to(app, key=admin) as http:
+                await http.post("/v1/environments", json=SUMS | {"name": name})
+            async with http_to(app, key=bob) as http:
+                assert (await http.get(f"/v1/environments/{name}")).status_code == 200
+                assert (await http.delete(f"/v1/environments/{name}@1")).status_code == 404
 
 
 # Processes

@@ -24,7 +24,7 @@ from gspo_core.types import Segment, Split
 from services.api.routes.episodes import DetailQuery, follow_episode, get_episode
 from services.api.routes.telemetry import SHOWN
 from services.api.transcript import token_texts
-from services.batch_log import BatchLog
+from services.batch_log import BatchLog, LoggedBatch
 from services.bus import Append, Bus
 from services.store import Store
 from tests.services.api_kit import application, error_of, http_to, parse_frames
@@ -193,6 +193,36 @@ async def test_a_damaged_log_is_told_as_such(http: httpx.AsyncClient, job: Recor
     assert (answer.status_code, error_of(answer)["code"]) == (404, "batch_log_damaged")
 
 
+async def test_a_damaged_log_hides_no_other(http: httpx.AsyncClient, job: RecordedJob, tmp_path: Path):
+    path = BatchLog(tmp_path / job.id).path(job.claim.epoch, 4)
+    path.write_bytes(path.read_bytes()[:-40])
+    assert [one["step"] for one in await data(http, f"/v1/jobs/{job.id}/groups?limit=100")] == [
+        *(6, 6, 5, 5, 3, 3, 2, 2, 1, 1),
+    ]
+    assert len(await data(http, f"/v1/jobs/{job.id}/episodes?limit=100")) == 5 * 2 * GROUP_SIZE
+
+
+async def test_a_log_that_is_removed_while_it_is_read_breaks_nothing(
+    http: httpx.AsyncClient, job: RecordedJob, monkeypatch: pytest.MonkeyPatch
+):
+    read = BatchLog.read
+
+    def read_and_lose(self: BatchLog, epoch: int, step: int) -> LoggedBatch:
+        found = read(self, epoch, step)
+        self.path(epoch, step).unlink()
+        return found
+
+    monkeypatch.setattr(BatchLog, "read", read_and_lose)
+    assert len(await data(http, f"/v1/jobs/{job.id}/groups?limit=100")) == 12
+
+
+@pytest.mark.parametrize("name", ["min_reward", "max_reward"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-Infinity"])
+async def test_only_finite_rewards_are_searched_for(http: httpx.AsyncClient, job: RecordedJob, name: str, value: str):
+    answer = await http.get(f"/v1/jobs/{job.id}/episodes?{name}={value}")
+    assert (answer.status_code, error_of(answer)["param"]) == (422, name)
+
+
 async def test_without_the_files_of_its_model_an_episode_is_shown_as_ids(
     store: Store, bus: Bus, tmp_path: Path, model_dir: Path
 ):
@@ -300,7 +330,8 @@ async def test_alarms_and_graphs_ask_for_labels_that_are_there(http: httpx.Async
 async def test_capabilities_name_what_is_not_there_yet(http: httpx.AsyncClient):
     shown = (await http.get("/v1/capabilities")).json()
     assert "gspo" in shown["objectives"]
-    assert shown["features"]["environment_upload"] is False
+    assert shown["features"].pop("environment_upload") is False
+    assert all(shown["features"].values())
 
 
 def test_the_texts_of_tokens_join_to_the_whole_text(model_dir: Path):
@@ -318,7 +349,7 @@ def test_the_texts_of_tokens_join_to_the_whole_text(model_dir: Path):
 async def test_an_export_holds_every_trained_episode_once_as_it_is_shown(http: httpx.AsyncClient, job: RecordedJob):
     answer = await http.get(f"/v1/jobs/{job.id}/episodes.jsonl")
     assert answer.headers["content-type"] == "application/x-ndjson"
-    lines = [json.loads(line) for line in answer.text.splitlines()]
+    lines = [json.loads(line) for line in answer.text.split("\n")[:-1]]
     assert len(lines) == len({one["id"] for one in lines}) == 6 * 2 * GROUP_SIZE
     assert [one["step"] for one in lines] == sorted(one["step"] for one in lines)
     shown = (await http.get(f"/v1/episodes/{lines[17]['id']}")).json()

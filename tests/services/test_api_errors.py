@@ -179,6 +179,35 @@ async def test_without_redis_every_route_answers_503_and_comes_back(own_redis: R
             assert (await http.get("/readyz")).status_code == 200
 
 
+async def test_a_redis_that_is_full_is_503_and_takes_the_same_request_when_there_is_room(
+    own_redis: RedisServer, tmp_path: Path
+):
+    key = {"Idempotency-Key": "k"}
+    async with impatient(own_redis.url) as client, application(Store(client)) as app, http_to(app) as http:
+        job = (await http.post("/v1/jobs", json=SPEC)).json()
+        await client.config_set("maxmemory", 1)
+        for path, body in (("/v1/jobs", {"json": SPEC}), (job["links"]["pause"], {})):
+            answer = await http.post(path, headers=key, **body)
+            error = error_of(answer)
+            assert (answer.status_code, error["type"], error["code"]) == (503, "unavailable_error", "redis_full")
+            assert answer.headers["retry-after"] == "1"
+        await client.config_set("maxmemory", 0)
+        assert (await http.post("/v1/jobs", json=SPEC, headers=key)).status_code == 201
+
+
+async def test_a_body_of_very_many_mistakes_is_answered_soon_and_shortly(http: httpx.AsyncClient):
+    """As many as fit. Each was compared with each of the others, and nobody else was answered for minutes."""
+    wrong = {f"k{number}": 0 for number in range(60_000)}
+    for path, body in (("/v1/jobs", SPEC | wrong), ("/v1/jobs", SPEC | {"sampling": wrong})):
+        async with asyncio.timeout(30):
+            answer = await http.post(path, json=body)
+        assert (answer.status_code, error_of(answer)["code"]) == (422, "unknown_field")
+        assert len(error_of(answer)["errors"]) == 100
+    query = "&".join(f"k{number}=0" for number in range(3000))
+    answer = await http.get(f"/v1/jobs?{query}")
+    assert (answer.status_code, len(error_of(answer)["errors"])) == (422, 100)
+
+
 async def test_readiness_answers_soon_although_the_client_would_try_for_long(own_redis: RedisServer):
     client = connect(own_redis.url)
     try:

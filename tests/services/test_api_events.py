@@ -319,6 +319,41 @@ async def test_readers_from_any_position_see_what_follows_it_once_whatever_the_l
         assert lines.count("event: end") == 1
 
 
+async def test_a_reader_from_a_position_that_nothing_has_reached_keeps_nothing_from_others(store: Store, job: Claim):
+    """It came first, so the look-out would begin where it stands."""
+    stopping = asyncio.Event()
+    tails = Tails(store, render, stopping)
+
+    def stream(after: str) -> AsyncIterator[bytes]:
+        return EventStream(store, tails, job.job_id, stopping, time.monotonic).frames(after)
+
+    async def until(stream: AsyncIterator[bytes], needle: bytes) -> None:
+        async for frame in stream:
+            if needle in frame:
+                return
+
+    early, other = stream("9999999999999-0"), stream("0")
+    waiting = asyncio.create_task(until(early, b"end"))
+    async with asyncio.timeout(60):
+        while not any(task.get_name().startswith("tail of") for task in asyncio.all_tasks()):
+            await asyncio.sleep(0.01)
+        await until(other, b"job.status")
+        reading = asyncio.create_task(until(other, b"the news"))
+        for _ in range(3):  # while it reads, and while it waits
+            await asyncio.sleep(0.2)
+            await store.add_event(job.job_id, "log", {"message": "not yet"})
+        await store.add_event(job.job_id, "log", {"message": "the news"})
+        await asyncio.wait_for(reading, 10)
+        await finish(store, job)
+        await waiting
+
+
+@pytest.mark.parametrize("headers", [{}, STREAM])
+async def test_digits_of_other_scripts_are_no_position(http: httpx.AsyncClient, job: Claim, headers: dict[str, str]):
+    answer = await http.get(f"/v1/jobs/{job.job_id}/events", params={"after": "\u0661\u0662"}, headers=headers)
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_cursor")
+
+
 async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(store: Store, job: Claim):
     reads = 0
 

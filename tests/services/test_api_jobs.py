@@ -168,6 +168,19 @@ async def test_lists_page_by_cursor_in_both_orders(http: httpx.AsyncClient):
     assert [job["id"] for job in before["data"]] == ids[:2]
 
 
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_lists_page_backwards_from_any_item(http: httpx.AsyncClient, order: str):
+    ids = sorted([(await submit(http)).json()["id"] for _ in range(6)], reverse=order == "desc")
+    found, before = [], ids[5]
+    for has_more in (True, True, False):
+        page = (await http.get("/v1/jobs", params={"limit": "2", "order": order, "before": before})).json()
+        found = [job["id"] for job in page["data"]] + found
+        assert page["has_more"] is has_more
+        assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][-1]["id"])
+        before = page["first_id"]
+    assert found == ids[:5]
+
+
 async def test_an_exact_page_has_no_more(http: httpx.AsyncClient):
     await submit(http)
     page = (await http.get("/v1/jobs?limit=1")).json()

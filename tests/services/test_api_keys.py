@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,35 @@ async def test_another_process_sees_a_new_key_and_its_revocation(ring: KeyRing, 
     assert other.find(key) == record
     ring.revoke(record.id)
     assert other.find(key) is None
+
+
+def test_a_revocation_within_the_same_tick_of_the_file_system_is_seen(ring: KeyRing, tmp_path: Path):
+    other = KeyRing(tmp_path / "keys")
+    record, key = ring.issue("alice", ["jobs:read"])
+    times = (tmp_path / "keys").stat()
+    assert other.find(key) == record
+    ring.revoke(record.id)
+    os.utime(tmp_path / "keys", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert other.find(key) is None
+
+
+async def test_keys_are_listed_page_by_page(app: FastAPI):
+    made = [(await make(app, owner=f"owner-{number}"))["id"] for number in range(5)]
+    found: list[str] = []
+    after = ""
+    for has_more in (True, True, False):
+        listed = (await ask(app, "GET", f"/v1/keys?limit=2{after}", ADMIN)).json()
+        assert listed["has_more"] is has_more
+        found += [one["id"] for one in listed["data"]]
+        after = f"&after={listed['last_id']}"
+    assert sorted(found) == sorted(made)
+    assert error_of(await ask(app, "GET", "/v1/keys?after=nothing", ADMIN))["code"] == "invalid_cursor"
+
+
+@pytest.mark.parametrize("days", ["nan", "inf", "-inf", "0", "1e999"])
+async def test_a_lifetime_that_is_none_is_refused(app: FastAPI, days: str):
+    answer = await ask(app, "POST", "/v1/keys", ADMIN, params={"days": days})
+    assert (answer.status_code, error_of(answer)["param"]) == (422, "days")
 
 
 @pytest.mark.parametrize("spoil", [str.upper, lambda key: key[:-1], lambda key: key + "x", lambda key: key[:-1] + "?"])

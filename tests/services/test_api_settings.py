@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from services.store import Claim, Store
+from gspo_core.spec import JobSpec
+from services.store import Claim, JobStatus, Store
 from tests.services.api_kit import SPEC, application, error_of, http_to
 
 
@@ -133,3 +135,24 @@ async def test_what_has_not_changed_is_not_sent_again(http: httpx.AsyncClient, s
     other = await http.get(path(claim), headers={"If-None-Match": tag})
     assert (other.status_code, other.json()["status"]) == (200, "running")
     assert other.headers["etag"] != tag
+
+
+async def test_a_job_of_another_release_is_shown_and_breaks_no_other_answer(http: httpx.AsyncClient, store: Store):
+    """Its specification says what this release does not know."""
+    spec = JobSpec.model_validate(SPEC).model_dump(mode="json") | {"of_another_release": 1}
+    claim = await store.claim_job("trainer") if await store.create_job(json.dumps(spec)) else None
+    assert claim is not None
+    await store.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
+    assert (await http.get(path(claim))).json()["status"] == "running"
+    shown = (await http.get(f"{path(claim)}/config")).json()
+    assert shown["config"] == spec
+    assert "another release" in shown["warnings"][0]
+    assert f'job="{claim.job_id}"' in (await http.get("/metrics")).text
+    pushed = {"group": 0, "member": 0, "token_ids": [1], "mask": [True], "logprobs": [-1], "policy_versions": 0}
+    for answer in (
+        await http.patch(path(claim), json={"steps": 400}),
+        await http.post(f"{path(claim)}/trajectories", json={"trajectories": [pushed]}),
+    ):
+        assert (answer.status_code, error_of(answer)["code"]) == (422, "validation_failed")
+        assert "another release" in error_of(answer)["message"]
+    assert (await http.post(f"{path(claim)}/cancel")).status_code == 200

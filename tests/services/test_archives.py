@@ -33,9 +33,9 @@ def tar(*entries: tarfile.TarInfo | tuple[str, bytes], mode: str = "w:gz") -> by
     return packed.getvalue()
 
 
-def zipped(*entries: tuple[str | zipfile.ZipInfo, bytes]) -> bytes:
+def zipped(*entries: tuple[str | zipfile.ZipInfo, bytes], how: int = zipfile.ZIP_DEFLATED) -> bytes:
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(packed, "w", how) as archive:
         for name, content in entries:
             if any(name == other for other in archive.namelist()):
                 with pytest.warns(UserWarning, match="Duplicate"):
@@ -96,6 +96,8 @@ ZOO: dict[str, Callable[[], bytes]] = {
     "zip: bomb": lambda: zipped(("a", b"\0" * (101 << 20))),
     "zip: ratio": lambda: zipped(("a", b"\0" * (4 << 20))),
     "zip: deep": lambda: zipped(("/".join("d" * 17) + "/a", FILE)),
+    "zip: another compression": lambda: zipped(("a.py", FILE), how=zipfile.ZIP_BZIP2),
+    "zip: a compression that names its memory": lambda: zipped(("a.py", FILE), how=zipfile.ZIP_LZMA),
     "tar: parent": lambda: tar(("../a.py", FILE)),
     "tar: absolute": lambda: tar(("/tmp/a.py", FILE)),
     "tar: symlink": lambda: tar(special(tarfile.SYMTYPE, target="/etc/passwd")),
@@ -140,11 +142,15 @@ def test_what_is_too_long_packed_is_not_even_opened(tmp_path: Path, monkeypatch:
 
 
 @settings(max_examples=300, deadline=None)
-@given(place=st.integers(0, 400), value=st.integers(0, 255), kind=st.sampled_from(["zip", "tar", "gz"]))
+@given(place=st.integers(0, 400), value=st.integers(0, 255), kind=st.sampled_from(["zip", "tar", "gz", "bz2", "lzma"]))
 def test_a_damaged_archive_is_refused_or_comes_out_below_its_folder(
     place: int, value: int, kind: str, tmp_path_factory: pytest.TempPathFactory
 ):
-    good = {"zip": zipped, "tar": lambda *one: tar(*one, mode="w"), "gz": tar}[kind](("a/b.py", FILE), ("c.py", FILE))
+    packers = {
+        **{"zip": zipped, "gz": tar, "tar": lambda *one: tar(*one, mode="w")},
+        **{"bz2": lambda *one: zipped(*one, how=12), "lzma": lambda *one: zipped(*one, how=14)},
+    }
+    good = packers[kind](("a/b.py", FILE), ("c.py", FILE))
     damaged = bytearray(good)
     damaged[place % len(damaged)] = value
     root = tmp_path_factory.mktemp("fuzz")

@@ -52,6 +52,21 @@ def test_the_list_shows_every_id_whole_and_why_a_job_waits(
     assert reason.strip() == "no trainer has taken the job yet"
 
 
+def test_what_a_user_wrote_does_not_steer_the_terminal(
+    api: ApiProcess, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(SPEC | {"name": "\x1b]0;owned\x07\x1b[2J\u202ename"}))
+    assert main(["submit", str(file), "--url", api.url]) == 0
+    capsys.readouterr()
+    assert main(["jobs", "--url", api.url]) == 0
+    said = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07\\x1b[2J\\u202ename" in said
+    assert said.isprintable() or set(said) - set(filter(str.isprintable, said)) == {"\n"}
+    assert main(["jobs", "--url", "http://["]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 async def test_cancelling_a_running_job_says_that_it_will_end_and_a_queued_one_that_it_has(
     api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

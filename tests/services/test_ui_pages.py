@@ -222,6 +222,52 @@ async def test_what_a_policy_writes_is_text_and_never_markup(
     assert "taken" not in await visit.page.title()
 
 
+async def test_what_users_workers_and_environments_write_is_text_on_every_page(
+    api: ApiProcess, store: Store, bus: Bus, model_dir: Path
+):
+    """In every place that a caller, a process or an environment fills."""
+    hostile = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+    api.forget_jobs()
+    for role in ("trainer", "worker", "engine"):
+        record = {"id": f"{role} {hostile}", "url": hostile, "label": hostile, "model_type": hostile, "device": hostile}
+        record |= {"state": hostile, "num_episodes": 1, "max_episodes": 2, "counters": {hostile: 1}}
+        await getattr(store, f"register_{role}")(record)
+    job = await record_job(store, bus, api.jobs_dir, model_dir, num_steps=2, name=hostile)
+    await store.add_event(job.id, "alert", {"step": 1, "kind": hostile, "message": hostile, "advice": hostile})
+    await store.add_event(job.id, "env.health", {"healthy": False, "worker": hostile, "error": hostile})
+    await store.add_event(job.id, hostile, {"message": hostile})
+    async with visiting(api.url) as visit:
+        for place in (*PAGES, f"#/jobs/{hostile}", f"#/environments/{hostile}", f"#/jobs?status={hostile}"):
+            await visit.page.goto(f"{api.url}/ui/{place.format(job=job.id)}")
+            await visit.page.wait_for_selector("main h1, main .empty", timeout=DEADLINE_MS)
+            await visit.page.wait_for_timeout(250)
+            assert await visit.page.locator("main img, main script").count() == 0, place
+            assert "taken" not in (await visit.page.title()).replace(hostile, ""), place
+        await visit.open(f"#/jobs/{job.id}")
+        assert hostile in await visit.text("h1")
+        await visit.see("[data-alarm]", "onerror")
+
+
+async def test_addresses_that_lead_nowhere_lead_to_the_jobs(visit: Visit, job: RecordedJob):
+    for place in ("#/jobs/%E0%A4%A", "#/nowhere", "#/episodes/x/y/z"):
+        await visit.page.goto(f"{visit.url}/ui/{place}")
+        await visit.see("tbody tr.link", "calculator")
+
+
+async def test_an_answer_that_no_page_expects_is_told_and_leaves_a_way_on(api: ApiProcess, job: RecordedJob):
+    async with visiting(api.url) as visit:
+        await visit.page.route("**/v1/workers", lambda route: route.fulfill(json={"data": [None]}))
+        await visit.page.goto(f"{api.url}/ui/#/workers")
+        await visit.see('[role=alert][data-code="page_failed"] button', "Try again")
+        await visit.page.unroute("**/v1/workers")
+        await (await visit.see("[role=alert] button", "Try again")).click()
+        await visit.see("h1", "Workers and engines")
+        await visit.page.route("**/v1/workers", lambda route: route.fulfill(body='{"data": ['))
+        await visit.open("#/jobs")
+        await visit.page.goto(f"{api.url}/ui/#/workers")
+        await visit.see('[role=alert][data-code="unreachable"]')
+
+
 async def test_pausing_and_resuming_from_the_page(visit: Visit, job: RecordedJob, store: Store):
     await visit.open(f"#/jobs/{job.id}")
     await (await visit.see("button", "Pause")).click()

@@ -42,7 +42,7 @@ async def test_load_and_versions_are_told_and_go_on(visit: Visit, store: Store) 
     await _register(store)
     await visit.open("#/workers")
     engine = '[data-part="Engines"] tbody tr'
-    assert (await visit.text(engine)).split() == [ENGINE, "alive", "none", "7", "3", "qwen3"]
+    assert (await visit.text(engine)).split() == [ENGINE, "alive", "none", "7", "3", "qwen3", "Drain"]
     await visit.see('[data-part="Rollout workers"] tbody tr', "3 / 64")
     assert "75 %" in await visit.text('[data-part="Rollout workers"] [data-kind="engine_s"]:has(b)')
     await _register(store, num_episodes=9)
@@ -50,11 +50,12 @@ async def test_load_and_versions_are_told_and_go_on(visit: Visit, store: Store) 
     await visit.see(engine, "9")
 
 
-async def test_only_those_that_may_be_asked_to_leave_have_a_button(visit: Visit, store: Store) -> None:
+async def test_all_that_may_be_asked_to_leave_have_a_button(visit: Visit, store: Store) -> None:
     await _register(store)
     await visit.open("#/workers")
     await visit.see('button[aria-label="drain rollout-0"]')
-    assert await visit.page.locator('[data-part="Trainers"] button').count() == 0
+    for part in ("Trainers", "Engines"):
+        assert await visit.page.locator(f'[data-part="{part}"] button').count() == 1
 
 
 async def test_a_worker_is_drained_with_the_keyboard(

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.api.checkpoint_views import CheckpointView, after_id, checkpoints_of
+from services.api.checkpoint_views import CheckpointView, checkpoints_of
 from services.api.context import ContextOf
+from services.api.paging import after_id
 from services.api.views import Page, View, page
 
 router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"])

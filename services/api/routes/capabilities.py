@@ -53,7 +53,7 @@ _FEATURES: dict[str, Any] = {
     "episodes": True,
     "live_tuning": True,
     "environment_registration": True,
-    "pushed_trajectories": False,
+    "pushed_trajectories": True,
     "checkpoint_export": True,
     "openai_facade": True,
 }

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -19,6 +20,7 @@ from services.api.context import Context, ContextOf
 from services.api.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
 from services.api.errors import FINAL, ApiError, documented
 from services.api.etags import IfMatch, IfNoneMatch, require_match, tagged
+from services.api.paging import after_id
 from services.api.requests import StrictRoute, read_bounded
 from services.api.views import Page, View, page
 from services.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack
@@ -228,15 +230,23 @@ async def upload(
     module = query.ref.rpartition(":")[0]
     if kind == PYTHON and ("/" in module or not module.endswith(".py")):
         raise ApiError(422, "validation_failed", "of a single file the ref is file.py:Class", param="ref")
+    if ".." in module.split("/"):
+        raise ApiError(422, "validation_failed", "the ref leads out of what is uploaded", param="ref")
     digest = hashlib.sha256(b"\0".join((kind.encode(), module.encode() if kind == PYTHON else b"", packed))).hexdigest()
-    folder = registry.upload_dir(digest)
+
+    def check(folder: FilePath) -> None:
+        path = module if module.endswith(".py") else module.replace(".", "/")
+        if not any((folder / name).is_file() for name in (path, f"{path}.py", f"{path}/__init__.py")):
+            raise ApiError(422, "validation_failed", f"there is no {module} in what was uploaded", param="ref")
+
     try:
-        await asyncio.to_thread(unpack, packed, folder, file_name=module if kind == PYTHON else None)
+        await asyncio.to_thread(registry.require_name, query.name, _owner(_caller(request)))
+        only = module if kind == PYTHON else None
+        await asyncio.to_thread(unpack, packed, registry.upload_dir(digest), file_name=only, check=check)
+    except NameTaken as error:
+        raise _taken(error) from None
     except ArchiveRefused as error:
         raise ApiError(422, "archive_refused", str(error)) from None
-    path = module if module.endswith(".py") else module.replace(".", "/")
-    if not any((folder / name).is_file() for name in (path, f"{path}.py", f"{path}/__init__.py")):
-        raise ApiError(422, "validation_failed", f"there is no {module} in what was uploaded", param="ref")
     source = {"type": "upload", "ref": query.ref, "size_bytes": len(packed)}
     found = Loadable(query.ref, {})
     return await _add(context, _caller(request), response, query.name, source, found, upload=digest)
@@ -252,11 +262,7 @@ async def list_environments(
     def find() -> list[EnvironmentView]:
         registry = _registry(context)
         held = [one for one in registry.all() if query.name in (None, one.name) and _sees(caller, one)]
-        ids = [one.id for one in held]
-        if query.after is not None and query.after not in ids:
-            raise ApiError(400, "invalid_cursor", f"{query.after[:80]!r} is no item of this list", param="after")
-        start = 0 if query.after is None else ids.index(query.after) + 1
-        return [_view(registry, one) for one in held[start : start + query.limit + 1]]
+        return [_view(registry, one) for one in after_id(held, query.after, query.limit)]
 
     return page(await asyncio.to_thread(find), query.limit)
 
@@ -334,18 +340,22 @@ async def _add(
     upload: str | None,
 ) -> EnvironmentView:
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    wanted = Registration(name, 0, caller.owner, now, source, found.ref, found.config, upload, found.is_remote)
+    wanted = Registration(name, 0, _owner(caller), now, source, found.ref, found.config, upload, found.is_remote)
     registry = _registry(context)
     try:
         one, is_new = await asyncio.to_thread(registry.add, wanted)
     except NameTaken as error:
-        raise ApiError(409, "name_taken", str(error), param="name", headers=FINAL) from None
+        raise _taken(error) from None
     if is_new:
         with contextlib.suppress(TooMany):  # then it stays unexamined until somebody asks for it
             await context.errands.send({"environment": one.id, "do": "validate"}, is_awaited=False)
     response.status_code = 201 if is_new else 200
     response.headers["Location"] = f"/v1/environments/{one.id}"
     return await asyncio.to_thread(_view, registry, one)
+
+
+def _taken(error: NameTaken) -> ApiError:
+    return ApiError(409, "name_taken", str(error), param="name", headers=FINAL)
 
 
 async def _ask(context: Context, order: Mapping[str, Any], timeout_s: float) -> Any:
@@ -370,6 +380,11 @@ async def _get(context: Context, request: Request, reference: str, *, to_change:
     if not (caller.sees(one.owner) if to_change else _sees(caller, one)):
         raise EnvironmentNotFound(reference)
     return one
+
+
+def _owner(caller: Caller) -> str:
+    """Of what it registers."""
+    return "" if caller.is_admin else caller.owner
 
 
 def _sees(caller: Caller, one: Registration) -> bool:

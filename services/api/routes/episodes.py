@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from fastapi import APIRouter, Header, Path, Query
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
 from gspo_core.chat import ToolSchema
 from gspo_core.codec import SegmentRejected, decode
-from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import MAX_COUNT, EpisodeKey, Segment
 from services.api import sse
@@ -30,6 +29,7 @@ from services.api.episode_views import (
 )
 from services.api.errors import ApiError
 from services.api.history import EpisodeNotKept
+from services.api.stored_specs import readable_spec
 from services.api.transcript import spent_view, tokens_view, turns_view
 from services.api.views import Page, View, page
 from services.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
@@ -68,9 +68,9 @@ class EpisodeQuery(_Query):
     """Only of this step; left out, the newest five hundred steps are searched, the newest first."""
     stop_reason: str | None = None
     """Only episodes that ended so."""
-    min_reward: float | None = None
+    min_reward: FiniteFloat | None = None
     """Only episodes with at least this reward."""
-    max_reward: float | None = None
+    max_reward: FiniteFloat | None = None
     """Only episodes with at most this reward."""
     version: Annotated[int, Field(ge=0)] | None = None
     """Only episodes with tokens of this version."""
@@ -253,7 +253,7 @@ def _lines(context: Context, job: Job, tools: list[ToolSchema] | None, query: Ex
         trajectories = {one.key: one for group in batch.groups for one in group}
         with_tokens = query.include == "tokens"
         known = context.history.trained(job, position) if with_tokens else {}
-        for group in trained_groups(job.id, batch, _spec(job)):
+        for group in trained_groups(job.id, batch, readable_spec(job)):
             for episode in group.episodes:
                 segments = trajectories[EpisodeKey(job.id, group.group, episode.member)].segments
                 trained = known.get((group.group, episode.member))
@@ -293,7 +293,11 @@ def _trained(context: Context, job: Job, step: int | None) -> Iterator[GroupSumm
     positions = context.history.positions(job)
     wanted = positions[:MAX_STEPS_SEARCHED] if step is None else [one for one in positions if one.step == step]
     for position in wanted:
-        yield from _of_batch(context, job, position)
+        try:
+            yield from _of_batch(context, job, position)
+        except DamagedBatchLog:
+            if step is not None:  # who looks at everything sees what can be read
+                raise
 
 
 def _of_batch(context: Context, job: Job, position: Position) -> list[GroupSummary]:
@@ -301,14 +305,7 @@ def _of_batch(context: Context, job: Job, position: Position) -> list[GroupSumma
         batch: LoggedBatch = context.history.batch(job, position)
     except BatchLogNotFound:  # removed since it was listed
         return []
-    return trained_groups(job.id, batch, _spec(job))
-
-
-def _spec(job: Job) -> JobSpec | None:
-    try:
-        return JobSpec.model_validate(job.spec_data)
-    except ValidationError:  # of another release: what needs it is left out
-        return None
+    return trained_groups(job.id, batch, readable_spec(job))
 
 
 def _take(

@@ -20,7 +20,7 @@ router = APIRouter(prefix="/jobs/{id}/events", tags=["events"])
 CHUNK = 1000
 
 # Checked before a stream begins: afterwards there is no status left to answer with.
-_POSITION = re.compile(r"\d{1,16}(-\d{1,16})?")
+_POSITION = re.compile(r"[0-9]{1,16}(-[0-9]{1,16})?")
 
 
 class EventQuery(BaseModel):

@@ -10,11 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gspo_core.problems import problems
 from gspo_core.spec import JobSpec
-from services.api import errors, sse
+from services.api import errors, sse, submitting
 from services.api.access import Caller
-from services.api.checkpoint_views import after_id, checkpoints_of
+from services.api.checkpoint_views import checkpoints_of
 from services.api.context import ContextOf
-from services.api.environment_refs import pin
 from services.api.errors import documented
 from services.api.facade import (
     FineTuningEvent,
@@ -25,6 +24,7 @@ from services.api.facade import (
     facade_job,
     specification,
 )
+from services.api.paging import after_id
 from services.api.requests import StrictRoute
 from services.api.resent import Resent
 from services.api.routes.events import check_position
@@ -82,11 +82,11 @@ async def create(
         spec = JobSpec.model_validate(wanted)
     except ValidationError as error:
         raise errors.invalid(problems(error, JobSpec, wanted)) from None
-    spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
-    resent = Resent(context.redis)
-    job_id = await resent.job_id(caller.name, wanted, is_repetition=x_stainless_retry_count > 0)
-    key = f"{caller.name}:{idempotency_key}" if idempotency_key else None
-    job = await context.store.create_job(spec, idempotency_key=key, job_id=job_id, owner=caller.owner)
+    is_repetition = x_stainless_retry_count > 0
+    job_id = await Resent(context.redis).job_id(caller.name, wanted, is_repetition=is_repetition)
+    job = await submitting.submit(
+        context, spec, caller, key=idempotency_key, job_id=job_id, is_repetition=is_repetition
+    )
     if job.id != job_id:
         response.headers["Idempotent-Replayed"] = "true"
     return facade_job(job)

@@ -10,12 +10,14 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.spec import JobSpec, spec_warnings
+from services.api import submitting
 from services.api.access import Caller
 from services.api.context import ContextOf
 from services.api.environment_refs import pin
 from services.api.errors import ApiError, documented
 from services.api.etags import IfNoneMatch, tagged
 from services.api.requests import StrictRoute
+from services.api.stored_specs import readable_spec
 from services.api.views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
 from services.jobs import CancelManner, DesiredState, Job, JobStatus, new_job_id
 from services.store import Store
@@ -47,7 +49,8 @@ class ListQuery(BaseModel):
     after: str | None = None
     """Id of the item before the page."""
     before: str | None = None
-    """Id of the item behind the page."""
+    """Id of the item behind the page, which holds those that come right before it; `has_more` then means: before
+    these."""
     order: Literal["asc", "desc"] = "asc"
     """By age: oldest or newest first."""
     status: JobStatus | None = None
@@ -82,14 +85,12 @@ async def submit(
 ) -> JobView | Response:
     """Submit a job. With an `Idempotency-Key` it may be repeated: the same key never makes a second job."""
     caller: Caller = request.scope["caller"]
-    spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
     if query.dry_run:
+        spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
         plan = await _plan(spec, context.store)
         return Response(plan.model_dump_json(), media_type="application/json")
     fresh_id = new_job_id(time.time())
-    # A key belongs to who sent it: others who choose the same text neither see nor block this job.
-    key = f"{caller.name}:{idempotency_key}" if idempotency_key else None
-    job = await context.store.create_job(spec, idempotency_key=key, job_id=fresh_id, owner=caller.owner)
+    job = await submitting.submit(context, spec, caller, key=idempotency_key, job_id=fresh_id)
     if job.id != fresh_id:
         response.headers["Idempotent-Replayed"] = "true"
     response.headers["Location"] = f"/v1/jobs/{job.id}"
@@ -102,15 +103,21 @@ async def list_jobs(query: Annotated[ListQuery, Query()], request: Request, cont
     caller: Caller = request.scope["caller"]
     if query.after is not None and query.before is not None:
         raise ApiError(400, "invalid_cursor", "after and before exclude each other", param="before")
+    is_backwards = query.before is not None
+    after = query.before if is_backwards else query.after
+    order = query.order if not is_backwards else "desc" if query.order == "asc" else "asc"
     jobs: list[Job] = []
-    after = query.after
     while len(jobs) <= query.limit:
-        some = await context.store.list_jobs(101, after, before=query.before, order=query.order)
+        some = await context.store.list_jobs(101, after, order=order)
         jobs += [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]
         if len(some) < 101:
             break
         after = some[-1].id
-    return page([job_view(job) for job in jobs], query.limit)
+    found = page([job_view(job) for job in jobs], query.limit)
+    if not is_backwards:
+        return found
+    turned = {"data": found.data[::-1], "first_id": found.last_id, "last_id": found.first_id}
+    return found.model_copy(update=turned)
 
 
 @router.get("/{id}", response_model=JobView, responses={304: {"description": "As `If-None-Match` says"}})
@@ -124,9 +131,9 @@ async def get_job(id: str, context: ContextOf, if_none_match: IfNoneMatch = None
 async def get_config(id: str, context: ContextOf) -> ConfigView:
     """Its specification with every default spelled out."""
     job = await context.store.get_job(id)
-    return ConfigView(
-        job_id=job.id, config=job.spec_data, warnings=spec_warnings(JobSpec.model_validate(job.spec_data))
-    )
+    spec = readable_spec(job)
+    warnings = ["it is of another release, which this one cannot read"] if spec is None else spec_warnings(spec)
+    return ConfigView(job_id=job.id, config=job.spec_data, warnings=warnings)
 
 
 @router.post("/{id}/pause", responses=documented(409))

@@ -7,11 +7,12 @@ from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from services.api.context import Context, ContextOf
 from services.api.errors import ApiError
 from services.api.key_ring import SCOPES, KeyRecord, KeyRing
+from services.api.paging import after_id
 from services.api.views import Page, View, page
 
 router = APIRouter(prefix="/keys", tags=["keys"])
@@ -27,8 +28,17 @@ class KeyQuery(BaseModel):
     `admin`."""
     owner: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.@-]*$")] = ""
     """To whom the jobs that it submits belong; several keys may share an owner. Left out: the key itself."""
-    days: Annotated[float, Field(gt=0, le=3650)] | None = None
+    days: Annotated[FiniteFloat, Field(gt=0, le=3650)] | None = None
     """How long it is valid; left out: until it is revoked."""
+
+
+class ListQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    """Length of a page."""
+    after: str | None = None
+    """Id of the item before the page."""
 
 
 class KeyView(View):
@@ -64,10 +74,10 @@ async def make_key(query: Annotated[KeyQuery, Query()], response: Response, cont
 
 
 @router.get("")
-async def list_keys(context: ContextOf) -> Page[KeyView]:
-    """The keys that are valid now, without those of the settings."""
-    views = [_view(one) for one in sorted(_ring(context).valid().values(), key=lambda one: one.created_at)]
-    return page(views, max(1, len(views)))
+async def list_keys(query: Annotated[ListQuery, Query()], context: ContextOf) -> Page[KeyView]:
+    """The keys that are valid now, the oldest first, without those of the settings."""
+    held = sorted(_ring(context).valid().values(), key=lambda one: (one.created_at, one.id))
+    return page(after_id([_view(one) for one in held], query.after, query.limit), query.limit)
 
 
 @router.delete("/{key}", status_code=204)

@@ -9,11 +9,11 @@ from pydantic import JsonValue
 
 from gspo_core.live_settings import ChangeRefused, live_values, tuned
 from gspo_core.problems import Problem
-from gspo_core.spec import JobSpec
 from services.api.context import ContextOf
 from services.api.errors import documented, invalid
 from services.api.etags import IfMatch, require_match, tagged
 from services.api.requests import StrictRoute
+from services.api.stored_specs import spec_of
 from services.api.views import JobView, job_view
 from services.refusals import Conflict
 
@@ -38,7 +38,7 @@ async def change_job(id: str, changes: Changes, context: ContextOf, if_match: If
         try:
             wanted = live_values(changes)
             values = {**job.settings, **wanted}
-            changed = tuned(JobSpec.model_validate(job.spec_data), values)
+            changed = tuned(spec_of(job), values)
         except ChangeRefused as refusal:
             raise invalid(refusal.problems) from None
         if values == job.settings and not job.status.is_terminal:

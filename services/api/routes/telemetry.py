@@ -18,7 +18,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from gspo_core.spec import JobSpec
 from services.api.context import Context, ContextOf
 from services.jobs import Job, JobStatus
 
@@ -117,7 +116,7 @@ async def _of_jobs(context: Context, jobs: list[Job]) -> list[GaugeMetricFamily]
             groups.add_metric([job.id, fate], count)
         size.add_metric([job.id], (await context.bus.usage(job.id)).stored_bytes)
         if job.status is JobStatus.RUNNING:
-            wanted = JobSpec.model_validate(job.spec_data).groups_per_step
+            wanted = int(job.spec_data.get("groups_per_step", 1))
             deficit.add_metric([job.id], max(0, wanted - len(await context.bus.ready_groups(job.id))))
         rows = await context.store.read_metrics(job.id, job.step)
         for name, family in newest.items():

@@ -17,13 +17,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.codec import decode, encode
-from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Split
 from services.api.access import Caller
 from services.api.context import Context, ContextOf
 from services.api.errors import ApiError, documented
 from services.api.pushed import MAX_ITEMS, PushedTrajectory, Reason, Refused, Rules, pieces, vocab_size_of
 from services.api.requests import StrictRoute
+from services.api.stored_specs import spec_of
 from services.api.views import View
 from services.bus import Append, Conflict, EpisodeLease, EpisodeView, Fenced, Gap, Stage
 from services.jobs import Job
@@ -123,7 +123,7 @@ async def push_trajectories(id: str, given: PushedTrajectories, request: Request
 
 
 async def _rules(context: Context, job: Job, caller: Caller) -> Rules:
-    spec = JobSpec.model_validate(job.spec_data)
+    spec = spec_of(job)
     try:
         size = await asyncio.to_thread(vocab_size_of, Path(spec.model))
     except (OSError, ValueError) as error:

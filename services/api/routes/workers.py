@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.context import ContextOf
 from services.api.errors import FINAL, ApiError, documented
+from services.api.paging import after_id
 from services.api.views import Page, View, page
 from services.drains import Drains
 
@@ -24,15 +26,24 @@ class DrainView(View):
     """False when it has left."""
 
 
+class WorkerQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    limit: Annotated[int, Field(ge=1, le=1000)] = 1000
+    """Length of a page."""
+    after: str | None = None
+    """Id of the item before the page."""
+
+
 @router.get("")
-async def list_workers(context: ContextOf) -> Page[dict[str, Any]]:
-    """Trainers, rollout workers and engines that have registered, each with whether it is `alive`.
+async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextOf) -> Page[dict[str, Any]]:
+    """Trainers, rollout workers and engines that have registered, by role and id, each with whether it is `alive`.
 
     `links.drain` is where one is asked to leave, or an engine to be left alone; `draining` says that one was.
     """
     asked = await Drains(context.redis).all_asked()
-    everyone = [_shown(one, asked) for one in await context.presence.members()]
-    return page(everyone, max(1, len(everyone)))
+    members = await context.presence.members()
+    return page([_shown(one, asked) for one in after_id(members, query.after, query.limit)], query.limit)
 
 
 def _shown(one: dict[str, Any], asked: set[str]) -> dict[str, Any]:

@@ -33,16 +33,25 @@ async function refuse(answer) {
   throw new ApiError(answer.status, body?.code ?? "unknown", body?.message ?? `status ${answer.status}`);
 }
 
+async function read(answer) {
+  try {
+    return await answer.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "unreachable", "The service's answer broke off. Is it running?");
+  }
+}
+
 export async function get(path, signal) {
   const answer = await send(path, { headers: headers({ Accept: "application/json" }), signal });
-  return answer.ok ? answer.json() : refuse(answer);
+  return answer.ok ? read(answer) : refuse(answer);
 }
 
 export async function post(path, body = null, signal = null) {
   const given = body === null ? {} : { body: JSON.stringify(body) };
   const kind = body === null ? {} : { "Content-Type": "application/json" };
   const answer = await send(path, { method: "POST", headers: headers(kind), signal, ...given });
-  return answer.ok ? answer.json() : refuse(answer);
+  return answer.ok ? read(answer) : refuse(answer);
 }
 
 /** Whole list, page by page, at most `most` items. */

@@ -32,11 +32,12 @@ async function open() {
   keys = {};
   const [path, query] = (location.hash || "#/jobs").split("?");
   const found = ROUTES.find(([pattern]) => pattern.test(path));
-  if (!found) {
+  const parameters = found && decoded(path.match(found[0]).slice(1));
+  if (!parameters) {
     location.hash = "#/jobs";
     return;
   }
-  const [pattern, page, section] = found;
+  const [, page, section] = found;
   for (const link of document.querySelectorAll("#nav a")) {
     link.toggleAttribute("aria-current", link.getAttribute("href") === `#/${section}`);
   }
@@ -44,8 +45,7 @@ async function open() {
   show(main, h("div", { class: "skeleton", "aria-label": "loading" }));
   const { signal } = visit;
   const context = {
-    root: main, signal, query: new URLSearchParams(query || ""),
-    parameters: path.match(pattern).slice(1).map((part) => part && decodeURIComponent(part)),
+    root: main, signal, parameters, query: new URLSearchParams(query || ""),
     bind: (bindings) => { keys = bindings; },
     title: (text) => { document.title = `${text} · GSPO`; },
     fail: (error) => { if (!signal.aborted) refused(error); },
@@ -58,9 +58,17 @@ async function open() {
   }
 }
 
+/** Null for an address that nobody has written by these pages. */
+function decoded(parts) {
+  try { return parts.map((part) => part && decodeURIComponent(part)); } catch { return null; }
+}
+
 function refused(error) {
   if (error.name === "AbortError") return;
-  if (!(error instanceof ApiError)) throw error;
+  if (!(error instanceof ApiError)) {
+    show(main, failure(new ApiError(0, "page_failed", String(error.message || error)), open));
+    throw error;
+  }
   if (error.status === 401) askForKey(error);
   show(main, failure(error, open));
 }

@@ -23,6 +23,7 @@ const FAILURES = {
   environment_invalid: ["The environment could not do this", "Its author has to change it, or another task or other turns have to be tried."],
   redis_unavailable: ["Redis is away", "The page goes on by itself when it is back."],
   scope_required: ["This key may not do that", "Use a key that has the scope, or ask who runs the service for one."],
+  page_failed: ["This page could not be drawn", "That is a mistake of ours; the browser's console says where. Other pages may work."],
   too_many_requests: ["Too many requests", "Wait a moment, then try again."],
 };
 
