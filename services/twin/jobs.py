@@ -80,8 +80,7 @@ class TwinJobs:
         name = job_id or new_job_id(self._now())
         check_job_id(name)
         if idempotency_key is not None:
-            digest = hashlib.sha256(idempotency_key.encode()).hexdigest()
-            name = self._world.idempotency.setdefault(digest, name)
+            name = self._world.idempotency.setdefault(_digest(idempotency_key), name)
         known = self._world.jobs.get(name)
         if known is not None and known.spec != text:
             raise JobConflict(name)
@@ -90,6 +89,9 @@ class TwinJobs:
             self._explain(job, default_reason(JobStatus.QUEUED))
             await self._tell(job, None)
         return await self.get_job(name)
+
+    async def job_under(self, idempotency_key: str) -> str | None:
+        return self._world.idempotency.get(_digest(idempotency_key))
 
     async def get_job(self, job: str) -> Job:
         found = self._find(job)
@@ -314,3 +316,7 @@ class TwinJobs:
 
     def _time(self) -> str:
         return datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _digest(idempotency_key: str) -> str:
+    return hashlib.sha256(idempotency_key.encode()).hexdigest()

@@ -44,6 +44,10 @@ class TwinStore(TwinJobs):
                     await self._world.news.wait()
         return events_after(found, after, count)
 
+    async def newest_event(self, job: str) -> str | None:
+        found = self._world.jobs.get(job)
+        return found.events[-1].id if found is not None and found.events else None
+
     async def trim_events(self, job: str, keep: int) -> None:
         trim(self._find(job), keep)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -182,6 +183,9 @@ async def test_the_interpreter_goes_on_in_another_process() -> None:
         await session.act(turn(("python", {"code": "seen = []\ndef note(n):\n    seen.append(n)\n    return seen"})))
         await session.act(turn(("python", {"code": "note(1)"})))
         os.kill(environment.pool.server_pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while environment.pool.num_processes:  # killed in the middle of an action it would be another attempt
+                await asyncio.sleep(0.01)
         answer = await session.act(turn(("python", {"code": "note(2)"})))
         assert answer.messages[0]["content"] == "[1, 2]"
         state = await session.snapshot()

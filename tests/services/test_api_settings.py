@@ -147,7 +147,7 @@ async def test_a_job_of_another_release_is_shown_and_breaks_no_other_answer(http
     shown = (await http.get(f"{path(claim)}/config")).json()
     assert shown["config"] == spec
     assert "another release" in shown["warnings"][0]
-    assert f'job="{claim.job_id}"' in (await http.get("/metrics")).text
+    assert f'job_id="{claim.job_id}"' in (await http.get("/metrics")).text
     pushed = {"group": 0, "member": 0, "token_ids": [1], "mask": [True], "logprobs": [-1], "policy_versions": 0}
     for answer in (
         await http.patch(path(claim), json={"steps": 400}),

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -125,14 +126,14 @@ def test_a_path_too_long_for_a_socket_gets_a_short_private_one(tmp_path: Path) -
 
 
 def test_a_short_directory_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_child.tempfile, "gettempdir", lambda: str(tmp_path / "t"))
-    (tmp_path / "t").mkdir()
     data_dir = tmp_path / ("long-" * 24)
-    with RedisServer.spawn(data_dir) as server:
-        directory = Path(server.url.removeprefix("unix://")).parent
-    directory.chmod(0o777)
-    with pytest.raises(RedisUnsuitable, match="not ours alone"):
-        RedisServer.spawn(data_dir)
+    with tempfile.TemporaryDirectory(prefix="t") as short:
+        monkeypatch.setattr(redis_child.tempfile, "gettempdir", lambda: short)
+        with RedisServer.spawn(data_dir) as server:
+            directory = Path(server.url.removeprefix("unix://")).parent
+        directory.chmod(0o777)
+        with pytest.raises(RedisUnsuitable, match="not ours alone"):
+            RedisServer.spawn(data_dir)
 
 
 # Its end
