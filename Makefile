@@ -10,8 +10,8 @@ TORCH_WHEELS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-# Two files at a time: most tests wait for processes of their own.
-TEST_FLAGS ?= -n 2 --dist loadfile
+# Three files at a time on two cores: most tests wait for processes of their own.
+TEST_FLAGS ?= -n 3 --dist loadfile
 
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
