@@ -114,12 +114,10 @@ class BatchLog:
         """For who has taken the job over as ``epoch``: those before it have lost it."""
         remove_unfinished(self._root, epoch)
 
-    def collect(self, keep: set[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Remove the files whose (epoch, step) is not in ``keep``; returns the removed ones."""
-        removed = [position for position in self.steps() if position not in keep]
-        for epoch, step in removed:
+    def remove(self, positions: Collection[tuple[int, int]]) -> None:
+        """By name, and not all but some: what is written meanwhile stays."""
+        for epoch, step in positions:
             self.path(epoch, step).unlink(missing_ok=True)  # another trainer may be faster
-        return removed
 
 
 def batch_files(directory: Path) -> list[Path]:
@@ -149,10 +147,10 @@ def batches_after(
     return row
 
 
-def retained(found: Collection[tuple[int, int]], after_step: int, num_newest: int) -> set[tuple[int, int]]:
-    """Of the batches ``found``, those that a replay from ``after_step`` needs, and the newest ones."""
-    newest = sorted(found)[max(0, len(found) - num_newest) :]
-    return {*newest, *(position for position in found if position[1] > after_step)}
+def spent(found: Collection[tuple[int, int]], after_step: int, num_newest: int) -> set[tuple[int, int]]:
+    """Of the batches ``found``, those that no replay from ``after_step`` needs, but for the newest ones."""
+    older = sorted(found)[: max(0, len(found) - num_newest)]
+    return {position for position in older if position[1] <= after_step}
 
 
 class _IndexedGroup(msgspec.Struct, forbid_unknown_fields=True):

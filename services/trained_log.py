@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from services.durable import make_directory, write_once
 _MAGIC = b"GSPOTRND"
 _HEADER = struct.Struct("<8sI")
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_FILE_NAME = re.compile(r"ep([0-9]{6,})-step([0-9]{6,})")
 
 
 class TrainedLog:
@@ -64,9 +62,6 @@ class TrainedLog:
             begin += count
         return found
 
-    def collect(self, keep: set[tuple[int, int]]) -> None:
-        """Remove the files whose (epoch, step) is not in ``keep``."""
-        for path in self._root.iterdir() if self._root.is_dir() else ():
-            match = _FILE_NAME.fullmatch(path.name)
-            if match and (int(match[1]), int(match[2])) not in keep:
-                path.unlink(missing_ok=True)
+    def remove(self, positions: Collection[tuple[int, int]]) -> None:
+        for epoch, step in positions:
+            self.path(epoch, step).unlink(missing_ok=True)

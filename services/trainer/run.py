@@ -29,7 +29,7 @@ from gspo_core.objective import Alarm
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import Group, Split, StepReport, WeightsManifest
-from services.batch_log import BatchLog, retained
+from services.batch_log import BatchLog, spent
 from services.bus import Bus
 from services.store import CancelManner, Claim, StatusReason, Store
 from services.trained_log import TrainedLog
@@ -436,9 +436,10 @@ class JobRun:
 
     def _collect_batches(self, after_step: int) -> None:
         log = self._services.batch_log
-        keep = retained(log.steps(), after_step, self._spec.checkpoints.keep_batches)
-        log.collect(keep)
-        TrainedLog(self._services.metrics_path.parent).collect(keep)
+        # Listed once: the log of a step that is written meanwhile is not among them.
+        gone = spent(log.steps(), after_step, self._spec.checkpoints.keep_batches)
+        TrainedLog(self._services.metrics_path.parent).remove(gone)
+        log.remove(gone)
 
     async def _hold(self, learner: AnyLearner) -> None:
         """Name what the learner holds now."""

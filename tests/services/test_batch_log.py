@@ -29,7 +29,7 @@ from services.batch_log import (
     DamagedBatchLog,
     batches_after,
     read_batch,
-    retained,
+    spent,
 )
 from services.batch_view import main
 from services.job_directory import AcceptedJob, JobDirectory
@@ -129,10 +129,10 @@ class TestWriteAndRead:
         with pytest.raises(BatchLogNotFound):
             log.read(0, 1)
 
-    def test_collect_keeps_what_is_to_be_kept(self, log: BatchLog) -> None:
+    def test_only_what_is_named_is_removed(self, log: BatchLog) -> None:
         for step in range(5):
             log.write(0, step, [], {})
-        assert log.collect({(0, 3), (0, 4), (1, 1)}) == [(0, 0), (0, 1), (0, 2)]
+        log.remove([(0, 0), (0, 1), (0, 2), (1, 3)])
         assert log.steps() == [(0, 3), (0, 4)]
 
     @pytest.mark.parametrize(
@@ -425,7 +425,10 @@ class TestReplay:
         assert self.steps(Position(1, 8), 1, [*self.FOUND, (4, 9)]) == [(1, 9)]
 
     def test_kept_is_what_a_replay_needs_and_the_newest(self) -> None:
-        assert retained(self.FOUND, 7, 1) == {(1, 8), (1, 9), (2, 8)}
-        assert retained(self.FOUND, 8, 3) == {(1, 9), (2, 7), (2, 8)}
-        assert retained(self.FOUND, 9, 0) == set()
-        assert retained([], 1, 5) == set()
+        def kept(after_step: int, num_newest: int) -> set[tuple[int, int]]:
+            return {*self.FOUND} - spent(self.FOUND, after_step, num_newest)
+
+        assert kept(7, 1) == {(1, 8), (1, 9), (2, 8)}
+        assert kept(8, 3) == {(1, 9), (2, 7), (2, 8)}
+        assert kept(9, 0) == set()
+        assert spent([], 1, 5) == set()

@@ -15,7 +15,7 @@ from gspo_core import codec
 from gspo_core.learner import Learner, check_state, state
 from gspo_core.staleness import Position
 from services import batch_log
-from services.batch_log import BatchLog, LoggedBatch, retained
+from services.batch_log import BatchLog, LoggedBatch, spent
 from services.trainer import checkpoints
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.failure import AttemptFailed, JobFailure
@@ -122,7 +122,7 @@ def test_what_stands_in_for_a_damaged_one_is_kept(
 ) -> None:
     flipped(job_dir / "checkpoints" / NEWEST / FILES[2])
     store, log = CheckpointStore(job_dir), BatchLog(job_dir)
-    log.collect(retained(log.steps(), store.collect(1, check_state), 0))
+    log.remove(spent(log.steps(), store.collect(1, check_state), 0))
     assert log.steps() == [(1, 3), (1, 4)]
     found, learner = recovered(job_dir, model_dir)
     assert (found.saved, found.reached) == (Position(1, 2), Position(1, 4))

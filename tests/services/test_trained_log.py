@@ -43,10 +43,9 @@ def test_a_second_write_changes_nothing(tmp_path: Path) -> None:
     assert len(log.read(1, 1)) == 3
 
 
-def test_what_is_not_kept_is_removed(tmp_path: Path) -> None:
+def test_only_what_is_named_is_removed(tmp_path: Path) -> None:
     log = TrainedLog(tmp_path)
-    log.collect(set())
     for step in (1, 2, 3):
         log.write(1, step, LOGPROBS)
-    log.collect({(1, 2)})
+    log.remove([(1, 1), (1, 3), (2, 2)])
     assert [step for step in (1, 2, 3) if log.read(1, step)] == [2]

@@ -7,6 +7,7 @@ import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.batch_log import BatchLog
 from services.bus import Append, Bus
 from services.store import Claim, Store
+from services.trained_log import TrainedLog
 from services.trainer import reports
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.evaluation import Evaluator
@@ -172,3 +174,24 @@ async def test_what_the_parity_gate_refuses_is_not_logged(
     assert BatchLog(tmp_path).steps() == []
     assert (await bus.counters(job)).get("trained", 0) == 0
     assert 0 in await bus.open_groups(job)
+
+
+def test_the_log_of_a_step_that_is_written_while_others_are_removed_stays(tmp_path: Path) -> None:
+    """A checkpoint is followed by removals in a thread, and the next step is logged meanwhile."""
+
+    class Meanwhile(BatchLog):
+        def steps(self) -> list[tuple[int, int]]:
+            found = super().steps()
+            self.write(1, 4, [], {})
+            trained.write(1, 4, {})
+            return found
+
+    log, trained = Meanwhile(tmp_path), TrainedLog(tmp_path)
+    for step in (1, 2, 3):
+        BatchLog(tmp_path).write(1, step, [], {})
+        trained.write(1, step, {})
+    services = SimpleNamespace(batch_log=log, metrics_path=tmp_path / "metrics.jsonl")
+    run = SimpleNamespace(_services=services, _spec=SimpleNamespace(checkpoints=SimpleNamespace(keep_batches=0)))
+    JobRun._collect_batches(cast("JobRun", run), 2)
+    assert BatchLog(tmp_path).steps() == [(1, 3), (1, 4)]
+    assert [step for step in range(1, 5) if trained.path(1, step).exists()] == [3, 4]
