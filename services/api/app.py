@@ -109,6 +109,11 @@ def create_app(
     )
     app.add_middleware(RequestMiddleware, traffic=traffic, audit=audit)
     errors.install(app)
+    _include_routes(app)
+    return app
+
+
+def _include_routes(app: FastAPI) -> None:
     app.include_router(health.router, responses=errors.documented(503))
     app.include_router(telemetry.router, responses=errors.documented(503))
     app.include_router(pages.router)
@@ -119,7 +124,6 @@ def create_app(
     ):
         refusals = errors.documented(400, 401, 403, 404, 422, 429, 503)
         app.include_router(module.router, prefix=V1, dependencies=[Depends(own_job)], responses=refusals)
-    return app
 
 
 def _context(

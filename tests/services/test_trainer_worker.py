@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 from gspo_core.spec import JobSpec
-from services.jobs import HANDED_OVER
+from services.jobs import HANDED_OVER, Job
 from services.store import Claim, JobStatus, StatusReason, Store
 from services.trainer.__main__ import unfit
 from services.trainer.followers import RanksLost
@@ -138,15 +138,21 @@ async def test_a_job_that_could_not_be_released_is_released_when_redis_is_back(
     assert [one.code for one in record.attempts] == ["redis_unavailable", "internal"]
 
 
-async def test_a_specification_of_another_release_ends_the_job_with_the_reason(store: Store) -> None:
-    job, stop = await store.create_job('{"model": "m", "another": 1}'), asyncio.Event()
-    worker = TrainerWorker(store, "trainer", lambda _claim, _spec: pytest.fail("nothing to run"))
+async def ended(store: Store, worker: TrainerWorker, job: str, stop: asyncio.Event) -> Job:
+    """The job as the worker leaves it, when it is over."""
     running = asyncio.create_task(worker.run(stop))
     async with asyncio.timeout(DEADLINE_S):
-        while not (record := await store.get_job(job.id)).status.is_terminal:
+        while not (record := await store.get_job(job)).status.is_terminal:
             await asyncio.sleep(0.01)
     stop.set()
     await running
+    return record
+
+
+async def test_a_specification_of_another_release_ends_the_job_with_the_reason(store: Store) -> None:
+    job, stop = await store.create_job('{"model": "m", "another": 1}'), asyncio.Event()
+    worker = TrainerWorker(store, "trainer", lambda _claim, _spec: pytest.fail("nothing to run"))
+    record = await ended(store, worker, job.id, stop)
     assert record.status is JobStatus.FAILED
     assert record.status_reason is not None
     assert record.status_reason.code == "incompatible_release"
@@ -188,13 +194,7 @@ async def test_whoever_comes_ends_a_cancelled_job_that_nobody_can_serve(store: S
         return FailingRun(claim, store, [], RuntimeError("no such device"), stop)
 
     worker = TrainerWorker(store, "cpu", make_run, unfit=lambda _: "it needs a GPU")
-    running = asyncio.create_task(worker.run(stop))
-    async with asyncio.timeout(DEADLINE_S):
-        while not (record := await store.get_job(job.id)).status.is_terminal:
-            await asyncio.sleep(0.01)
-    stop.set()
-    await running
-    assert record.status is JobStatus.CANCELLED
+    assert (await ended(store, worker, job.id, stop)).status is JobStatus.CANCELLED
 
 
 async def test_a_job_that_cannot_be_failed_does_not_end_the_process(store: Store) -> None:
