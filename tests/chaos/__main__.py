@@ -49,8 +49,8 @@ def main() -> int:
     is_well = False
     try:
         asyncio.run(run.play())
-        is_well = judge(work, arguments.oracle_root)
         print(summary(work), flush=True)
+        is_well = judge(work, arguments.oracle_root)
     except RunFailed as error:
         print(f"chaos: FAILED: {error}", flush=True)
     finally:

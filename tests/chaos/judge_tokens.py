@@ -4,6 +4,7 @@ log-prob, or by one and the same world in answer to it. Each check yields what i
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -107,10 +108,29 @@ def _turns(acts: Sequence[bool]) -> Iterator[tuple[int, int]]:
             begin = None
 
 
-def nothing_acted_twice(evidence: Evidence) -> Iterator[str]:
-    """In worlds whose acts are written down outside of them."""
-    for path in sorted(Path(evidence.work).glob("ledger-*")):
-        acts = Counter(path.read_text().splitlines())
-        doubled = [line for line, count in acts.items() if count > 1]
-        if doubled:
-            yield f"{path.name}: acted twice in one run of its world: {doubled[:3]}"
+def nothing_acted_twice(evidence: Evidence, job: JobEvidence, talker: Talker) -> Iterator[str]:
+    """In one attempt, in worlds whose acts are written down outside of them.
+
+    A new attempt may begin at a world that was kept, and goes on with the run of that world: an act of the run may be
+    found once for each attempt that the trained episode had. What was not trained is not known to have had only one.
+    """
+    spec = job.spec.environments[0]
+    path = evidence.work / Path(spec.config["ledger"]).name
+    acts = Counter(path.read_text().splitlines()) if path.exists() else Counter()
+    is_kept = spec.ref.endswith(":Kept")
+    attempts = _attempts_by_run(job, talker) if is_kept else {}
+    for act, count in acts.items():
+        allowed = attempts.get(act.split()[0], math.inf) if is_kept else 1
+        if count > allowed:
+            yield f"{path.name}: {count} times in {allowed} attempts of one run of its world: act {act}"
+
+
+def _attempts_by_run(job: JobEvidence, talker: Talker) -> dict[str, int]:
+    found = {}
+    for batch in job.batches.values():
+        for trajectory in (one for group in batch.groups for one in group.trajectories):
+            (branch,) = trajectory.branches
+            first = branch.token_ids[: branch.action_mask.argmax()].tolist()
+            for run in _TASK.findall(talker.codec.tokenizer.decode(first)):
+                found[run] = trajectory.attempt + 1
+    return found

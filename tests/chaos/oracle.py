@@ -36,6 +36,7 @@ def checks_of_a_job(evidence: Evidence, job: JobEvidence, talker: Talker) -> lis
         ("books are balanced", partial(lineage.books_are_balanced, evidence, job)),
         ("tokens were sampled", partial(judge_tokens.tokens_were_sampled, job)),
         ("talk follows", partial(judge_tokens.talk_follows, job, talker)),
+        ("nothing acted twice", partial(judge_tokens.nothing_acted_twice, evidence, job, talker)),
         ("weights follow from the logs", partial(judge_learning.weights_follow_from_the_logs, job)),
     ]
 
@@ -47,7 +48,6 @@ def checks_of_the_run(evidence: Evidence) -> list[tuple[str, Check]]:
         ("nothing crashed", partial(remains.nothing_crashed, evidence)),
         ("Redis holds no queue", partial(remains.redis_holds_no_queue, evidence)),
         ("no file is left half-written", partial(remains.no_file_is_left_half_written, evidence)),
-        ("nothing acted twice", partial(judge_tokens.nothing_acted_twice, evidence)),
     ]
 
 

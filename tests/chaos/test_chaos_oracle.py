@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.chaos import judge_lineage
+from tests.chaos import judge_lineage, judge_tokens
 from tests.chaos.evidence import JobEvidence, Version
 from tests.chaos.schedule import AT_LEAST, WEIGHTS, plan
 
@@ -128,6 +130,33 @@ def test_a_flaw_is_found(flaw: Callable[[MadeUp], None], said: str) -> None:
     flaw(job)
     found = [problem for check in CHECKS for problem in check(job)]
     assert any(said in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("world", "attempt", "acts", "found"),
+    [
+        ("Fresh", 0, ["aaaaaa 1", "aaaaaa 2"], 0),
+        ("Fresh", 1, ["aaaaaa 1", "aaaaaa 1"], 1),
+        ("Kept", 0, ["aaaaaa 1", "aaaaaa 1"], 1),
+        ("Kept", 1, ["aaaaaa 1", "aaaaaa 1"], 0),  # the second attempt began where the world stood
+        ("Kept", 1, ["aaaaaa 1"] * 3, 1),
+        ("Kept", 0, ["bbbbbb 1", "bbbbbb 1"], 0),  # never trained: nobody knows how many attempts it had
+    ],
+)
+def test_an_act_is_found_once_for_each_attempt(
+    world: str, attempt: int, acts: list[str], found: int, tmp_path: Path
+) -> None:
+    (tmp_path / "ledger-0").write_text("".join(f"{act}\n" for act in acts))
+    job, prompt = MadeUp(), [ord(character) for character in "task 3 aaaaaa"]
+    branch = SimpleNamespace(token_ids=np.array([*prompt, 65]), action_mask=np.array([False] * len(prompt) + [True]))
+    group = SimpleNamespace(trajectories=[SimpleNamespace(branches=[branch], attempt=attempt)])
+    job.__dict__["batches"] = {(1, 1): SimpleNamespace(groups=[group])}
+    environment = SimpleNamespace(ref=f"tests.chaos.worlds:{world}", config={"ledger": "/elsewhere/ledger-0"})
+    job.spec.environments = [environment]  # type: ignore[misc,list-item]
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    talker: Any = SimpleNamespace(codec=SimpleNamespace(tokenizer=tokenizer))
+    evidence: Any = SimpleNamespace(work=tmp_path)
+    assert len(list(judge_tokens.nothing_acted_twice(evidence, job, talker))) == found
 
 
 def test_a_plan_follows_from_its_seed_and_holds_every_kind() -> None:
