@@ -31,6 +31,8 @@ SPEC = '{"name": "load", "model": "m", "environments": [{"ref": "environments.ca
 PATHS = ("/v1/jobs", "/v1/jobs/{job}", "/v1/jobs/{job}/metrics?max_points=100", "/v1/workers", "/healthz")
 # A step of a small job, and what else it says.
 EVENTS_PER_S = 2.0
+# As the stream tells its readers.
+RETURN_S = 2.0
 
 
 async def main() -> None:
@@ -62,7 +64,8 @@ async def _load(
     before = _cpu_s(api.pid), time.process_time()
     at_start = os.getloadavg()[0]
     lines = _Lines(url)
-    reading = [asyncio.create_task(_read(lines, claim.job_id)) for _ in range(options.readers)]
+    readers = [_Reader(lines, claim.job_id) for _ in range(options.readers)]
+    reading = [asyncio.create_task(reader.run()) for reader in readers]
     writing = asyncio.create_task(_write(store, claim, options.seconds))
     latencies, failures = await _ask(lines, claim.job_id, options.rate, options.seconds)
     await writing
@@ -75,6 +78,7 @@ async def _load(
     print(f"latency ms: p50 {p50:.1f}  p95 {p95:.1f}  p99 {p99:.1f}  longest {max(latencies) * 1000:.1f}")
     print(f"failed requests: {failures} of {len(latencies)}")
     print(f"events: {len(wanted)} written, readers that missed or doubled one: {sum(ids != wanted for ids in seen)}")
+    print(f"streams that were cut, and come back to: {sum(reader.num_returns for reader in readers)}")
     print(f"CPU seconds: API {used[0]:.1f}, this client {used[1]:.1f}; load of the machine {at_start:.1f} at the start")
 
 
@@ -109,17 +113,43 @@ class _Lines:
         return (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
 
 
-async def _read(lines: _Lines, job: str) -> list[str]:
-    """The ids of a whole stream, in pieces of chunked encoding; read now, looked at when it is over."""
-    reader, writer = await lines.open()
-    await lines.send(reader, writer, f"/v1/jobs/{job}/events", "Accept: text/event-stream\r\nLast-Event-ID: 0\r\n")
-    pieces: list[bytes] = []
-    while size := int(await reader.readline(), 16):
-        pieces.append(await reader.readexactly(size))
-        await reader.readexactly(2)
-    writer.close()
-    text = b"".join(pieces).decode().split("\n")
-    return [event.id for event in parse_events(text) if event is not None and event.type != "end"]
+class _Reader:
+    """One client of the event stream, which comes back where it was cut, as clients do."""
+
+    def __init__(self, lines: _Lines, job: str) -> None:
+        self._lines = lines
+        self._job = job
+        self._pieces: list[bytes] = []
+        self.num_returns = 0
+
+    async def run(self) -> list[str]:
+        """The ids of all events."""
+        while not await self._read():
+            self.num_returns += 1
+            await asyncio.sleep(RETURN_S)
+        return self._ids()
+
+    async def _read(self) -> bool:
+        """Whether the job is over; what came is looked at only then, or when the stream was cut."""
+        after = (self._ids() or ["0"])[-1]
+        reader, writer = await self._lines.open()
+        wanted = f"Accept: text/event-stream\r\nLast-Event-ID: {after}\r\n"
+        try:
+            head = await self._lines.send(reader, writer, f"/v1/jobs/{self._job}/events", wanted)
+            if head[0].split()[1] != b"200":
+                return False
+            while size := int(await reader.readline(), 16):
+                self._pieces.append(await reader.readexactly(size))
+                await reader.readexactly(2)
+        except (OSError, EOFError, ValueError):
+            return False
+        finally:
+            writer.close()
+        return self._pieces[-1].startswith(b"event: end")
+
+    def _ids(self) -> list[str]:
+        text = b"".join(self._pieces).decode().split("\n")
+        return [event.id for event in parse_events(text) if event is not None and event.type != "end"]
 
 
 async def _write(store: Store, claim: Claim, seconds: float) -> None:

@@ -53,13 +53,17 @@ def unless_away() -> Iterator[None]:
             raise
 
 
-def connect(url: str, *, max_connections: int = 512) -> redis.asyncio.Redis:
+def connect(url: str, *, max_connections: int = 512, wait_s: float | None = None) -> redis.asyncio.Redis:
     """An asyncio client; replies are bytes. Close it with ``await client.aclose()``.
 
     A command whose reply is lost is sent again, for about ten seconds. Every blocked read holds one of the connections.
+    Where all are in use, ``wait_s`` is how long one is waited for; without it that is an error at once.
     """
-    return redis.asyncio.from_url(
+    waiting = {} if wait_s is None else {"timeout": wait_s}
+    kind = redis.asyncio.ConnectionPool if wait_s is None else redis.asyncio.BlockingConnectionPool
+    pool = kind.from_url(
         url,
+        **waiting,
         protocol=2,
         max_connections=max_connections,
         socket_timeout=SOCKET_TIMEOUT_S,
@@ -68,3 +72,4 @@ def connect(url: str, *, max_connections: int = 512) -> redis.asyncio.Redis:
         retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=1.0), 16),
         retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
     )
+    return redis.asyncio.Redis.from_pool(pool)

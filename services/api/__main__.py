@@ -12,13 +12,17 @@ from collections.abc import Iterator
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.types import Message
 
 from gspo_core.outbound import parse_networks
 from services.api.access import Access, AccessRefused, is_loopback, require_safe_bind
 from services.api.app import create_app
 from services.api.audit import Audit
 from services.api.context import Backend
+from services.api.document import V1
 from services.api.errors import REDIS_AWAY
+from services.api.http_protocol import BoundedHttp
 from services.api.key_ring import KeyRing
 from services.bus import Bus
 from services.environment_registry import Registry
@@ -37,6 +41,9 @@ FIRST_CONTACT_S = 3.0
 # Longer than proxies and clients keep what they do not use: who sends on a line that we close in this moment gets no
 # answer.
 KEEP_ALIVE_S = 75
+# A Redis next door answers before the third connection is needed; opening one costs more than a dozen answers.
+MAX_CONNECTIONS = 16
+WAIT_S = 10.0
 
 
 class _Server(uvicorn.Server):
@@ -55,7 +62,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
     if redis_url is None:
         raise SettingsError("GSPO_REDIS_URL is not set: name the Redis that all processes share (`gspo up` starts one)")
 
-    async with connect(redis_url) as redis:
+    async with connect(redis_url, max_connections=MAX_CONNECTIONS, wait_s=WAIT_S) as redis, connect(redis_url) as news:
         store = Store(redis, lease_s=settings.lease_s, jobs_dir=settings.data_dir / "jobs")
         # A server that cannot hold our functions ends this process with the reason; one that is away does not.
         with contextlib.suppress(*REDIS_AWAY):
@@ -71,6 +78,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
             registry=Registry(settings.data_dir / "environments"),
             networks=parse_networks(settings.outbound_networks),
             may_upload=settings.env_uploads,
+            news=Store(news),
         )
         app = create_app(
             lambda: contextlib.nullcontext(backend),
@@ -81,12 +89,28 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
             stopping=stop,
             lease_s=settings.lease_s,
         )
+        await _build_routes(app)
         await _serve_app(app, settings, stop, grace_s)
+
+
+async def _build_routes(app: FastAPI) -> None:
+    """Each is built when a request first comes by: a second of work, for which all would wait who ask then."""
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(_: Message) -> None:
+        raise AssertionError("nobody has asked")
+
+    nothing = {"type": "http", "method": "GET", "path": f"{V1}/", "headers": [], "query_string": b"", "app": app}
+    with contextlib.suppress(HTTPException):
+        await app.router(nothing, receive, send)
 
 
 async def _serve_app(app: FastAPI, settings: Settings, stop: asyncio.Event, grace_s: int) -> None:
     config = uvicorn.Config(
         app,
+        http=BoundedHttp,
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -136,7 +136,7 @@ def _context(
         codecs=Codecs(backend.jobs_dir),
         stopping=stopping,
         presence=presence,
-        tails=Tails(backend.store, render, stopping),
+        tails=Tails(backend.news or backend.store, render, stopping),
         traffic=traffic,
         ring=ring,
         errands=Errands(backend.redis),

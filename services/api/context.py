@@ -42,6 +42,8 @@ class Backend:
     networks: tuple[Network, ...] = ()
     """Where registered URLs may lead, besides public addresses."""
     may_upload: bool = False
+    news: Store | None = None
+    """What waits for events, on connections of its own, since each that waits holds one; None: ``store``."""
 
 
 OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -15,11 +16,15 @@ import pytest
 
 from gspo_core.spec import JobSpec
 from services.api.__main__ import GRACE_S
-from services.redis_server import RedisServer
+from services.redis_server import RedisServer, connect
 from services.store import Store
 from tests.services.api_kit import SPEC, ApiProcess, error_of
 
 STREAM = {"Accept": "text/event-stream"}
+START = {"Last-Event-ID": "0"}
+# More than the kernel holds for a server that does not read.
+ENDLESS_BYTES = 64 << 20
+UNLIMITED = httpx.Limits(max_connections=None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -173,3 +178,48 @@ async def test_an_answer_on_an_open_connection_does_not_wait_for_acknowledgement
         writer.close()
     # The quickest ones: a busy machine delays some, this delayed all after the first few.
     assert sorted(took)[10] < 0.035
+
+
+@pytest.mark.parametrize(
+    "before", ["", "Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"], ids=["headers", "trailers"]
+)
+async def test_headers_without_end_are_cut_off(redis_server: RedisServer, before: str):
+    with ApiProcess(redis_server.url) as api:
+        host, _, port = api.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST /v1/jobs HTTP/1.1\r\nHost: {host}:{port}\r\n{before}".encode())
+        answer = asyncio.create_task(reader.read())
+        num_sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not answer.done() and num_sent < ENDLESS_BYTES:
+                writer.write(b"x-more: " + b"y" * 4000 + b"\r\n")
+                await writer.drain()
+                num_sent += 4010
+                await asyncio.sleep(0)
+        assert num_sent < ENDLESS_BYTES
+        await asyncio.gather(answer, return_exceptions=True)
+        writer.close()
+        async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
+            assert (await http.get("/healthz")).status_code == 200
+            long = {**SPEC, "metadata": {f"k{number}": "v" * 400 for number in range(16)}}
+            again = await http.post("/v1/jobs", json=long, headers={"x-long": "z" * 60_000})
+            assert again.status_code == 201, again.text
+
+
+async def test_more_readers_than_connections_to_redis_wait_for_their_turn(redis_server: RedisServer, store: Store):
+    """Hundreds come at the same moment, as after a restart of the API: none is sent away."""
+    job = await store.create_job(JobSpec.model_validate(SPEC))
+    with ApiProcess(redis_server.url) as api:
+        async with httpx.AsyncClient(base_url=api.url, timeout=120, trust_env=False, limits=UNLIMITED) as http:
+
+            async def first_event() -> str:
+                async with http.stream("GET", f"/v1/jobs/{job.id}/events", headers={**STREAM, **START}) as stream:
+                    return await anext(line async for line in stream.aiter_lines() if line.startswith("event:"))
+
+            asked = [http.get(f"/v1/jobs/{job.id}") for _ in range(300)]
+            answers = await asyncio.gather(*asked, *(first_event() for _ in range(300)))
+            assert {answer.status_code for answer in answers[:300]} == {200}
+            assert set(answers[300:]) == {"event: job.status"}
+        redis = connect(redis_server.url)
+        assert int((await redis.info("stats"))["total_connections_received"]) < 100
+        await redis.aclose()
