@@ -200,9 +200,22 @@ async def test_lists_by_status_look_beyond_their_first_page(http: httpx.AsyncCli
     assert [job["id"] for job in rest["data"]] == [jobs[104]["id"]]
 
 
+async def test_lists_by_metadata_want_every_name_to_fit(http: httpx.AsyncClient):
+    labels = [{"team": "search"}, {"team": "search", "run": "2"}, {"run": "2"}, {}]
+    ids = [(await submit(http, metadata=one)).json()["id"] for one in labels]
+    for query, expected in (
+        ("metadata[team]=search", ids[:2]),
+        ("metadata[team]=search&metadata[run]=2", ids[1:2]),
+        ("metadata[run]=3", []),
+        ("metadata[]=2", []),
+    ):
+        assert [job["id"] for job in (await http.get(f"/v1/jobs?{query}")).json()["data"]] == expected
+
+
 @pytest.mark.parametrize(
     ("query", "status", "code"),
     [
+        ("metadata=search", 422, "unknown_parameter"),
         ("after=job_00000000000000000000000000", 400, "invalid_cursor"),
         ("before=x", 400, "invalid_cursor"),
         ("limit=0", 422, "validation_failed"),

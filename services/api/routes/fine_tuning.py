@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gspo_core.problems import problems
 from gspo_core.spec import JobSpec
-from services.api import errors, sse, submitting
+from services.api import errors, labels, sse, submitting
 from services.api.access import Caller
 from services.api.checkpoint_views import checkpoints_of
 from services.api.context import ContextOf
@@ -97,12 +97,7 @@ async def list_jobs(
     query: Annotated[FacadeQuery, Query()], request: Request, context: ContextOf
 ) -> Page[FineTuningJob]:
     """Jobs, the newest first; `metadata[k]=v` selects."""
-    wanted = {
-        name.removeprefix("metadata[").removesuffix("]"): value
-        for name, value in request.query_params.items()
-        if name.startswith("metadata[")
-    }
-    found = await _jobs(context, request.scope["caller"], query, wanted)
+    found = await _jobs(context, request.scope["caller"], query, labels.asked(request.query_params.multi_items()))
     return page([facade_job(job) for job in found], query.limit)
 
 
@@ -185,9 +180,7 @@ async def _jobs(
     while len(found) <= query.limit:
         some = await context.store.list_jobs(101, after, order="desc")
         for job in some:
-            labels: dict[str, Any] = job.spec_data.get("metadata") or {}
-            is_wanted = all(labels.get(name) == value for name, value in metadata.items())
-            if is_wanted and caller.sees(job.owner) and not (published and job.policy_version is None):
+            if labels.fits(job, metadata) and caller.sees(job.owner) and not (published and job.policy_version is None):
                 found.append(job)
         if len(some) < 101:
             break

@@ -7,10 +7,10 @@ import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gspo_core.spec import JobSpec, spec_warnings
-from services.api import submitting
+from services.api import labels, submitting
 from services.api.access import Caller
 from services.api.context import ContextOf
 from services.api.environment_refs import pin
@@ -56,6 +56,8 @@ class ListQuery(BaseModel):
     status: JobStatus | None = None
     """Only jobs in this state."""
 
+    _leave_labels = model_validator(mode="before")(labels.without_asked)
+
 
 class CancelQuery(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -99,8 +101,9 @@ async def submit(
 
 @router.get("")
 async def list_jobs(query: Annotated[ListQuery, Query()], request: Request, context: ContextOf) -> Page[JobView]:
-    """Jobs by age; those of others only for admins."""
+    """Jobs by age; those of others only for admins. `metadata[NAME]=VALUE` selects by metadata."""
     caller: Caller = request.scope["caller"]
+    wanted = labels.asked(request.query_params.multi_items())
     if query.after is not None and query.before is not None:
         raise ApiError(400, "invalid_cursor", "after and before exclude each other", param="before")
     is_backwards = query.before is not None
@@ -109,7 +112,8 @@ async def list_jobs(query: Annotated[ListQuery, Query()], request: Request, cont
     jobs: list[Job] = []
     while len(jobs) <= query.limit:
         some = await context.store.list_jobs(101, after, order=order)
-        jobs += [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]
+        seen = [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]
+        jobs += [job for job in seen if labels.fits(job, wanted)]
         if len(some) < 101:
             break
         after = some[-1].id
