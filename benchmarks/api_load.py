@@ -1,7 +1,8 @@
 """How does the API answer while many watch? Event streams, a steady rate of requests, and a job that writes events.
 
 ``python -m benchmarks.api_load --readers 200 --rate 300 --seconds 20`` starts a Redis and an API of its own, prints
-latencies by quantile and counts events that a reader missed or saw twice. All of it shares the cores.
+latencies by quantile and counts events that a reader missed or saw twice; ``--job 40`` starts a whole stack instead,
+with a job that learns. All of it shares the cores.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 
-from gspo_core.client import parse_events
+from gspo_core.client import Client, parse_events
 from services.children import die_with_parent
 from services.jobs import JobStatus
-from services.local.stack import claim_port
+from services.local.demo import NO_KEYS, demo_spec
+from services.local.demo_model import make_demo_model
+from services.local.stack import Stack, StackConfig, claim_port
 from services.redis_client import connect
 from services.redis_server import RedisServer
 from services.store import Claim, Store
@@ -35,15 +42,38 @@ EVENTS_PER_S = 2.0
 RETURN_S = 2.0
 
 
+@dataclass(frozen=True)
+class Target:
+    url: str
+    pid: int
+    """Of the API."""
+    store: Store
+    job: str
+    work: Callable[[], Coroutine[Any, Any, None]]
+    """What writes events; returns when the job is over."""
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--readers", type=int, default=200, help="event streams that are held open")
     parser.add_argument("--rate", type=float, default=300.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument(
+        "--job", type=int, metavar="STEPS", help="beside a real job of so many steps, on the same cores"
+    )
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, RedisServer.spawn(Path(folder) / "redis") as redis_server:
-        url = f"http://127.0.0.1:{claim_port('127.0.0.1', 0)}"
-        api = _start_api(redis_server.url, url, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        opened = _real(Path(folder), options.job) if options.job else _written(Path(folder), options.seconds)
+        async with opened as target:
+            await _load(target, options)
+
+
+@asynccontextmanager
+async def _written(folder: Path, seconds: float) -> AsyncIterator[Target]:
+    """Redis and an API; the events are those of a job that nobody computes."""
+    url = f"http://127.0.0.1:{claim_port('127.0.0.1', 0)}"
+    with RedisServer.spawn(folder / "redis") as redis_server:
+        api = _start_api(redis_server.url, url, str(folder))
         try:
             async with connect(redis_server.url) as redis:
                 await _until_ready(url)
@@ -52,27 +82,46 @@ async def main() -> None:
                 claim = await store.claim_job("load")
                 assert claim is not None
                 await store.set_status(job.id, JobStatus.RUNNING, token=claim.token)
-                await _load(api, url, store, claim, options)
+                yield Target(url, api.pid, store, job.id, lambda: _write(store, claim, seconds))
         finally:
             api.terminate()
             api.wait()
 
 
-async def _load(
-    api: subprocess.Popen[bytes], url: str, store: Store, claim: Claim, options: argparse.Namespace
-) -> None:
-    before = _cpu_s(api.pid), time.process_time()
+@asynccontextmanager
+async def _real(folder: Path, steps: int) -> AsyncIterator[Target]:
+    """The whole stack, and the job of the demo from its first step on."""
+    model_dir = folder / "model"
+    make_demo_model(model_dir)
+    config = StackConfig(folder / "data", model_dir, port=0, environment=NO_KEYS)
+    with Stack(config) as stack:
+        async with connect(stack.redis_url) as redis:
+            store = Store(redis)
+            with Client(stack.api_url) as client:
+                job = client.create_job(demo_spec(model_dir, 0, steps))["id"]
+            while not any(event.type == "step" for event in await store.read_events(job, "0", count=1000)):
+                stack.check()
+                await asyncio.sleep(0.2)
+
+            async def until_over() -> None:
+                while not (await store.get_job(job)).status.is_terminal:
+                    await asyncio.sleep(0.5)
+
+            yield Target(stack.api_url, stack.pids()["api"], store, job, until_over)
+
+
+async def _load(target: Target, options: argparse.Namespace) -> None:
+    before = _cpu_s(target.pid), time.process_time()
     at_start = os.getloadavg()[0]
-    lines = _Lines(url)
-    readers = [_Reader(lines, claim.job_id) for _ in range(options.readers)]
+    lines = _Lines(target.url)
+    readers = [_Reader(lines, target.job) for _ in range(options.readers)]
     reading = [asyncio.create_task(reader.run()) for reader in readers]
-    writing = asyncio.create_task(_write(store, claim, options.seconds))
-    latencies, failures = await _ask(lines, claim.job_id, options.rate, options.seconds)
-    await writing
-    await store.set_status(claim.job_id, JobStatus.SUCCEEDED, token=claim.token)
+    working = asyncio.create_task(target.work())
+    latencies, failures = await _ask(lines, target.job, options.rate, options.seconds)
+    used = _cpu_s(target.pid) - before[0], time.process_time() - before[1]
+    await working
     seen = await asyncio.gather(*reading)
-    used = _cpu_s(api.pid) - before[0], time.process_time() - before[1]
-    wanted = [event.id for event in await store.read_events(claim.job_id, "0", count=20_000)]
+    wanted = [event.id for event in await target.store.read_events(target.job, "0", count=20_000)]
     p50, p95, p99 = np.quantile(latencies, (0.5, 0.95, 0.99)) * 1000
     print(f"{options.readers} readers, {len(latencies) / options.seconds:.0f} requests/s for {options.seconds:g} s")
     print(f"latency ms: p50 {p50:.1f}  p95 {p95:.1f}  p99 {p99:.1f}  longest {max(latencies) * 1000:.1f}")
@@ -158,6 +207,7 @@ async def _write(store: Store, claim: Claim, seconds: float) -> None:
         await store.add_metrics(claim.job_id, step, metrics)
         await store.add_event(claim.job_id, "step", {"step": step, **metrics})
         await asyncio.sleep(1 / EVENTS_PER_S)
+    await store.set_status(claim.job_id, JobStatus.SUCCEEDED, token=claim.token)
 
 
 async def _ask(lines: _Lines, job: str, rate: float, seconds: float) -> tuple[list[float], int]:

@@ -41,8 +41,9 @@ FIRST_CONTACT_S = 3.0
 # Longer than proxies and clients keep what they do not use: who sends on a line that we close in this moment gets no
 # answer.
 KEEP_ALIVE_S = 75
-# A Redis next door answers before the third connection is needed; opening one costs more than a dozen answers.
-MAX_CONNECTIONS = 16
+# What asks in one round of the event loop shares its wait for Redis, which takes some rounds to be given back: few
+# connections are soon all on their way. Beyond these, who asks waits; without a bound a crowd would open one each.
+MAX_CONNECTIONS = 256
 WAIT_S = 10.0
 
 

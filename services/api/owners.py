@@ -5,13 +5,16 @@ from __future__ import annotations
 from fastapi import Request
 
 from services.api.access import Caller
-from services.api.context import ContextOf
+from services.api.context import Context
 from services.jobs import JobNotFound
 
 
-async def own_job(request: Request, context: ContextOf) -> None:
+async def own_job(request: Request) -> None:
     """Routes name a job as `id` or `job`. Raises JobNotFound, as if it did not exist."""
     caller: Caller = request.scope["caller"]
     job = request.path_params.get("id") or request.path_params.get("job")
-    if job is not None and not caller.is_admin and not caller.sees((await context.store.get_job(job)).owner):
+    if job is None or caller.is_admin:
+        return
+    context: Context = request.app.state.context
+    if not caller.sees((await context.store.get_job(job)).owner):
         raise JobNotFound(job)
