@@ -23,6 +23,8 @@ from gspo_core.cli.watch import JobView, follow
 from gspo_core.client import Client, Event
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
+from services.local import demonstrations, search_demonstrations
+from services.local.course import Course
 from services.local.demo_model import NotADemoModel, make_demo_model
 from services.local.demo_report import DemoResult, chart, plot, shortcomings, summary
 from services.local.log_view import LogView
@@ -33,7 +35,17 @@ from services.local.stack import Stack, StackConfig, StackError, check_place, te
 from services.local.up import greeting, look_after
 from services.weights import WeightStore
 
+
+@dataclass(frozen=True)
+class Scenario:
+    job_file: Path
+    taught: Course
+    model_name: str
+
+
 JOB_FILE = Path(__file__).with_name("demo_job.yaml")
+SHORT = Scenario(JOB_FILE, demonstrations.COURSE, "calculator-tiny")
+LONG = Scenario(Path(__file__).with_name("demo_job_long.yaml"), search_demonstrations.COURSE, "search-tiny")
 NUM_PROVENANCE_TOKENS = 200
 # The demo is reached over loopback only; keys that the user has set for another stack are not for it.
 NO_KEYS = {"GSPO_API_KEYS": ""}
@@ -154,15 +166,15 @@ def summarise(
     )
 
 
-def demo_spec(model_dir: Path, seed: int, steps: int | None = None) -> JobSpec:
-    spec = load_job_spec(JOB_FILE)
+def demo_spec(model_dir: Path, seed: int, steps: int | None = None, scenario: Scenario = SHORT) -> JobSpec:
+    spec = load_job_spec(scenario.job_file)
     changes = {"model": str(model_dir), "seed": seed} | ({"steps": steps} if steps else {})
     return JobSpec.model_validate(spec.model_dump(mode="json", exclude_unset=True) | changes)
 
 
-def model_name(seed: int) -> str:
-    """Each start has a directory of its own; the first one is also what `gspo up` serves."""
-    return f"calculator-tiny-{seed}" if seed else "calculator-tiny"
+def model_name(seed: int, scenario: Scenario = SHORT) -> str:
+    """Each start has a directory of its own; the first one of the short demo is also what `gspo up` serves."""
+    return f"{scenario.model_name}-{seed}" if seed else scenario.model_name
 
 
 def demonstrate(spec: JobSpec, run_dir: Path, *, expected_points: float | None, keep: bool) -> int:
@@ -217,16 +229,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--expect-gain", type=float, metavar="POINTS", help="fail when held-out success has not risen by so much"
     )
     parser.add_argument("--keep", action="store_true", help="leave the stack up afterwards, until Ctrl-C")
+    parser.add_argument("--long", action="store_true", help="several tool calls an episode instead of one")
     arguments = parser.parse_args(argv)
+    scenario = LONG if arguments.long else SHORT
     root = arguments.data_dir.resolve()
     run_dir = root / "demo"
     try:
         with terminate_as_interrupt():
-            model_dir = root / "models" / model_name(arguments.seed)
+            model_dir = root / "models" / model_name(arguments.seed, scenario)
             check_place(StackConfig(root, model_dir, port=0))
-            make_demo_model(model_dir, arguments.seed)
+            make_demo_model(model_dir, arguments.seed, taught=scenario.taught)
             shutil.rmtree(run_dir, ignore_errors=True)
-            spec = demo_spec(model_dir, arguments.seed, arguments.steps)
+            spec = demo_spec(model_dir, arguments.seed, arguments.steps, scenario)
             return demonstrate(spec, run_dir, expected_points=arguments.expect_gain, keep=arguments.keep)
     except KeyboardInterrupt:
         print("\nstopped; nothing is left running", file=sys.stderr)

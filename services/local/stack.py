@@ -202,7 +202,9 @@ class Stack:
         return [child.name for child in self._children].index(name)
 
     def pids(self) -> dict[str, int]:
-        return {child.name: child.process.pid for child in self._children}
+        pids = {child.name: child.process.pid for child in self._children}
+        own = self._redis.pid if self._redis is not None else None
+        return pids if own is None else {REDIS: own} | pids
 
     def close(self) -> None:
         """One after the other, in the reverse order of the start: each can still reach what it needs to leave well."""
