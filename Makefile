@@ -16,7 +16,7 @@ TEST_FLAGS ?= -n 3 --dist loadfile
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis chaos chaos-mutants demo up fmt bench clean
+.PHONY: help setup check test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis chaos chaos-mutants demo demo-long up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -138,6 +138,9 @@ chaos-mutants: $(STAMP) $(FAKETIME)/tried  ## known ways to build it wrongly: ea
 
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool
 	$(BIN)/python -m services.local.demo $(DEMO_FLAGS)
+
+demo-long: $(STAMP)  ## the same with several tool calls an episode: questions whose answer lies two to four documents away
+	$(BIN)/python -m services.local.demo --long $(DEMO_FLAGS)
 
 up: $(STAMP)  ## the whole stack on this machine, until Ctrl-C
 	$(BIN)/gspo up

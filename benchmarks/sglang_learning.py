@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.local.demo import DemoResult, demo_spec, moving_average, run_demo
+from services.local.demo import demo_spec, run_demo
 from services.local.demo_model import make_demo_model
+from services.local.demo_report import DemoResult, moving_average
 from services.local.sglang import SGLangProcess
 
 RESULTS = Path(__file__).parent / "results" / "sglang_learning"

@@ -20,7 +20,7 @@ from typing import Any
 
 NUM_TRAIN_TASKS, NUM_EVAL_TASKS = 560, 100
 _NUM_COUNTRIES, _NUM_CITIES, _NUM_PEOPLE, _NUM_COMPANIES = 20, 60, 150, 120
-_SYLLABLES = (
+SYLLABLES = (
     *("ba", "de", "fi", "go", "ka", "lu", "me", "no", "pa", "ri", "sa", "to", "vu", "wen", "zor", "mar", "tel", "quin"),
     *("dro", "bel"),
 )
@@ -38,7 +38,7 @@ class Collection:
 def _names(draw: random.Random, number: int, syllables: int, taken: set[str]) -> list[str]:
     names: list[str] = []
     while len(names) < number:
-        name = "".join(draw.choice(_SYLLABLES) for _ in range(syllables)).capitalize()
+        name = "".join(draw.choice(SYLLABLES) for _ in range(syllables)).capitalize()
         if name not in taken:
             taken.add(name)
             names.append(name)
@@ -52,7 +52,7 @@ def make_collection(seed: str = "search") -> Collection:
     rivers = dict(zip(countries, _names(draw, _NUM_COUNTRIES, 2, taken), strict=True))
     cities = {city: draw.choice(countries) for city in _names(draw, _NUM_CITIES, 3, taken)}
     surnames = _names(draw, _NUM_PEOPLE, 2, taken)
-    people = {f"{draw.choice(_SYLLABLES).capitalize()} {surname}": draw.choice(list(cities)) for surname in surnames}
+    people = {f"{draw.choice(SYLLABLES).capitalize()} {surname}": draw.choice(list(cities)) for surname in surnames}
     companies = {name: draw.choice(list(people)) for name in _names(draw, _NUM_COMPANIES, 4, taken)}
     goods = {name: draw.choice(("lamps", "boats", "clocks", "violins", "maps", "kites")) for name in companies}
     documents = {
@@ -91,6 +91,10 @@ def _question(text: str, answer: str, path: list[str]) -> dict[str, Any]:
 
 
 _COLLECTION = make_collection()
+
+
+def collection() -> Collection:
+    return _COLLECTION
 
 
 class SearchQA:

@@ -81,6 +81,10 @@ class RedisChild:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def wait_until_ready(self) -> None:
         """Until it answers and has read its data back."""
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -85,6 +85,11 @@ class RedisServer:
     def pid(self) -> int | None:
         return self._child.pid if self._child else None
 
+    @property
+    def has_ended(self) -> bool:
+        """A child of ours that is not running any more; what becomes of a given server is not ours to know."""
+        return self._child is not None and self._child.has_ended
+
     def close(self) -> None:
         """Stop the child, if it is one; its data stays. Safe to call twice."""
         if self._child:

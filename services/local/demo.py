@@ -1,7 +1,7 @@
 """``make demo``: the whole system on this machine, from nothing to a model that has learned to use a tool.
 
 Set-up, stack, one job over HTTP, live progress, held-out success before and after, proof that the recorded log-probs
-are true, a learning curve. Everything that it says was measured in this very run.
+are true, an episode before and after, a learning curve. Everything that it says was measured in this very run.
 """
 
 from __future__ import annotations
@@ -14,20 +14,38 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_core.cli.watch import JobView, follow, sparkline
+from gspo_core.cli.watch import JobView, follow
 from gspo_core.client import Client, Event
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
+from services.local import demonstrations, search_demonstrations
+from services.local.course import Course
 from services.local.demo_model import NotADemoModel, make_demo_model
+from services.local.demo_report import DemoResult, chart, plot, shortcomings, summary
+from services.local.log_view import LogView
 from services.local.memory import PeakMemory
 from services.local.provenance import Provenance, check_provenance
+from services.local.side_by_side import play_both, show
 from services.local.stack import Stack, StackConfig, StackError, check_place, terminate_as_interrupt
+from services.local.up import greeting, look_after
+from services.weights import WeightStore
+
+
+@dataclass(frozen=True)
+class Scenario:
+    job_file: Path
+    taught: Course
+    model_name: str
+
 
 JOB_FILE = Path(__file__).with_name("demo_job.yaml")
+SHORT = Scenario(JOB_FILE, demonstrations.COURSE, "calculator-tiny")
+LONG = Scenario(Path(__file__).with_name("demo_job_long.yaml"), search_demonstrations.COURSE, "search-tiny")
 NUM_PROVENANCE_TOKENS = 200
 # The demo is reached over loopback only; keys that the user has set for another stack are not for it.
 NO_KEYS = {"GSPO_API_KEYS": ""}
@@ -35,48 +53,40 @@ CHECK_S = 1.0
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """What a run showed."""
+class Followed:
+    """A job that has succeeded, as its events told it."""
 
-    job: str
-    status: str
-    seed: int
-    steps: int
-    rewards: list[float]
-    """Mean reward of the episodes that each step trained."""
-    evaluations: list[tuple[int, float]]
-    """Held-out success after a step."""
-    mixed_versions_share: float
-    """Of the trained episodes, those that went on under new weights in the middle."""
-    staleness_mean: float
-    provenance: Provenance
+    view: JobView
+    steps: list[Mapping[str, Any]]
     training_s: float
-
-    @property
-    def before(self) -> float:
-        return self.evaluations[0][1]
-
-    @property
-    def after(self) -> float:
-        return self.evaluations[-1][1]
-
-    @property
-    def gain(self) -> float:
-        return self.after - self.before
 
 
 def run_demo(
     spec: JobSpec, data_dir: Path, model_dir: Path, *, quiet: bool = False, engine_urls: tuple[str, ...] = ()
 ) -> DemoResult:
     """Start a stack, submit ``spec``, follow it to its end, stop the stack. Raises StackError when it fails."""
-    started = time.monotonic()
+    with started(data_dir, model_dir, quiet=quiet, engine_urls=engine_urls) as stack:
+        followed = follow_job(stack, spec, quiet=quiet)
+    return judge(spec, data_dir, followed, quiet=quiet)
+
+
+@contextmanager
+def started(
+    data_dir: Path, model_dir: Path, *, quiet: bool = False, engine_urls: tuple[str, ...] = ()
+) -> Iterator[Stack]:
+    began = time.monotonic()
     if not quiet:
         print("starting Redis, engine, API, trainer and rollout worker ...", flush=True)
-    config = StackConfig(data_dir, model_dir, port=0, environment=NO_KEYS, engine_urls=engine_urls)
-    with Stack(config) as stack, Client(stack.api_url) as client:
+    with Stack(StackConfig(data_dir, model_dir, port=0, environment=NO_KEYS, engine_urls=engine_urls)) as stack:
         if not quiet:
-            print(f"stack is up after {time.monotonic() - started:.0f} s (logs in {stack.log_dir})")
+            print(f"stack is up after {time.monotonic() - began:.0f} s (logs in {stack.log_dir})")
             print(f"look at it in a browser while it runs: {stack.api_url}/ui", flush=True)
+        yield stack
+
+
+def follow_job(stack: Stack, spec: JobSpec, *, quiet: bool = False) -> Followed:
+    """Submit ``spec`` and draw what happens until it has succeeded."""
+    with Client(stack.api_url) as client:
         job = client.create_job(spec)
         view = JobView(job["id"], spec.steps)
         steps: list[Mapping[str, Any]] = []
@@ -88,12 +98,17 @@ def run_demo(
         else:
             follow(view, lambda _: events)
         training_s = time.monotonic() - submitted
-        if view.status != "succeeded":
-            raise StackError(f"the job {view.status}: {view.reason or 'see the logs'} ({stack.log_dir})")
+    if view.status != "succeeded":
+        raise StackError(f"the job {view.status}: {view.reason or 'see the logs'} ({stack.log_dir})")
+    return Followed(view, steps, training_s)
+
+
+def judge(spec: JobSpec, data_dir: Path, followed: Followed, *, quiet: bool = False) -> DemoResult:
+    """What the run showed, and whether what it recorded is true."""
     if not quiet:
         print(f"checking {NUM_PROVENANCE_TOKENS} trained tokens against the weights that sampled them ...", flush=True)
-    provenance = check_provenance(data_dir / "jobs" / job["id"], NUM_PROVENANCE_TOKENS, seed=spec.seed)
-    return summarise(spec, view, steps, provenance, training_s)
+    provenance = check_provenance(data_dir / "jobs" / followed.view.job_id, NUM_PROVENANCE_TOKENS, seed=spec.seed)
+    return summarise(spec, followed.view, followed.steps, provenance, followed.training_s)
 
 
 def while_alive(stack: Stack, events: Iterable[Event]) -> Iterator[Event]:
@@ -151,72 +166,58 @@ def summarise(
     )
 
 
-def moving_average(values: Sequence[float], width: int = 5) -> list[float]:
-    """Over the last ``width`` values, fewer at the start."""
-    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
-    return [sum(window) / len(window) for window in windows]
-
-
-def plot(result: DemoResult, path: Path) -> None:
-    """The learning curve as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    steps = range(1, len(result.rewards) + 1)
-    axes.plot(steps, result.rewards, color="#2a9d8f", alpha=0.35, linewidth=1)
-    axes.plot(steps, moving_average(result.rewards), color="#2a9d8f", linewidth=2.5, label="training episodes")
-    axes.plot(*zip(*result.evaluations, strict=True), "o--", color="#e76f51", markersize=8, label="held-out tasks")
-    for step, value in result.evaluations:
-        axes.annotate(f"{value:.0%}", (step, value), textcoords="offset points", xytext=(0, 10), ha="center")
-    axes.set(xlabel="step", ylabel="success", ylim=(0, 1.1), title="A tiny model learns to use a calculator")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def summary(result: DemoResult, picture: Path, peak_bytes: int | None) -> str:
-    minutes, seconds = divmod(round(result.training_s), 60)
-    memory = "not told by this system" if peak_bytes is None else f"{peak_bytes / 2**30:.2f} GiB at the most"
-    return (
-        f"\nheld-out success   {result.before:.0%} before, {result.after:.0%} after {result.steps} steps "
-        f"({100 * result.gain:+.0f} points) in {minutes} min {seconds:02d} s\n"
-        f"training reward    {sparkline(result.rewards, 60, 0.0, 1.0)}  {result.rewards[-1]:.2f}\n"
-        f"asynchronous       {result.mixed_versions_share:.0%} of the trained episodes hold tokens of more than one "
-        f"version; mean staleness {result.staleness_mean:.2f} steps\n"
-        f"provenance         {result.provenance}\n"
-        f"memory             {memory}, all processes together\n"
-        f"learning curve     {picture}\n"
-    )
-
-
-def shortcomings(result: DemoResult, expected_points: float | None) -> list[str]:
-    """What must not be, in a run that came to its end."""
-    found = []
-    provenance = result.provenance
-    if provenance.num_equal < provenance.num_tokens:
-        found.append(
-            f"{provenance.num_tokens - provenance.num_equal} recorded log-probs are not those of their version"
-        )
-    if expected_points is not None and not 100 * result.gain >= expected_points:
-        found.append(
-            f"held-out success changed by {100 * result.gain:+.0f} points, {expected_points:.0f} were expected"
-        )
-    return found
-
-
-def demo_spec(model_dir: Path, seed: int, steps: int | None = None) -> JobSpec:
-    spec = load_job_spec(JOB_FILE)
+def demo_spec(model_dir: Path, seed: int, steps: int | None = None, scenario: Scenario = SHORT) -> JobSpec:
+    spec = load_job_spec(scenario.job_file)
     changes = {"model": str(model_dir), "seed": seed} | ({"steps": steps} if steps else {})
     return JobSpec.model_validate(spec.model_dump(mode="json", exclude_unset=True) | changes)
 
 
-def model_name(seed: int) -> str:
-    """Each start has a directory of its own; the first one is also what `gspo up` serves."""
-    return f"calculator-tiny-{seed}" if seed else "calculator-tiny"
+def model_name(seed: int, scenario: Scenario = SHORT) -> str:
+    """Each start has a directory of its own; the first one of the short demo is also what `gspo up` serves."""
+    return f"{scenario.model_name}-{seed}" if seed else scenario.model_name
+
+
+def demonstrate(spec: JobSpec, run_dir: Path, *, expected_points: float | None, keep: bool) -> int:
+    """Everything between the making of the model and the prompt of the shell; the exit status."""
+    model_dir, logs = Path(spec.model), LogView(run_dir / "logs")
+    with PeakMemory() as peak, started(run_dir, model_dir) as stack:
+        followed = follow_job(stack, spec)
+        if not keep:
+            stack.close()
+        result = judge(spec, run_dir, followed)
+        write_report(result, spec, run_dir, peak.num_bytes)
+        found = shortcomings(result, expected_points)
+        for one in found:
+            print(f"demo: {one}", file=sys.stderr)
+        print(f"look at this run again  gspo up --data-dir {run_dir} --model {model_dir}\n", flush=True)
+        if keep:
+            stay(stack, model_dir, logs)
+    return 1 if found else 0
+
+
+def write_report(result: DemoResult, spec: JobSpec, run_dir: Path, peak_bytes: int | None) -> None:
+    """On the terminal, as a picture, and as numbers for whoever measures."""
+    from rich.console import Console
+
+    picture = run_dir / "learning_curve.png"
+    plot(result, picture)
+    (run_dir / "result.json").write_text(json.dumps(asdict(result) | {"peak_memory_bytes": peak_bytes}, indent=2))
+    weights = WeightStore(run_dir / "jobs" / result.job)
+    versions = weights.versions()
+    pair = play_both(spec, weights.path(versions[0]), weights.path(versions[-1]))
+    print()
+    show(*pair, ("before training", f"after {result.steps} steps"), Console())
+    print(f"\n{chart(result)}\n\n{summary(result, picture, peak_bytes)}", flush=True)
+
+
+def stay(stack: Stack, model_dir: Path, logs: LogView) -> None:
+    """Until Ctrl-C."""
+    print(greeting(stack, model_dir), flush=True)
+    for _ in logs.news():  # of the run that is over
+        pass
+    with suppress(KeyboardInterrupt):
+        look_after(stack, logs)
+    print("stopped; nothing is left running", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -227,28 +228,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--expect-gain", type=float, metavar="POINTS", help="fail when held-out success has not risen by so much"
     )
+    parser.add_argument("--keep", action="store_true", help="leave the stack up afterwards, until Ctrl-C")
+    parser.add_argument("--long", action="store_true", help="several tool calls an episode instead of one")
     arguments = parser.parse_args(argv)
+    scenario = LONG if arguments.long else SHORT
     root = arguments.data_dir.resolve()
     run_dir = root / "demo"
     try:
-        with terminate_as_interrupt(), PeakMemory() as peak:
-            model_dir = root / "models" / model_name(arguments.seed)
+        with terminate_as_interrupt():
+            model_dir = root / "models" / model_name(arguments.seed, scenario)
             check_place(StackConfig(root, model_dir, port=0))
-            make_demo_model(model_dir, arguments.seed)
+            make_demo_model(model_dir, arguments.seed, taught=scenario.taught)
             shutil.rmtree(run_dir, ignore_errors=True)
-            result = run_demo(demo_spec(model_dir, arguments.seed, arguments.steps), run_dir, model_dir)
+            spec = demo_spec(model_dir, arguments.seed, arguments.steps, scenario)
+            return demonstrate(spec, run_dir, expected_points=arguments.expect_gain, keep=arguments.keep)
     except KeyboardInterrupt:
         print("\nstopped; nothing is left running", file=sys.stderr)
         return 130
     except (StackError, NotADemoModel) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    plot(result, run_dir / "learning_curve.png")
-    (run_dir / "result.json").write_text(json.dumps(asdict(result) | {"peak_memory_bytes": peak.num_bytes}, indent=2))
-    print(summary(result, run_dir / "learning_curve.png", peak.num_bytes))
-    found = shortcomings(result, arguments.expect_gain)
-    print(*(f"demo: {one}" for one in found), sep="\n", file=sys.stderr, end="\n" if found else "")
-    return 1 if found else 0
 
 
 if __name__ == "__main__":

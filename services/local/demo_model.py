@@ -3,6 +3,7 @@
 Rule: the same seed on the same machine gives the same model, nothing is downloaded, and a directory is complete or
 absent. The warm start practises calling and copying, then imitates an oracle that errs (``demonstrations``), on
 questions of training tasks alone, until the model has every skill and every bad habit; sharpening is left to the demo.
+A random start that is slow to copy is given up for another one; which, follows from the seed too.
 """
 
 from __future__ import annotations
@@ -20,27 +21,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from environments import calculator
 from gspo_core.chat import HermesCodec, Message, load_tokenizer
 from gspo_core.env import PlainEnvironment, load_environment
 from gspo_core.env.prompt import first_messages
-from services.local import demo_tokenizer, demonstrations
-from services.local.demonstrations import Mistakes, demonstrate, practise
+from services.local import course, demo_tokenizer, demonstrations
+from services.local.course import Course, Task
 
 if TYPE_CHECKING:
     from gspo_core.batch import TrainSequence
 
-ENVIRONMENT = "environments.calculator:Calculator"
 STAMP_FILE = "demo_model.json"
 
-NUM_PRACTICE_STEPS = 180
-"""First the skill: with neither mistakes nor the system prompt in the way, copying is learned several times faster."""
-NUM_WHOLE_STEPS = 40
-"""Then the same behind the system prompt, as episodes are."""
-NUM_NOISY_STEPS = 30
-"""Then the habits."""
-NUM_STEPS = NUM_PRACTICE_STEPS + NUM_WHOLE_STEPS + NUM_NOISY_STEPS
 BATCH_SIZE = 32
+NUM_SPELLED = 500
+"""Conversations that the tokenizer is trained on."""
+MAX_ATTEMPTS = 4
+NEXT_SEED = 1000
 PEAK_LR = 3e-3
 WARMUP_STEPS = 10
 
@@ -62,10 +58,12 @@ class NotADemoModel(Exception):
     """The directory holds something that this module did not make, so it is not replaced."""
 
 
-def make_demo_model(directory: Path, seed: int = 0, *, say: Callable[[str], None] = print) -> None:
+def make_demo_model(
+    directory: Path, seed: int = 0, *, taught: Course = demonstrations.COURSE, say: Callable[[str], None] = print
+) -> None:
     """Leave the demo model in ``directory``. Returns at once where it is already, made by this recipe and seed."""
     directory = Path(directory).resolve()
-    stamp = {"made_by": "services.local.demo_model", "seed": seed, "recipe": _recipe()}
+    stamp = {"made_by": "services.local.demo_model", "seed": seed, "recipe": _recipe(taught)}
     found = _read_stamp(directory)
     if found == stamp:
         return
@@ -75,7 +73,7 @@ def make_demo_model(directory: Path, seed: int = 0, *, say: Callable[[str], None
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         made = Path(scratch) / "made"
-        _make(made, Path(scratch) / "random", seed, say)
+        _make(made, Path(scratch) / "random", seed, taught, say)
         (made / STAMP_FILE).write_text(json.dumps(stamp, indent=2) + "\n")
         if found is not None:
             os.rename(directory, Path(scratch) / "outdated")
@@ -83,59 +81,85 @@ def make_demo_model(directory: Path, seed: int = 0, *, say: Callable[[str], None
     say(f"demo model: ready after {time.monotonic() - started:.0f} s")
 
 
-def _make(made: Path, untrained: Path, seed: int, say: Callable[[str], None]) -> None:
-    school = School(untrained, seed)
+def _make(made: Path, untrained: Path, seed: int, taught: Course, say: Callable[[str], None]) -> None:
+    """From the first random start that learns to copy in time: others cannot be mended by rewards."""
     with _one_thread():
-        say(f"demo model: {_write_untrained(untrained, school.codec, seed):,} parameters, warm start begins")
-        learner = _learner(untrained, seed)
-        started = time.monotonic()
-        for step, lessons in enumerate(school.curriculum(), 1):
-            loss = learner.supervised_step(lessons)["supervised/loss"]
-            if step % 25 == 0:
-                say(f"demo model: step {step}, loss {loss:.2f}, {time.monotonic() - started:.0f} s")
-        learner.save_weights(made)
+        for attempt in range(MAX_ATTEMPTS):
+            start = untrained / str(attempt)
+            learner = _teach(start, seed + attempt * NEXT_SEED, taught, say, is_last=attempt == MAX_ATTEMPTS - 1)
+            if learner is not None:
+                learner.save_weights(made)
+                return
+
+
+def _teach(directory: Path, seed: int, taught: Course, say: Callable[[str], None], *, is_last: bool) -> Any:
+    """The learner after all its lessons; None for one that is given up."""
+    school = School(directory, seed, taught)
+    say(f"demo model: {_write_untrained(directory, school.codec, seed):,} parameters, warm start begins")
+    learner = _learner(directory, seed, taught.num_steps)
+    started, losses = time.monotonic(), list[float]()
+    for step, lessons in enumerate(school.curriculum(), 1):
+        losses.append(learner.supervised_step(lessons)["supervised/loss"])
+        if step % 25 == 0:
+            say(f"demo model: step {step}, loss {losses[-1]:.2f}, {time.monotonic() - started:.0f} s")
+        loss = sum(losses[-10:]) / 10
+        if step == taught.exam_step and loss > taught.exam_loss and not is_last:
+            say(f"demo model: it cannot copy yet (loss {loss:.2f} after {step} steps): another random start")
+            return None
+    return learner
 
 
 class School:
     """Lessons for one model: demonstrations on training tasks as tokens, in an order that follows from the seed."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, taught: Course = demonstrations.COURSE) -> None:
         """Trains the tokenizer first and leaves it in ``directory``."""
-        self._environment = load_environment(ENVIRONMENT)
+        self._course = taught
+        self._environment = load_environment(taught.environment)
         self._generator = random.Random(seed)
-        self._tasks = list(calculator.Calculator.tasks)
+        self._tasks = list(taught.tasks)
         directory.mkdir(parents=True, exist_ok=True)
-        conversations = ([*self._prompt(task), *self._answer(task, Mistakes())] for task in self._tasks[:500])
-        demo_tokenizer.write_tokenizer(directory, conversations, self._environment.tools)
+        conversations = (self._spelling(task) for task in self._tasks[:NUM_SPELLED])
+        demo_tokenizer.write_tokenizer(
+            directory, conversations, self._environment.tools, words=taught.words, max_vocab_size=taught.max_vocab_size
+        )
         self.codec = HermesCodec(load_tokenizer(directory))
 
     def curriculum(self) -> Iterator[list[TrainSequence]]:
         """The lessons of each step of the warm start."""
-        for _ in range(NUM_PRACTICE_STEPS):
+        for _ in range(self._course.num_practice):
             yield self.practice(BATCH_SIZE, whole=False)
-        for _ in range(NUM_WHOLE_STEPS):
+        for _ in range(self._course.num_whole):
             yield self.practice(BATCH_SIZE)
-        for _ in range(NUM_NOISY_STEPS):
-            yield self.lessons(BATCH_SIZE, Mistakes())
+        for _ in range(self._course.num_noisy):
+            yield self.lessons(BATCH_SIZE, self._course.mistakes)
 
     def practice(self, count: int, *, whole: bool = True) -> list[TrainSequence]:
         """Skills alone. ``whole``: as episodes are; else without the system prompt and its tools."""
         return [self._practice(self._task(), whole) for _ in range(count)]
 
-    def lessons(self, count: int, mistakes: Mistakes) -> list[TrainSequence]:
+    def lessons(self, count: int, mistakes: Any) -> list[TrainSequence]:
         """Demonstrations as episodes are."""
         return [self._lesson(self._task(), mistakes) for _ in range(count)]
 
-    def _task(self) -> dict[str, str]:
+    def _task(self) -> Task:
         return self._generator.choice(self._tasks)
 
-    def _practice(self, task: dict[str, str], whole: bool) -> TrainSequence:
-        return self._sequence(task, practise(task["expression"], self._generator), whole=whole)
+    def _spelling(self, task: Task) -> list[Message]:
+        if self._course.spelled_from_practice:
+            task, said = self._course.practise(task, self._generator)
+        else:
+            said = self._course.demonstrate(task, self._course.mistakes, self._generator)
+        return [*self._prompt(task), *said]
 
-    def _lesson(self, task: dict[str, str], mistakes: Mistakes) -> TrainSequence:
-        return self._sequence(task, self._answer(task, mistakes), whole=True)
+    def _practice(self, task: Task, whole: bool) -> TrainSequence:
+        task, said = self._course.practise(task, self._generator)
+        return self._sequence(task, said, whole=whole)
 
-    def _sequence(self, task: dict[str, str], said: Sequence[Message], *, whole: bool) -> TrainSequence:
+    def _lesson(self, task: Task, mistakes: Any) -> TrainSequence:
+        return self._sequence(task, self._course.demonstrate(task, mistakes, self._generator), whole=True)
+
+    def _sequence(self, task: Task, said: Sequence[Message], *, whole: bool) -> TrainSequence:
         import numpy as np
 
         from gspo_core.batch import TrainSequence
@@ -176,12 +200,9 @@ class School:
         assert whole[-len(closing) :] == closing
         return whole[len(opening) : -len(closing)]
 
-    def _prompt(self, task: dict[str, str]) -> list[Message]:
+    def _prompt(self, task: Task) -> list[Message]:
         assert isinstance(self._environment, PlainEnvironment)
-        return first_messages(task, calculator.Calculator().reset(**task), self._environment.system_prompt)
-
-    def _answer(self, task: dict[str, str], mistakes: Mistakes) -> list[Message]:
-        return demonstrate(task["expression"], mistakes, self._generator)
+        return first_messages(task, self._course.ask(task), self._environment.system_prompt)
 
 
 def _write_untrained(directory: Path, codec: HermesCodec, seed: int) -> int:
@@ -208,7 +229,7 @@ def _write_untrained(directory: Path, codec: HermesCodec, seed: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _learner(directory: Path, seed: int) -> Any:
+def _learner(directory: Path, seed: int, num_steps: int) -> Any:
     from gspo_core.learner import Learner
     from gspo_core.learner_config import LearnerConfig, OptimizerConfig
     from gspo_core.objective_config import ObjectiveConfig
@@ -216,15 +237,15 @@ def _learner(directory: Path, seed: int) -> Any:
     optimizer = OptimizerConfig(
         lr=PEAK_LR, betas=(0.9, 0.99), weight_decay=0.01, schedule="cosine", warmup_steps=WARMUP_STEPS, min_lr_ratio=0.1
     )
-    config = LearnerConfig(optimizer=optimizer, total_steps=NUM_STEPS)
+    config = LearnerConfig(optimizer=optimizer, total_steps=num_steps)
     return Learner(directory, config, ObjectiveConfig(), seed=seed)
 
 
-def _recipe() -> str:
+def _recipe(taught: Course) -> str:
     """Changes whenever the code that decides about the model does."""
     digest = hashlib.sha256()
-    for path in (__file__, demo_tokenizer.__file__, demonstrations.__file__, calculator.__file__):
-        digest.update(Path(path).read_bytes())
+    for path in (Path(__file__), Path(course.__file__), Path(demo_tokenizer.__file__), *taught.sources):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

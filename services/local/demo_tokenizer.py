@@ -18,6 +18,8 @@ from gspo_core.chat import TOOLS_FOOTER, TOOLS_HEADER, HermesCodec, Message, Too
 MAX_VOCAB_SIZE = 640
 # Long enough that a prompt is short; short enough that a call still takes several decisions.
 MAX_TOKEN_CHARS = 20
+# Anything up to a digit or the end of the line.
+WORDS = r"[^\d\n]*\n+|[^\d\n]+"
 
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _FORMAT_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -73,11 +75,21 @@ def chat_template() -> str:
     return _CHAT_TEMPLATE.replace("HEADER", json.dumps(TOOLS_HEADER)).replace("FOOTER", json.dumps(TOOLS_FOOTER))
 
 
-def write_tokenizer(directory: Path, conversations: Iterable[Sequence[Message]], tools: Sequence[ToolSchema]) -> None:
-    """Train on ``conversations`` and write ``tokenizer.json``, its configuration and the chat template."""
+def write_tokenizer(
+    directory: Path,
+    conversations: Iterable[Sequence[Message]],
+    tools: Sequence[ToolSchema],
+    *,
+    words: str = WORDS,
+    max_vocab_size: int = MAX_VOCAB_SIZE,
+) -> None:
+    """Train on ``conversations`` and write ``tokenizer.json``, its configuration and the chat template.
+
+    ``words`` is the pattern of what, beside digits, may become one token.
+    """
     codec = HermesCodec(_Characters())
     rendered = (codec.render(messages, tools, generation_prompt=False) for messages in conversations)
-    backend = _train(codec.tokenizer.decode(ids) for ids in rendered)
+    backend = _train((codec.tokenizer.decode(ids) for ids in rendered), words, max_vocab_size)
     backend.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -90,19 +102,19 @@ def write_tokenizer(directory: Path, conversations: Iterable[Sequence[Message]],
     (directory / "chat_template.jinja").write_text(chat_template())
 
 
-def _train(texts: Iterable[str]) -> Any:
+def _train(texts: Iterable[str], words: str, max_vocab_size: int) -> Any:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     control = [*_SPECIAL_TOKENS, *_FORMAT_TOKENS]
     between = re.compile("|".join(map(re.escape, control)))
     backend = Tokenizer(models.BPE())
-    # A digit alone, or anything else up to the end of the line.
-    pieces = pre_tokenizers.Split(Regex(r"\d|[^\d\n]*\n+|[^\d\n]+"), "isolated")
+    # A digit is alone.
+    pieces = pre_tokenizers.Split(Regex(rf"\d|{words}"), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, to_bytes])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=MAX_VOCAB_SIZE - len(control),
+        vocab_size=max_vocab_size - len(control),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         max_token_length=MAX_TOKEN_CHARS,
         show_progress=False,

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
+from environments import calculator
 from environments.calculator import evaluate
 from gspo_core.chat import Message
+from services.local.course import Course, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +111,32 @@ def _alter(text: str, generator: random.Random) -> str:
     position = generator.choice([i for i, character in enumerate(text) if character.isdigit()])
     replacement = generator.choice([digit for digit in "123456789" if digit != text[position]])
     return text[:position] + replacement + text[position + 1 :]
+
+
+def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> list[Message]:
+    return demonstrate(task["expression"], mistakes, generator)
+
+
+def _practise(task: Task, generator: random.Random) -> tuple[Task, list[Message]]:
+    return task, practise(task["expression"], generator)
+
+
+def _ask(task: Task) -> str:
+    return calculator.Calculator().reset(**task)
+
+
+COURSE = Course(
+    environment="environments.calculator:Calculator",
+    tasks=calculator.Calculator.tasks,
+    ask=_ask,
+    demonstrate=_demonstrate,
+    practise=_practise,
+    mistakes=Mistakes(),
+    no_mistakes=NO_MISTAKES,
+    num_practice=180,
+    num_whole=40,
+    num_noisy=30,
+    exam_step=150,
+    exam_loss=0.10,
+    sources=(Path(__file__), Path(calculator.__file__)),
+)

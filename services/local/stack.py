@@ -1,7 +1,8 @@
 """The whole system as child processes of this one: Redis, engine, API, rollout worker, trainer.
 
 The rule it keeps: whatever ends this process, no child outlives it. Each child is asked to stop (SIGTERM, in the
-reverse order of the start), then killed. It restarts nothing; a child that dies is reported with its last words.
+reverse order of the start), then killed. It restarts nothing by itself (``supervisor`` does); a child that dies is
+reported with its last words.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from services.settings import SettingsError
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
+REDIS = "redis"
 
 
 class StackError(RuntimeError):
@@ -116,11 +118,7 @@ class Stack:
         self.api_url = f"http://{config.host}:{api_port}"
         engine_port = 0 if config.engine_urls else free_port()
         self.engine_url = ",".join(config.engine_urls) or f"http://127.0.0.1:{engine_port}"
-        try:
-            self._redis = RedisServer.start(config.data_dir / "redis")
-        except (RedisUnsuitable, SettingsError) as error:
-            raise StackError(str(error)) from error
-        self.redis_url = self._redis.url
+        self._start_redis()
         environment = self._environment()
         threads = str(config.threads or default_threads())
         compute = {**environment, "OMP_NUM_THREADS": threads}
@@ -133,6 +131,13 @@ class Stack:
         self._wait_until_answering(f"{self.api_url}/healthz", "api")
         for url in self.engine_url.split(","):
             self._wait_until_answering(f"{url}/ready", "engine")
+
+    def _start_redis(self) -> None:
+        try:
+            self._redis = RedisServer.start(self.config.data_dir / "redis")
+        except (RedisUnsuitable, SettingsError) as error:
+            raise StackError(str(error)) from error
+        self.redis_url = self._redis.url
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -167,22 +172,39 @@ class Stack:
 
     def check(self) -> None:
         """Raise when a process has died, with the end of its log."""
-        for child in self._children:
-            code = child.process.poll()
-            if code is not None:
-                raise StackError(
-                    f"{child.name} ended with code {code}. The end of {child.log_path}:\n{child.last_words()}"
-                )
+        for name in self.ended():
+            if name == REDIS:
+                raise StackError(f"the Redis server ended; see {self.config.data_dir / 'redis' / 'server.log'}")
+            child = self._children[self._position(name)]
+            raise StackError(
+                f"{name} ended with code {child.process.returncode}. The end of {child.log_path}:\n{child.last_words()}"
+            )
+
+    def ended(self) -> dict[str, int | None]:
+        """Processes that do not run any more, with the codes that are known."""
+        codes: dict[str, int | None] = {
+            child.name: code for child in self._children if (code := child.process.poll()) is not None
+        }
+        return ({REDIS: None} if self._redis is not None and self._redis.has_ended else {}) | codes
 
     def restart(self, name: str) -> None:
-        """Start a process again that has ended or is to end now."""
-        position = [child.name for child in self._children].index(name)
+        """Start a process again that has ended or is to end now, where the others look for it."""
+        if name == REDIS and self._redis is not None:
+            self._redis.close()
+            self._start_redis()  # its address depends on its directory alone
+            return
+        position = self._position(name)
         old = self._children[position]
         old.stop(time.monotonic() + STOP_TIMEOUT_S)
         self._children[position] = Child(name, old.argv, old.environment, old.log_path)
 
+    def _position(self, name: str) -> int:
+        return [child.name for child in self._children].index(name)
+
     def pids(self) -> dict[str, int]:
-        return {child.name: child.process.pid for child in self._children}
+        pids = {child.name: child.process.pid for child in self._children}
+        own = self._redis.pid if self._redis is not None else None
+        return pids if own is None else {REDIS: own} | pids
 
     def close(self) -> None:
         """One after the other, in the reverse order of the start: each can still reach what it needs to leave well."""

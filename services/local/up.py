@@ -1,4 +1,7 @@
-"""``gspo up``: the whole stack until Ctrl-C, with the addresses that a person needs."""
+"""``gspo up``: the whole stack until Ctrl-C, with the addresses that a person needs and the logs of all as one.
+
+A process that dies is started again; a stack that is started again in the same folder goes on with its jobs.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,21 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from services.local.demo_model import NotADemoModel, make_demo_model
+from services.local.log_view import LogView
 from services.local.stack import Stack, StackConfig, StackError, check_place, terminate_as_interrupt
+from services.local.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CHECK_S = 0.5
 
 
 def up(*, data_dir: str | None, model: str | None, port: int, rollout_workers: int) -> int:
-    """Returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when the stack could not start or a process died."""
+    """Returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when the stack could not start."""
     root = Path(data_dir or os.environ.get("GSPO_DATA_DIR", ".gspo")).resolve()
     model_dir = Path(model).resolve() if model else root / "models" / "calculator-tiny"
     config = StackConfig(root, model_dir, port=port, rollout_workers=rollout_workers)
@@ -26,17 +35,35 @@ def up(*, data_dir: str | None, model: str | None, port: int, rollout_workers: i
             elif not (model_dir / "config.json").exists():
                 raise StackError(f"{model_dir} holds no model: a folder with config.json and *.safetensors is needed")
             print("starting Redis, engine, API, trainer and rollout workers ...", flush=True)
+            logs = LogView(root / "logs")
             with Stack(config) as stack:
                 print(greeting(stack, model_dir), flush=True)
-                while True:
-                    stack.check()
-                    time.sleep(CHECK_S)
+                look_after(stack, logs)
     except KeyboardInterrupt:
-        print("stopped", flush=True)
+        print("stopped; nothing is left running", flush=True)
         return 0
     except (StackError, NotADemoModel) as error:
         print(f"gspo up: {error}", file=sys.stderr)
         return 1
+
+
+def look_after(stack: Stack, logs: LogView) -> NoReturn:
+    """Show what the processes log and start again what ends, until an interrupt."""
+    from rich.text import Text
+
+    console = _console()
+    supervisor = Supervisor(stack, lambda line: console.print(Text(line, style="bold yellow"), soft_wrap=True))
+    while True:
+        for line in logs.news():
+            console.print(line, soft_wrap=not console.is_terminal)
+        supervisor.look()
+        time.sleep(CHECK_S)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False)
 
 
 def greeting(stack: Stack, model_dir: Path) -> str:
@@ -46,7 +73,7 @@ def greeting(stack: Stack, model_dir: Path) -> str:
         f"API     {stack.api_url}   (described at {stack.api_url}/docs)\n"
         f"engine  {stack.engine_url}\n"
         f"model   {model_dir}\n"
-        f"logs    {stack.log_dir}\n\n"
+        f"logs    {stack.log_dir}   (all of them follow here)\n\n"
         f"submit a job with: gspo submit FILE{flag}\n"
-        f"Ctrl-C stops everything; what is in {stack.config.data_dir} stays."
+        f"Ctrl-C stops everything; what is in {stack.config.data_dir} stays, and the next start goes on with it.\n"
     )

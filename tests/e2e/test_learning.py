@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gspo_core.spec import JobSpec
-from services.local.demo import DemoResult, demo_spec, plot, run_demo
+from services.local.demo import demo_spec, run_demo
+from services.local.demo_report import DemoResult, plot
 
 pytestmark = pytest.mark.slow
 

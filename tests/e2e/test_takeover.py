@@ -31,7 +31,7 @@ def open_groups(redis_url: str, job: str) -> list[int]:
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("victim", ["trainer", "rollout-0"])
+@pytest.mark.parametrize("victim", ["trainer", "rollout-0", "engine", "api", "redis"])
 def test_a_job_survives_the_death_of_a_process(victim: str, model_dir: Path, tmp_path: Path) -> None:
     spec = changed(demo_spec(model_dir, 0), CHANGES)
     environment = {**NO_KEYS, "GSPO_LEASE_S": LEASE_S}
@@ -55,6 +55,8 @@ def test_a_job_survives_the_death_of_a_process(victim: str, model_dir: Path, tmp
         # what was logged is trained again and not sampled again: step 3 certainly, and what was logged while it
         # was published
         assert min(step for epoch, step in trained if epoch == max(epochs)) in (4, 5, 6)
+    elif victim == "redis":  # a trainer that could not renew its lease in time may have been replaced
+        assert {step for _, step in trained} == set(range(1, 9))
     else:
         assert record["attempt"] == 1
         assert [step for _, step in trained] == list(range(1, 9))

@@ -15,7 +15,7 @@ from environments.calculator import Calculator, evaluate
 from gspo_core.chat import HermesCodec, Message, load_tokenizer
 from gspo_core.env import load_environment
 from gspo_core.types import Split
-from services.local import demo_model
+from services.local import demo_model, demonstrations
 from services.local.demo_model import NotADemoModel, School, make_demo_model
 from services.local.demonstrations import MAX_RESULT_DIGITS, NO_MISTAKES, Mistakes, demonstrate, practise
 from tests.services.demo_episodes import causes, play, success
@@ -74,7 +74,7 @@ def test_the_chat_template_gives_the_ids_of_the_codec(made_school: tuple[School,
 
 
 async def test_a_prompt_is_cheap_and_every_digit_is_a_token_of_its_own(school: School) -> None:
-    environment = load_environment(demo_model.ENVIRONMENT)
+    environment = load_environment(demonstrations.COURSE.environment)
     lengths = []
     for index in range(50):
         session = environment.session()
@@ -133,7 +133,7 @@ def test_every_mistake_is_shown_as_often_as_it_says(mistake: str) -> None:
 
 
 async def test_a_broken_call_of_a_demonstration_is_one_that_the_codec_cannot_read(school: School) -> None:
-    environment = load_environment(demo_model.ENVIRONMENT)
+    environment = load_environment(demonstrations.COURSE.environment)
     mistakes = dataclasses.replace(NO_MISTAKES, malformed=1.0)
     for task in Calculator.tasks[:20]:
         broken, told, *_ = demonstrate(task["expression"], mistakes, random.Random(0))
@@ -183,7 +183,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The making itself is replaced: these tests are about the directory. Collects the seeds."""
     seeds: list[int] = []
 
-    def make(made: Path, untrained: Path, seed: int, say: Any) -> None:
+    def make(made: Path, untrained: Path, seed: int, taught: Any, say: Any) -> None:
         seeds.append(seed)
         if seed == 13:
             made.mkdir()
@@ -207,7 +207,7 @@ def test_a_second_call_returns_at_once_and_another_recipe_makes_anew(
     assert cheap == [1]
     make_demo_model(directory, 2, say=silent)
     assert (directory / "model.safetensors").read_text() == "2"
-    monkeypatch.setattr(demo_model, "_recipe", lambda: "another")
+    monkeypatch.setattr(demo_model, "_recipe", lambda taught: "another")
     make_demo_model(directory, 2, say=silent)
     assert cheap == [1, 2, 2]
     assert [path.name for path in directory.parent.iterdir()] == ["demo"]
@@ -235,6 +235,21 @@ def test_a_directory_of_somebody_else_is_not_replaced(tmp_path: Path, cheap: lis
     assert demo_model.main([str(tmp_path)]) == 1
     assert not cheap
     assert (tmp_path / "config.json").exists()
+
+
+@pytest.mark.timeout(600)
+def test_a_start_that_does_not_learn_to_copy_is_given_up_for_another_and_the_last_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_model, "MAX_ATTEMPTS", 2)
+    short = dataclasses.replace(demonstrations.COURSE, num_practice=2, num_whole=1, num_noisy=1, exam_step=2)
+    weights = {}
+    for name, exam_loss in (("strict", 0.0), ("lenient", 100.0)):
+        said: list[str] = []
+        make_demo_model(tmp_path / name, 0, taught=dataclasses.replace(short, exam_loss=exam_loss), say=said.append)
+        assert sum("another random start" in line for line in said) == (name == "strict")
+        weights[name] = (tmp_path / name / "model.safetensors").read_bytes()
+    assert weights["strict"] != weights["lenient"]
 
 
 # --- the real thing -------------------------------------------------------------------------------------------------
@@ -273,13 +288,11 @@ async def test_the_model_begins_mediocre_and_has_what_it_takes(tmp_path: Path) -
 
 @pytest.mark.timeout(600)
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_model, "NUM_PRACTICE_STEPS", 3)
-    monkeypatch.setattr(demo_model, "NUM_WHOLE_STEPS", 2)
-    monkeypatch.setattr(demo_model, "NUM_NOISY_STEPS", 2)
     monkeypatch.setattr(demo_model, "WARMUP_STEPS", 2)
+    short = dataclasses.replace(demonstrations.COURSE, num_practice=3, num_whole=2, num_noisy=2)
 
     def digests(seed: int, name: str) -> dict[str, str]:
-        make_demo_model(tmp_path / name, seed, say=silent)
+        make_demo_model(tmp_path / name, seed, taught=short, say=silent)
         paths = sorted((tmp_path / name).iterdir())
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 

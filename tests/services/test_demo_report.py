@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.local.demo import DemoResult, shortcomings
+from services.local.demo_report import CHART_HEIGHT, CHART_WIDTH, DemoResult, chart, shortcomings
 from services.local.provenance import Provenance
 
 TRUE = Provenance(num_tokens=200, num_equal=200, largest_difference=1e-6, num_versions=9)
@@ -26,3 +26,22 @@ def test_a_single_log_prob_that_is_not_true_is_one() -> None:
 def test_so_is_too_small_a_gain(after: float) -> None:
     (found,) = shortcomings(replace(LEARNED, evaluations=[(0, 0.25), (50, after)]), 25)
     assert "25 were expected" in found
+
+
+@pytest.mark.parametrize("num_steps", [1, 20, 50, 300])
+def test_the_chart_rises_where_the_reward_does_and_is_narrower_than_a_terminal(num_steps: int) -> None:
+    rewards = [step / num_steps for step in range(1, num_steps + 1)]
+    *rows, axis, legend = chart(replace(LEARNED, rewards=rewards, evaluations=[(0, 0.0), (num_steps, 1.0)])).split("\n")
+    assert len(rows) == CHART_HEIGHT
+    assert max(map(len, [*rows, axis])) <= CHART_WIDTH + 10 < 100
+    inside = [row.partition("|")[2] for row in rows]
+    assert inside[0].endswith("o")
+    assert inside[-1].startswith("o")
+    bars = [sum(cell not in " o" for cell in row) for row in inside]
+    assert bars == sorted(bars)
+    assert f"{num_steps} steps" in legend
+
+
+def test_an_evaluation_without_a_reward_has_no_place_in_the_chart() -> None:
+    drawn = chart(replace(LEARNED, evaluations=[(0, 0.25), (2, float("nan"))]))
+    assert sum(row.partition("|")[2].count("o") for row in drawn.split("\n")) == 1

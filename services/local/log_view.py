@@ -1,0 +1,106 @@
+"""The logs of all processes as one: a line per fact, who says it in front.
+
+Rule: the files are the record and stay as they are; here is only what a person at a terminal reads, cut to its width.
+What others wrote moves no cursor. It looks when it is asked to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_core.cli.terminal import plain
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+NAME_WIDTH = 10
+MAX_READ_BYTES = 1 << 20
+STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
+COLOURS = ("cyan", "magenta", "green", "blue", "bright_cyan", "bright_magenta")
+# Said in front of the line, or the same in every line of a process.
+_FAMILIAR = frozenset({"service", "level", "timestamp", "event", "worker", "exception"})
+
+
+class LogView:
+    """What is written to the logs in ``directory`` from now on."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read_to = {path: path.stat().st_size for path in self._paths()}
+        self._pending: dict[Path, bytes] = {}
+
+    def _paths(self) -> Iterable[Path]:
+        return sorted(self._directory.glob("*.log"))
+
+    def news(self) -> Iterator[Text]:
+        """Whole lines since the last time, in the order of their times; one without follows the one before it."""
+        found: list[tuple[str, str, str, str]] = []
+        for number, path in enumerate(self._paths()):
+            at = ""
+            for line in self._new_lines(path):
+                at = str((_record(line) or {}).get("timestamp", at))
+                found.append((at, path.stem, COLOURS[number % len(COLOURS)], line))
+        for _, name, colour, line in sorted(found, key=itemgetter(0)):
+            yield rendered(name, colour, line)
+
+    def _new_lines(self, path: Path) -> list[str]:
+        with path.open("rb") as log:
+            start = self._read_to.get(path, 0)
+            log.seek(start)
+            found = log.read(MAX_READ_BYTES)
+        self._read_to[path] = start + len(found)
+        *whole, rest = (self._pending.pop(path, b"") + found).split(b"\n")
+        if rest:
+            self._pending[path] = rest[-MAX_READ_BYTES:]
+        lines = (_last_state(line.decode(errors="replace")) for line in whole)
+        return [line for line in lines if line.strip()]
+
+
+def _last_state(line: str) -> str:
+    """Of a line that overwrites itself what stands there in the end; nothing of a progress bar."""
+    last = line.rpartition("\r")[2]
+    return "" if "%|" in last else last
+
+
+def rendered(name: str, colour: str, line: str) -> Text:
+    from rich.text import Text
+
+    record = _record(line)
+    head = Text.assemble((_hour(record), "dim"), "  ", (f"{name:<{NAME_WIDTH}}", colour), " ", no_wrap=True)
+    head.overflow = "ellipsis"
+    if record is None:
+        return head.append(plain(line))
+    head.append(plain(str(record.get("event", ""))), STYLES.get(str(record.get("level")), ""))
+    for key, value in record.items():
+        if key not in _FAMILIAR:
+            head.append(f"  {plain(key)}=", "dim").append(plain(_value(value)))
+    if "exception" in record:
+        head.append("  " + plain(str(record["exception"]).strip().splitlines()[-1]), "red")
+    return head
+
+
+def _record(line: str) -> Mapping[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _hour(record: Mapping[str, Any] | None) -> str:
+    """Of the reader's own clock; blank for what is no record."""
+    try:
+        return datetime.fromisoformat(str((record or {}).get("timestamp"))).astimezone().strftime("%H:%M:%S")
+    except ValueError:
+        return " " * 8
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)

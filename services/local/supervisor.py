@@ -1,0 +1,87 @@
+"""Starts processes of a stack again that have ended, after a pause that doubles.
+
+Rule: nothing is restarted in silence, and a process that keeps dying costs no more than one start in half a minute.
+When it has lived for a minute it counts as well again. It stops nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 30.0
+WELL_AFTER_S = 60.0
+
+
+class Restartable(Protocol):
+    """What a stack offers to whoever looks after it."""
+
+    def ended(self) -> dict[str, int | None]:
+        """Processes that are not running, and the code with which each ended where that is known."""
+        ...
+
+    def restart(self, name: str) -> None: ...
+
+
+@dataclass
+class _Record:
+    deaths: int = 0
+    """Without a minute of health between them."""
+    started_at: float = float("-inf")
+    due_at: float | None = None
+    """When it is to be started again."""
+
+
+class Supervisor:
+    """``look`` is called again and again; ``say`` is given one line for whoever sits at the terminal."""
+
+    def __init__(
+        self, stack: Restartable, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stack = stack
+        self._say = say
+        self._clock = clock
+        self._records: dict[str, _Record] = {}
+
+    def look(self) -> None:
+        """Plan the restart of what has ended, and start what is due."""
+        for name, code in self._stack.ended().items():
+            record = self._records.setdefault(name, _Record())
+            if record.due_at is None:
+                self._plan(name, code, record)
+            elif self._clock() >= record.due_at:
+                self._restart(name, record)
+
+    def _plan(self, name: str, code: int | None, record: _Record) -> None:
+        now = self._clock()
+        record.deaths = 1 if now - record.started_at >= WELL_AFTER_S else record.deaths + 1
+        # The exponent is bounded too: a process may keep dying for months.
+        wait_s = min(FIRST_WAIT_S * 2 ** min(record.deaths - 1, 10), LONGEST_WAIT_S)
+        record.due_at = now + wait_s
+        again = f", {record.deaths} times in a row" if record.deaths > 1 else ""
+        self._say(f"{name} {_ending(code)}{again}: it is started again in {wait_s:.0f} s")
+
+    def _restart(self, name: str, record: _Record) -> None:
+        record.due_at, record.started_at = None, self._clock()
+        try:
+            self._stack.restart(name)
+        except RuntimeError as error:
+            # Such as a Redis server that cannot read its data: the next look plans another try.
+            self._say(f"{name} cannot be started: {error}")
+            return
+        self._say(f"{name} runs again")
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

@@ -1,0 +1,113 @@
+"""``gspo up`` as a person uses it: what dies runs again, it ends whole, and the next start goes on with its jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gspo_core.client import Client
+from services.local.demo import demo_spec
+from services.local.memory import _tree
+from tests.e2e.test_learning import changed
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 240.0
+
+
+class Up:
+    """The command in a process of its own; what it prints is read while it runs."""
+
+    def __init__(self, data_dir: Path, model_dir: Path) -> None:
+        command = "import sys; from gspo_core.cli import main; sys.exit(main())"
+        argv = [sys.executable, "-c", command, "up", "--data-dir", str(data_dir), "--model", str(model_dir)]
+        environment = {**os.environ, "GSPO_API_KEYS": "", "GSPO_LEASE_S": "3", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [*argv, "--port", "0"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.printed = ""
+        threading.Thread(target=self._read, daemon=True).start()
+        self.until(lambda: "Ctrl-C stops everything" in self.printed)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.printed += line
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.printed
+            assert self.process.poll() is None, self.printed
+            time.sleep(0.05)
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"API     (\S+)", self.printed)
+        assert found is not None
+        return found[1]
+
+    def pid_of(self, *words: str) -> int:
+        for pid in _tree(self.process.pid)[1:]:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+            if all(word in command for word in words):
+                return pid
+        raise AssertionError(f"no process {words}")
+
+
+@contextmanager
+def running(data_dir: Path, model_dir: Path) -> Iterator[Up]:
+    """Interrupted at the end, as with Ctrl-C; no process of it may be left."""
+    up = Up(data_dir, model_dir)
+    try:
+        yield up
+        family = _tree(up.process.pid)
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(DEADLINE_S) == 0, up.printed
+        assert len(family) >= 6
+        assert [pid for pid in family if Path(f"/proc/{pid}").exists()] == []
+    finally:
+        up.process.kill()
+        up.process.wait()
+
+
+def wait_for_step(client: Client, job: str, step: int) -> None:
+    for event in client.events(job, after="0"):
+        if event.type == "step" and event.data["step"] >= step:
+            return
+    raise AssertionError(f"the job ended before step {step}")
+
+
+@pytest.mark.parametrize("words", [("services.trainer",), ("services.engine",), ("services.rollout",), ("appendonly",)])
+def test_what_dies_is_started_again_and_the_job_goes_on(words: tuple[str], model_dir: Path, tmp_path: Path) -> None:
+    spec = changed(demo_spec(model_dir, 0), {"steps": 8, "evaluation": None, "groups_per_step": 4})
+    with running(tmp_path, model_dir) as up, Client(up.url) as client:
+        job = client.create_job(spec)["id"]
+        wait_for_step(client, job, 3)
+        os.kill(up.pid_of(*words), signal.SIGKILL)
+        up.until(lambda: "is started again in 1 s" in up.printed)
+        up.until(lambda: "runs again" in up.printed)
+        up.until(lambda: client.job(job)["status"] == "succeeded")
+        assert [row["step"] for row in client.metrics(job)][-1] == 8
+
+
+def test_a_stack_that_is_started_again_goes_on_with_its_job(model_dir: Path, tmp_path: Path) -> None:
+    spec = changed(demo_spec(model_dir, 0), {"steps": 8, "evaluation": None, "groups_per_step": 4})
+    with running(tmp_path, model_dir) as up, Client(up.url) as client:
+        job = client.create_job(spec)["id"]
+        wait_for_step(client, job, 2)
+        up.until(lambda: "trainer    step" in up.printed)
+    with running(tmp_path, model_dir) as up, Client(up.url) as client:
+        assert [one["id"] for one in client.jobs()] == [job]
+        up.until(lambda: client.job(job)["status"] == "succeeded")
+        assert "trainer    step  step=1 " not in up.printed
