@@ -23,13 +23,15 @@ import pytest
 from gspo_core.cli.watch import TERMINAL
 from services.ports import free_port
 from tests.repo.block_table import LIVE, held
-from tests.repo.pages import Block, block, blocks, simple_commands, without_comments
+from tests.repo.pages import ROOT, Block, block, blocks, commands_in_prose, without_comments
 
 pytestmark = pytest.mark.slow
 
 START_S = 240.0
 STEP_S = 600.0
 END_S = 180.0
+# Of README.md, in a sentence.
+IN_PROSE = ("gspo env validate counter.py:Counter", "gspo submit services/local/demo_job.yaml --watch")
 
 
 def wait_until(done: Callable[[], object], timeout_s: float, what: Callable[[], str]) -> None:
@@ -106,6 +108,7 @@ def furnish(folder: Path, model_dir: Path) -> None:
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         (folder / place).symlink_to(model_dir)
     (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "services").symlink_to(ROOT / "services")
     (folder / "counter.py").write_text(block("README.md", "class Counter").text)
     (folder / "job.yaml").write_text(block("README.md", "ref: counter.py").text)
     (folder / "shop.py").write_text(block("docs/environments.md", '"""shop.py"""').text)
@@ -123,12 +126,16 @@ def type_block(one: Block, terminal: Terminal) -> None:
         (terminal.folder / "typed.py").write_text(program)
         terminal.follow("python typed.py")
     for command in commands(one):
-        if command.startswith("source "):
-            terminal.prelude = f"{command}; "
-        elif command.endswith("--watch"):
-            terminal.follow(command)
-        else:
-            terminal.run(command)
+        type_command(command, terminal)
+
+
+def type_command(command: str, terminal: Terminal) -> None:
+    if command.startswith("source "):
+        terminal.prelude = f"{command}; "
+    elif command.endswith("--watch"):
+        terminal.follow(command)
+    else:
+        terminal.run(command)
 
 
 def test_what_the_pages_type_works_on_a_live_stack(model_dir: Path, tmp_path: Path) -> None:
@@ -145,13 +152,15 @@ def test_what_the_pages_type_works_on_a_live_stack(model_dir: Path, tmp_path: Pa
 
         wait_until(greeted, START_S, said.read_text)
         for one in typed:
-            assert list(simple_commands(one.typed)) or one.language == "python"
             type_block(replace_up(one), terminal)
+        assert set(IN_PROSE) <= set(commands_in_prose(ROOT / "README.md"))
+        for command in IN_PROSE:
+            type_command(command, terminal)
         stack.send_signal(signal.SIGINT)
         assert stack.wait(END_S) == 0
         assert said.read_text().endswith("stopped\n")
 
 
 def replace_up(one: Block) -> Block:
-    """Without the line that started all."""
-    return Block(one.page, one.line, one.language, re.sub(r"^gspo up.*\n", "", one.text, flags=re.MULTILINE))
+    """Without the line that starts the stack: it runs."""
+    return Block(one.page, one.line, one.language, re.sub(r"^(\$ )?gspo up.*\n", "", one.text, flags=re.MULTILINE))

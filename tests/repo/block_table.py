@@ -73,6 +73,7 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
     ("docs/environments.md", '"""leaking.py"""', By(AUTHORS, "test_the_refused_one_is_refused_for_the_reason_given")),
     ("docs/environments.md", "validate leaking", By(AUTHORS, "test_the_refused_one_is_refused_for_the_reason_given")),
     ("docs/environments.md", "# shop.yaml", By(AUTHORS, "test_the_job_is_a_job")),
+    ("docs/environments.md", "gspo up", LIVE),
     ("docs/environments.md", "gspo submit", LIVE),
     ("docs/environments.md", '"""prices.py"""', By(AUTHORS, "test_functions_and_classes_for_trl_work")),
     ("docs/environments.md", '"""mine.py"""', By(AUTHORS, "test_functions_and_classes_for_trl_work")),

@@ -274,6 +274,7 @@ JUDGES: dict[str, Callable[[list[str], bool], None]] = {
     "curl": _anything,
     "docker": _docker,
     "gspo": _gspo,
+    "hf": _anything,
     "kubectl": _kubectl,
     "make": _make,
     "pip": _pip,

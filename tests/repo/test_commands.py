@@ -136,6 +136,7 @@ def test_commands_in_prose_could_be_typed(page: Path) -> None:
 FOREIGN_FLAGS = {
     "--mem-fraction-static",  # SGLang
     "--maxmemory",  # Redis
+    "--local-dir",  # hf
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts", "--standalone", "--rdzv-backend",
     "--shutdown-timeout",  # torchrun
     "--scale", "--wait", "--env-file", "--profile",  # docker compose

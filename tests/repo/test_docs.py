@@ -1,7 +1,8 @@
-"""Every folder at the top says what is in it."""
+"""Every folder at the top says what is in it, and those of the product name every module."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,3 +14,17 @@ FOLDERS = ("gspo_core", "environments", "services", "tests", "benchmarks", "docs
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_top_folder_says_what_is_in_it(folder: str) -> None:
     assert (ROOT / folder / "README.md").read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("folder", ["gspo_core", "services"])
+def test_every_module_has_its_place(folder: str) -> None:
+    modules = {
+        path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    named = re.findall(r"`([a-z_]+)[/`]", (ROOT / folder / "README.md").read_text())
+    assert modules - {"__init__"} - set(named) == set()
+
+
+def test_every_page_is_in_the_list_of_pages() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages - set(re.findall(r"\]\(([a-z]+\.md)\)", (ROOT / "docs" / "README.md").read_text())) == set()
