@@ -121,12 +121,24 @@ def parser_of(module: str) -> argparse.ArgumentParser:
         parser.add_argument("anything", nargs="*")
     for call in ast.walk(ast.parse(path.read_text())):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
-            given = {one.arg: one.value for one in call.keywords if one.arg}
-            options = {key: ast.literal_eval(given[key]) for key in ("action", "nargs", "required") if key in given}
-            if isinstance(kind := given.get("type"), ast.Name) and kind.id in ("int", "float"):
-                options["type"] = {"int": int, "float": float}[kind.id]
-            parser.add_argument(*[ast.literal_eval(name) for name in call.args], **options)
+            _add_argument(parser, call)
     return parser
+
+
+def _add_argument(parser: argparse.ArgumentParser, call: ast.Call) -> None:
+    """What is computed is left out: an action or a number of values that is no literal, a type that is no number."""
+    given = {one.arg: one.value for one in call.keywords if one.arg}
+    options: dict[str, Any] = {
+        key: value.value
+        for key, value in given.items()
+        if key in ("action", "nargs", "required") and isinstance(value, ast.Constant)
+    }
+    if isinstance(action := given.get("action"), ast.Attribute) and action.attr == "BooleanOptionalAction":
+        options["action"] = argparse.BooleanOptionalAction
+    if isinstance(kind := given.get("type"), ast.Name) and kind.id in ("int", "float"):
+        options["type"] = {"int": int, "float": float}[kind.id]
+    names = [one.value for one in call.args if isinstance(one, ast.Constant)]
+    parser.add_argument(*names, **options)
 
 
 @cache

@@ -14,6 +14,7 @@ from tests.repo.pages import ROOT, block
 
 async def test_the_environment_of_the_readme_can_be_played(tmp_path: Path) -> None:
     (tmp_path / "counter.py").write_text(block("README.md", "class Counter").text)
+    assert len((tmp_path / "counter.py").read_text().splitlines()) <= 20
     environment = load_environment(f"{tmp_path}/counter.py:Counter", {})
     assert environment.num_tasks(Split.TRAIN) == 9
     session = environment.session()
