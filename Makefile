@@ -19,7 +19,7 @@ SGLANG_VENV ?= .venv-sglang
 .PHONY: help setup check test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis chaos chaos-mutants demo demo-long up fmt bench clean
 
 help:  ## what can be made
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(STAMP)  ## virtual environment with everything in it
 

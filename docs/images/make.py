@@ -27,17 +27,16 @@ def main() -> None:
     arguments = parser.parse_args()
     with httpx.Client(base_url=arguments.url) as api, sync_playwright() as playwright:
         job = arguments.job or _with_groups(api)
-        group = _telling_group(api, job)
-        member = _telling_member(group)
+        group, member = _telling(api, job)
         environment = _environment(api)
         browser = playwright.chromium.launch(executable_path=arguments.chromium, args=["--no-sandbox"])
         for name, place, scheme, size in (
             ("jobs", "#/jobs", "light", DESKTOP),
             ("job", f"#/jobs/{job}", "light", (1360, 1180)),
             ("job-dark", f"#/jobs/{job}", "dark", (1360, 1180)),
-            ("group", f"#/groups/{group['id']}", "light", DESKTOP),
-            ("episode", f"#/episodes/{group['id']}/{member}", "light", (1360, 1000)),
-            ("episode-dark", f"#/episodes/{group['id']}/{member}", "dark", (1360, 1000)),
+            ("group", f"#/groups/{_contrast(api, job)}", "light", DESKTOP),
+            ("episode", f"#/episodes/{group}/{member}", "light", (1360, 1000)),
+            ("episode-dark", f"#/episodes/{group}/{member}", "dark", (1360, 1000)),
             ("time", f"#/jobs/{job}", "light", (1360, 640)),
             ("environments", "#/environments", "light", (1360, 720)),
             ("environment", f"#/environments/{environment}", "light", (1360, 1190)),
@@ -63,21 +62,32 @@ def _environment(api: httpx.Client) -> str:
     return str(answer.raise_for_status().json()["id"])
 
 
-def _telling_group(api: httpx.Client, job: str) -> dict[str, Any]:
-    best: dict[str, Any] = max(api.get(f"/v1/jobs/{job}/groups", params={"limit": 100}).json()["data"], key=_tells)
-    return best
+def _telling(api: httpx.Client, job: str) -> tuple[str, int]:
+    """Group and member: new weights came in the middle of a turn, and the task was solved all the same."""
+    groups = api.get(f"/v1/jobs/{job}/groups", params={"limit": 100}).json()["data"]
+    candidates = [(group, one) for group in groups for one in group["episodes"] if len(one["versions"]) > 1]
+    group, episode = max(candidates, key=lambda found: _tells(api, *found))
+    return str(group["id"]), int(episode["member"])
 
 
-def _tells(group: dict[str, Any]) -> tuple[float, ...]:
-    """Rewards that differ, an episode of several versions, turns of different numbers."""
-    spread = group["reward_std"] or 0.0
-    most = max(len(one["versions"]) for one in group["episodes"])
-    return spread > 0, most, len({one["num_turns"] for one in group["episodes"]}), spread
+def _contrast(api: httpx.Client, job: str) -> str:
+    """A group of which those that are seen first differ most."""
+
+    def differs(group: dict[str, Any]) -> tuple[int, int]:
+        seen = group["episodes"][:4]
+        return len({one["reward"] for one in seen}), len({one["num_turns"] for one in seen})
+
+    groups = api.get(f"/v1/jobs/{job}/groups", params={"limit": 100}).json()["data"]
+    return str(max(groups, key=differs)["id"])
 
 
-def _telling_member(group: dict[str, Any]) -> int:
-    most = max(group["episodes"], key=lambda one: (len(one["versions"]), one["num_turns"]))
-    return int(most["member"])
+def _tells(api: httpx.Client, group: dict[str, Any], episode: dict[str, Any]) -> tuple[float, ...]:
+    spread, reward = group["reward_std"] or 0.0, episode["reward"] or 0.0
+    in_a_turn = 0
+    if spread and reward:
+        turns = api.get(f"/v1/episodes/{episode['id']}").json()["turns"]
+        in_a_turn = len(turns[0]["versions"])
+    return in_a_turn > 1, reward, spread > 0, episode["num_turns"], in_a_turn
 
 
 def _picture(browser: Browser, url: str, name: str, place: str, scheme: str, size: tuple[int, int]) -> None:

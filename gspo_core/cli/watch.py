@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -112,7 +113,13 @@ def watch(url: str, job_id: str, *, as_json: bool) -> int:
                 view.take(event.type, event.data)
         else:
             view.status = job["status"]
-            follow(view, lambda on_wait: client.events(job_id, after="0", on_wait=on_wait))
+            try:
+                follow(view, lambda on_wait: client.events(job_id, after="0", on_wait=on_wait))
+            except KeyboardInterrupt:
+                if not view.is_over:
+                    hint = f"{job_id} goes on; look again: gspo watch {job_id}; end it: gspo cancel {job_id}"
+                    print(f"\n{hint}", file=sys.stderr)
+                raise
     return 0 if view.status == "succeeded" else 1
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+from functools import partial
 from pathlib import Path
+
+import yaml
 
 from gspo_core.env import RESERVED_NAMES, CallStatus, ParsedTurn, ToolCall, load_environment
 from gspo_core.types import Split, StopReason
@@ -26,6 +31,15 @@ async def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     assert (await session.act(ParsedTurn("done"))).stop_reason is StopReason.COMPLETED
     assert await session.score() == (1.0, {})
     await session.close()
+
+
+def test_the_configurations_of_the_page_fit_the_adapters() -> None:
+    rows = re.findall(r"^\| `(adapters\.\w+):(\w+)` \|.*\| `(\{.*?\})`", PAGE, re.MULTILINE)
+    assert len(rows) == len(list((Path(__file__).parents[2] / "environments" / "adapters").glob("[a-z]*.py"))) - 1
+    for module, name, config in rows:
+        adapter = getattr(importlib.import_module(f"environments.{module}"), name)
+        made_by = partial(adapter.as_environment, name) if hasattr(adapter, "as_environment") else adapter
+        inspect.signature(made_by).bind(**yaml.safe_load(config))
 
 
 def test_every_reserved_name_is_explained() -> None:

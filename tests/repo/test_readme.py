@@ -9,18 +9,12 @@ from gspo_core.env import load_environment
 from gspo_core.messages import CallStatus, ParsedTurn, ToolCall
 from gspo_core.spec_file import load_job_spec
 from gspo_core.types import Split
-
-ROOT = Path(__file__).parents[2]
-
-
-def block(language: str, containing: str) -> str:
-    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (found,) = [one for one in blocks if containing in one]
-    return str(found)
+from tests.repo.pages import ROOT, block
 
 
 async def test_the_environment_of_the_readme_can_be_played(tmp_path: Path) -> None:
-    (tmp_path / "counter.py").write_text(block("python", "class Counter"))
+    (tmp_path / "counter.py").write_text(block("README.md", "class Counter").text)
+    assert len((tmp_path / "counter.py").read_text().splitlines()) <= 20
     environment = load_environment(f"{tmp_path}/counter.py:Counter", {})
     assert environment.num_tasks(Split.TRAIN) == 9
     session = environment.session()
@@ -35,6 +29,15 @@ async def test_the_environment_of_the_readme_can_be_played(tmp_path: Path) -> No
     assert reward == 1.0
 
 
+def test_the_output_of_the_demo_is_that_of_the_demo() -> None:
+    """Whatever its numbers: each line of README.md begins as one that the demo prints."""
+    printed = "".join(path.read_text() for path in (ROOT / "services" / "local").glob("*.py"))
+    lines = block("README.md", "held-out success ").text.splitlines()
+    labels = [line.split("   ")[0] for line in lines if not line.startswith(" ")]
+    assert len(labels) >= 4
+    assert [label for label in labels if not re.search(rf'"(\\n)?{label} ', printed)] == []
+
+
 def test_the_job_of_the_readme_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(block("yaml", "counter.py:Counter"))
+    (tmp_path / "job.yaml").write_text(block("README.md", "ref: counter.py").text)
     assert load_job_spec(tmp_path / "job.yaml").rollout.max_staleness == 4

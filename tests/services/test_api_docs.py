@@ -29,6 +29,21 @@ def test_every_route_is_on_the_page_and_no_other():
     assert set(re.findall(r"^\| `([A-Z]+ /[^`]*)`", PAGE, re.MULTILINE)) == routes
 
 
+def test_every_parameter_of_a_route_is_in_its_row():
+    """But for `limit` and `after`, which are said once for all lists."""
+    rows = dict(re.findall(r"^\| `([A-Z]+ /[^`]*)` \| (.*) \|$", PAGE, re.MULTILINE))
+    missing = []
+    for path, methods in document()["paths"].items():
+        for method, operation in methods.items():
+            row = rows[f"{method.upper()} {path}"]
+            named = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"} - {
+                "limit",
+                "after",
+            }
+            missing += [f"{method} {path}: {name}" for name in named if not re.search(rf"\b{name}\b", row)]
+    assert missing == []
+
+
 def test_every_error_code_is_on_the_page_and_no_other():
     sources = "\n".join(path.read_text() for path in (ROOT / "services" / "api").rglob("*.py"))
     sources += "".join((ROOT / "gspo_core" / name).read_text() for name in ("problems.py", "live_settings.py"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -104,6 +105,22 @@ async def test_what_the_client_sends_again_by_itself_makes_no_second_job(http: h
     assert other != first
     assert await post(1) == other
     assert len((await http.get(JOBS)).json()["data"]) == 3
+
+
+@pytest.mark.third_party
+@pytest.mark.skipif(not PYTHON.exists(), reason="the openai client is not installed: make test-openai")
+async def test_the_page_runs(redis_server: RedisServer, store: Store, tmp_path: Path):
+    """What docs/api.md shows of that client, for an environment that is registered as the page says."""
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    (program,) = re.findall(r"```python\n(import openai.*?)```", page, re.DOTALL)
+    sums = {"name": "sums", "source": {"type": "reference", "ref": "environments.calculator:Calculator"}}
+    with ApiProcess(redis_server.url) as api:
+        registered = await asyncio.to_thread(httpx.post, f"{api.url}/v1/environments", json=sums)
+        assert registered.status_code == 201, registered.text
+        (tmp_path / "typed.py").write_text(program.replace("http://127.0.0.1:8000", api.url))
+        await asyncio.to_thread(subprocess.run, [PYTHON, "-I", tmp_path / "typed.py"], timeout=100, check=True)
+        (job,) = (await asyncio.to_thread(httpx.get, f"{api.url}/v1/jobs")).json()["data"]
+    assert job["steps"] == 100
 
 
 @pytest.mark.third_party

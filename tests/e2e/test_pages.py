@@ -1,0 +1,166 @@
+"""What README.md, docs/api.md, docs/control.md and docs/environments.md type works on the stack that the first of their
+lines starts: in a new folder with the files that they say to save, in the order of the pages.
+
+Two things differ from what is typed: the port is a free one, and "path/to/model" is the demo's. Whoever follows a job
+(``--watch``, the client in Python) is interrupted as soon as it has shown a step; the rest would take hours.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gspo_core.cli.watch import TERMINAL
+from services.ports import free_port
+from tests.repo.block_table import LIVE, held
+from tests.repo.pages import ROOT, Block, block, blocks, commands_in_prose, without_comments
+
+pytestmark = pytest.mark.slow
+
+START_S = 240.0
+STEP_S = 600.0
+END_S = 180.0
+# Of README.md, in a sentence.
+IN_PROSE = ("gspo env validate counter.py:Counter", "gspo submit services/local/demo_job.yaml --watch")
+
+
+def wait_until(done: Callable[[], object], timeout_s: float, what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.1)
+
+
+class Terminal:
+    """A folder in which commands are typed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.prelude = ""
+
+    def job(self) -> str:
+        newest = httpx.get(f"{self.url}/v1/jobs?order=desc").json()["data"]
+        return str(newest[0]["id"]) if newest else ""
+
+    @contextmanager
+    def begun(self, command: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+        """A command that goes on; what it says is in the file."""
+        environment = os.environ | {"GSPO_URL": self.url, "PYTHONUNBUFFERED": "1"}
+        environment |= {"JOB": self.job()} if "$JOB" in command else {}
+        said = self.folder / "said"
+        with said.open("wb") as file:
+            child = subprocess.Popen(
+                ["bash", "-c", f"{self.prelude}{command}"],
+                cwd=self.folder,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            yield child, said.rename(self.folder / f"said-{child.pid}")
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+    def run(self, command: str) -> str:
+        with self.begun(command) as (child, said):
+            assert child.wait(END_S) == 0, (command, said.read_text())
+            return said.read_text()
+
+    def follow(self, command: str) -> None:
+        """Until a step was shown; then Ctrl-C. What ran before has the engine, so it ends first."""
+        before = self.job()
+        if before:
+            self.run(f"gspo cancel {before}")
+            wait_until(lambda: self.status(before) in TERMINAL, END_S, lambda: f"{before} is {self.status(before)}")
+        with self.begun(command) as (child, said):
+
+            def shown() -> bool:
+                assert child.poll() is None, (command, said.read_text())
+                return re.search(r"^step\b.*\d", said.read_text(), re.MULTILINE) is not None
+
+            wait_until(shown, STEP_S, said.read_text)
+            os.killpg(child.pid, signal.SIGINT)
+            child.wait(END_S)
+        assert self.job() != before
+
+    def status(self, job: str) -> str:
+        return str(httpx.get(f"{self.url}/v1/jobs/{job}").json()["status"])
+
+
+def furnish(folder: Path, model_dir: Path) -> None:
+    """What the pages say is there, or is to be saved."""
+    for place in ("path/to/model", "models/Qwen3-0.6B", ".gspo/models/calculator-tiny"):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).symlink_to(model_dir)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "services").symlink_to(ROOT / "services")
+    (folder / "counter.py").write_text(block("README.md", "class Counter").text)
+    (folder / "job.yaml").write_text(block("README.md", "ref: counter.py").text)
+    (folder / "shop.py").write_text(block("docs/environments.md", '"""shop.py"""').text)
+    (folder / "shop.yaml").write_text(block("docs/environments.md", "# shop.yaml").text)
+
+
+def commands(one: Block) -> Iterator[str]:
+    if one.language != "python":
+        yield from (line for line in without_comments(one.typed).splitlines() if line.strip())
+
+
+def type_block(one: Block, terminal: Terminal) -> None:
+    if one.language == "python":
+        program = one.text.replace("http://127.0.0.1:8000", terminal.url)
+        (terminal.folder / "typed.py").write_text(program)
+        terminal.follow("python typed.py")
+    for command in commands(one):
+        type_command(command, terminal)
+
+
+def type_command(command: str, terminal: Terminal) -> None:
+    if command.startswith("source "):
+        terminal.prelude = f"{command}; "
+    elif command.endswith("--watch"):
+        terminal.follow(command)
+    else:
+        terminal.run(command)
+
+
+def test_what_the_pages_type_works_on_a_live_stack(model_dir: Path, tmp_path: Path) -> None:
+    furnish(tmp_path, model_dir)
+    terminal = Terminal(tmp_path)
+    typed = [one for one in blocks() if held(one) == [LIVE]]
+    up = next(command for one in typed for command in commands(one) if command.startswith("gspo up"))
+    terminal.prelude = "source .venv/bin/activate; "
+    with terminal.begun(f"exec {up} --port {terminal.port}") as (stack, said):
+
+        def greeted() -> bool:
+            assert stack.poll() is None, said.read_text()
+            return "submit a job with" in said.read_text()
+
+        wait_until(greeted, START_S, said.read_text)
+        for one in typed:
+            type_block(replace_up(one), terminal)
+        assert set(IN_PROSE) <= set(commands_in_prose(ROOT / "README.md"))
+        for command in IN_PROSE:
+            type_command(command, terminal)
+        stack.send_signal(signal.SIGINT)
+        assert stack.wait(END_S) == 0
+        assert said.read_text().endswith("stopped\n")
+
+
+def replace_up(one: Block) -> Block:
+    """Without the line that starts the stack: it runs."""
+    return Block(one.page, one.line, one.language, re.sub(r"^(\$ )?gspo up.*\n", "", one.text, flags=re.MULTILINE))

@@ -1,0 +1,106 @@
+"""How each fenced block of the pages is held to what is so: executed, by whom, or only judged, and why.
+
+A block that is in no line of ``BLOCKS`` fails a test, so no page grows a command that nothing looks at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.repo.pages import Block
+
+
+@dataclass(frozen=True)
+class By:
+    """Another test executes the block, as it finds it on the page."""
+
+    path: str
+    test: str
+
+
+@dataclass(frozen=True)
+class Typed:
+    """Executed here, by bash, in a folder of its own that looks like a checkout. ``foreign``: programs that write down
+    what they are asked; that is judged then."""
+
+    foreign: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Not executed; its commands are judged like those in prose, but whole."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Nothing to type."""
+
+
+LIVE = By("tests/e2e/test_pages.py", "test_what_the_pages_type_works_on_a_live_stack")
+AUTHORS = "tests/core/test_environments_doc.py"
+OBJECTIVE = "tests/core/test_objective_docs.py"
+HERE = "tests/repo/test_commands.py"
+
+# page, what the block contains, how it is held
+BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
+    ("README.md", "make demo ", Judged("`make test` is what runs this; CI runs both")),
+    (
+        "README.md",
+        "held-out success ",
+        By("tests/repo/test_readme.py", "test_the_output_of_the_demo_is_that_of_the_demo"),
+    ),
+    ("README.md", "class Counter", By("tests/repo/test_readme.py", "test_the_environment_of_the_readme_can_be_played")),
+    ("README.md", "ref: counter.py", By("tests/repo/test_readme.py", "test_the_job_of_the_readme_is_accepted")),
+    ("README.md", "gspo up --model", LIVE),
+    ("README.md", "HTTP + SSE", Shown()),
+    ("docs/api.md", "curl ", By("tests/services/test_api_docs.py", "test_every_command_on_the_page_works")),
+    ("docs/api.md", "from gspo_core.client", LIVE),
+    ("docs/api.md", '{"trajectories"', By(HERE, "test_the_pushed_trajectory_is_one")),
+    ("docs/api.md", "import openai", By("tests/services/test_api_fine_tuning.py", "test_the_page_runs")),
+    ("docs/control.md", "gspo set", LIVE),
+    ("docs/control.md", "tensorboard", Judged("it is not installed; `make test-third-party` reads the files with it")),
+    (
+        "docs/engines.md",
+        "ScriptedEngine",
+        By("tests/services/engine/test_engine_scripted.py", "test_the_example_of_its_page_runs"),
+    ),
+    ("docs/environments.md", '"""shop.py"""', By(AUTHORS, "test_the_first_environment_prints_what_the_page_says")),
+    ("docs/environments.md", "gspo env play", By(AUTHORS, "test_it_can_be_played_as_the_page_says")),
+    ("docs/environments.md", "validate shop.py", By(AUTHORS, "test_the_first_environment_prints_what_the_page_says")),
+    ("docs/environments.md", "check_environment", By(AUTHORS, "test_the_line_for_tests_works")),
+    ("docs/environments.md", '"""leaking.py"""', By(AUTHORS, "test_the_refused_one_is_refused_for_the_reason_given")),
+    ("docs/environments.md", "validate leaking", By(AUTHORS, "test_the_refused_one_is_refused_for_the_reason_given")),
+    ("docs/environments.md", "# shop.yaml", By(AUTHORS, "test_the_job_is_a_job")),
+    ("docs/environments.md", "gspo up", LIVE),
+    ("docs/environments.md", "gspo submit", LIVE),
+    ("docs/environments.md", '"""prices.py"""', By(AUTHORS, "test_functions_and_classes_for_trl_work")),
+    ("docs/environments.md", '"""mine.py"""', By(AUTHORS, "test_functions_and_classes_for_trl_work")),
+    ("docs/hosts.md", "hosting =", By(HERE, "test_what_an_author_may_say_of_hosts_is_so")),
+    ("docs/hosts.md", "# /// script", By(HERE, "test_what_an_author_may_say_of_hosts_is_so")),
+    ("docs/objective.md", "log s_i", Shown()),
+    ("docs/objective.md", "gspo_core.objective import", By(OBJECTIVE, "test_the_code_runs")),
+    ("docs/objective.md", "gspo_core.advantage import", By(OBJECTIVE, "test_the_code_runs")),
+    ("docs/objective.md", "objective:\n", By(OBJECTIVE, "test_the_job_file_shows_the_defaults")),
+    ("docs/operations.md", "docker compose build", Typed(("docker", "gspo"))),
+    ("docs/operations.md", "> data.tar.gz", Typed(("docker",))),
+    ("docs/operations.md", "< data.tar.gz", Typed(("docker",))),
+    ("docs/operations.md", "gspo launch slurm", Typed(("sbatch",))),
+    ("docs/ranks.md", "torchrun", Judged("it runs for good; tests/services/test_trainer_ranks.py starts the same")),
+    (
+        "docs/staleness.md",
+        "simulate",
+        By("tests/core/test_staleness_page.py", "test_the_example_runs_and_shows_that_more_pace_is_more_throughput"),
+    ),
+    (
+        "environments/README.md",
+        "class Counter",
+        By("tests/environments/test_environments_page.py", "test_the_example_of_the_page_runs"),
+    ),
+    ("k8s/README.md", "kubectl apply", Typed(("kubectl",))),
+]
+
+
+def held(one: Block) -> list[By | Typed | Judged | Shown]:
+    return [how for page, containing, how in BLOCKS if page == one.page and containing in one.text]
