@@ -20,16 +20,15 @@ import os
 import platform
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-import venv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-TRL = "trl==1.16.0"
+from benchmarks.trl_venv import TRL, make_trl_environment
+
 RESULTS = Path(__file__).parent / "results" / "learner.md"
 # (vocabulary, hidden size): about 10 million parameters each, most of them in the tied embedding
 SHAPES = {32_000: 208, 151_936: 56}
@@ -351,17 +350,6 @@ def run_child(contestant: str, model_dir: Path, batch_file: Path, length: int) -
     else:
         result = run_ours(model_dir, batch, length, contestant.removeprefix("ours, "))
     print("RESULT " + json.dumps(result))
-
-
-def make_trl_environment(directory: Path) -> Path:
-    """A virtual environment with TRL that falls back on this one's packages; returns its interpreter."""
-    python = directory / "bin" / "python"
-    if not python.exists():
-        venv.create(directory, with_pip=True)
-    packages = directory / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (packages / "host.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", TRL], check=True)
-    return python
 
 
 def run_cell(python: Path, contestant: str, model_dir: Path, batch_file: Path, length: int) -> dict[str, float] | None:

@@ -50,11 +50,12 @@ class PeakMemory:
 
 def memory_of_tree(root: int) -> int | None:
     """Bytes that ``root`` and its descendants hold now; None where the system does not tell."""
-    found = [size for pid in _tree(root) if (size := _proportional_bytes(pid)) is not None]
+    found = [size for pid in process_tree(root) if (size := _proportional_bytes(pid)) is not None]
     return sum(found) if found else None
 
 
-def _tree(root: int) -> list[int]:
+def process_tree(root: int) -> list[int]:
+    """``root`` and its descendants that live now."""
     children: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.glob("[0-9]*/stat"):
         try:
