@@ -2,9 +2,9 @@
 
 local IDEMPOTENCY_KEPT = 10000
 
--- How long the dead are listed, in signs of life that the others of their kind give, each: no clock decides. Workers and
--- trainers give one every few seconds; engines give one with every version only, which may take long.
-local SILENCE = {worker = 300, trainer = 300, engine = 100000}
+-- How long the dead are listed, in signs of life that the others of their kind give, each: no clock decides. All give one
+-- every few seconds; for engines those do that know their addresses.
+local SILENCE = {worker = 300, trainer = 300, engine = 300}
 
 -- digest of the client's key, job id -> the job id that this key names from now on
 register("reserve", {}, function(keys, args)

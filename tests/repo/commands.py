@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
@@ -154,6 +155,10 @@ def _make(words: list[str], whole: bool) -> None:
         raise CannotBeTyped(f"the Makefile has no target {wrong}")
     if wrong := [variable for variable in variables if f"$({variable})" not in makefile]:
         raise CannotBeTyped(f"the Makefile reads no {wrong}")
+    for word in words:
+        variable, equals, flags = word.partition("=")
+        for module in re.findall(rf"python -m ([\w.]+) .*\$\({variable}\)", makefile) if equals else ():
+            _parse(parser_of(module), shlex.split(flags), whole)
     _dry_make(tuple(named))
 
 
