@@ -121,7 +121,7 @@ COURSE = Course(
     num_whole=60,
     num_noisy=40,
     exam_step=150,
-    exam_loss=0.10,
+    exam_loss=0.30,
     sources=(Path(__file__), Path(search_qa.__file__)),
     # A name is spelt alike wherever it stands.
     words=r"[A-Z][a-z]*|[^\dA-Z\n]*\n+|[^\dA-Z\n]+",

@@ -242,6 +242,7 @@ def test_a_start_that_does_not_learn_to_copy_is_given_up_for_another_and_the_las
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo_model, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(demo_model, "WARMUP_STEPS", 1)
     short = dataclasses.replace(demonstrations.COURSE, num_practice=2, num_whole=1, num_noisy=1, exam_step=2)
     weights = {}
     for name, exam_loss in (("strict", 0.0), ("lenient", 100.0)):
