@@ -14,9 +14,9 @@ from benchmarks.baselines.store import Store
 
 
 def missing(store: Store, cells: Sequence[Cell], seeds: Sequence[int], sizes: Sizes) -> Iterator[tuple[Cell, int]]:
-    """What is not there yet, the first to run first: seed by seed, the side tables one seed behind."""
-    order = [(seed + (not cell.is_central), not cell.is_central, cell, seed) for seed in seeds for cell in cells]
-    for *_, cell, seed in sorted(order, key=lambda one: one[:2]):
+    """What is not there yet, the first to run first: what tells less is some seeds behind."""
+    order = [(seed + cell.tier, seed, cell) for seed in seeds for cell in cells]
+    for _, seed, cell in sorted(order, key=lambda one: one[:2]):
         if store.read(cell, seed, sizes) is None:
             yield cell, seed
 

@@ -42,14 +42,15 @@ NO_GATES: Mapping[str, Any] = {"k3_gate": None, "outlier_gate": None, "off_polic
 class Sizes:
     """The same for all cells."""
 
-    steps: int = 30
-    groups_per_step: int = 8
+    steps: int = 24
+    groups_per_step: int = 6
     group_size: int = 8
     eval_tasks: int = 100
-    eval_every: int = 5
+    eval_every: int = 6
 
 
 SIZES = Sizes()
+_MOST_TELLING = frozenset({"gspo_s16", "behavior_s16", "grpo_s16", "gspo_s0", "gates_off_s16", "correction_none_s16"})
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,11 @@ class Cell:
     learner: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def is_central(self) -> bool:
-        """Without it the others say little."""
-        return self.table in ("main", "naive", "control")
+    def tier(self) -> int:
+        """How telling it is, 0 the most: at the subject of the grid, on the way there, beside it, another model."""
+        if self.name in _MOST_TELLING or self.table in ("naive", "control"):
+            return 0
+        return {"main": 1, "ablation": 2, "mixture": 3}[self.table]
 
     def job(self, model_dir: Path, seed: int, sizes: Sizes = SIZES) -> JobSpec:
         """What a user would submit for it."""
@@ -141,8 +144,10 @@ def _controls() -> list[Cell]:
 
 def _naive() -> list[Cell]:
     at, nothing = SUBJECT_STALENESS, {"correction": "none", **NO_GATES}
+    plain = {**BEHAVIOR, "compensate": False, **NO_GATES}
     return [
         Cell(f"naive_s{at}", "naive", "GSPO, no correction, no gates", {**GSPO, **nothing}, at),
+        Cell(f"behavior_naive_s{at}", "naive", "GSPO anchored on the sampler, not compensated, no gates", plain, at),
         Cell(f"grpo_naive_s{at}", "naive", "GRPO, no correction, no gates", {**GRPO, **nothing}, at),
     ]
 

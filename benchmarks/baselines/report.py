@@ -174,7 +174,7 @@ def _table(some: Sequence[Row]) -> str:
         "kept",
     )
     lines: list[tuple[str, ...]] = [(*head, "age", "CPU")]
-    lines += [_line(row) for row in some]
+    lines += [_line(row) for row in sorted(some, key=lambda row: row.cell.staleness)]
     rule = ("---",) * len(lines[0])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (lines[0], rule, *lines[1:]))
 
