@@ -127,18 +127,24 @@ def _ablations() -> list[Cell]:
 
 
 def _controls() -> list[Cell]:
+    """Without gates too: with them most of what a lie puts far off is withheld."""
     at = SUBJECT_STALENESS
+    kinds: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+        ("", "", GSPO),
+        ("_no_gates", ", no gates", {**GSPO, **NO_GATES}),
+    )
+    attributions: tuple[Attribution, ...] = ("oldest", "newest")
     return [
         Cell(
-            f"attribution_{which}_s{at}",
+            f"attribution_{which}{suffix}_s{at}",
             "control",
-            f"all tokens attributed to the {which} version",
-            GSPO,
+            f"all tokens attributed to the {which} version{more}",
+            objective,
             at,
-            "dense",
-            which,
+            attribution=which,
         )
-        for which in ("oldest", "newest")
+        for suffix, more, objective in kinds
+        for which in attributions
     ]
 
 
