@@ -151,6 +151,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="fewer or more than the demo's job says")
     parser.add_argument("--work", type=Path, default=Path(".gspo/trl-race"), help="for TRL's environment and the runs")
     parser.add_argument("--again", action="store_true", help="run sides whose run is there, too")
+    parser.add_argument("--run-only", action="store_true", help="judge and report another time")
     parser.add_argument("--judge-every", type=int, default=2, metavar="STEPS")
     parser.add_argument("--tasks", type=int, default=200, help="held-out tasks of each judgement")
     parser.add_argument("--episodes-per-task", type=int, default=2)
@@ -164,6 +165,8 @@ def main() -> int:
         for number, race in enumerate(races):  # who comes first takes turns
             for side in SIDES if number % 2 == 0 else SIDES[::-1]:
                 race.run(side, again=arguments.again)
+        if arguments.run_only:
+            return 0
         found = conditions(arguments) | {"races": {str(race.seed): race.result() for race in races}}
     except (NoTRL, CannotRace, SideFailed, NotTheSameTask) as error:
         print(f"trl_race: {error}", file=sys.stderr)

@@ -39,6 +39,8 @@ writing of these weights is not counted either; ours publishes them as part of i
 {whole}
 
 CPU is what all processes of the side computed. Where it is much less than the wall time, other programs used the core.
+A busy core is shared out by process, so a side of several processes gets more of it than a side of one: then the wall
+times favour ours, and CPU is the fairer reading. The aim is therefore held against the smaller of the two ratios.
 
 ## Where the time goes
 
@@ -113,15 +115,16 @@ def _verdict(races: Mapping[str, Any]) -> str:
     said = []
     for target in next(iter(races.values()))["trl"]["to"]:
         pairs = [(race["trl"]["to"][target], race["ours"]["to"][target]) for race in races.values()]
-        ratios = [theirs["wall_s"] / ours["wall_s"] for theirs, ours in pairs if theirs and ours]
-        if not ratios:
+        both = [(theirs, ours) for theirs, ours in pairs if theirs and ours]
+        if not both:
             said.append(f"{target}: not reached by both in any seed.")
             continue
-        median = statistics.median(ratios)
-        met = "met" if median >= AIM else "NOT met"
+        wall, cpu = (
+            statistics.median(theirs[unit] / ours[unit] for theirs, ours in both) for unit in ("wall_s", "cpu_s")
+        )
         said.append(
-            f"{target}: {median:.2f} times faster (median of {len(ratios)} of {len(races)} seeds, "
-            f"{min(ratios):.2f} to {max(ratios):.2f}); the aim of {AIM:g} is {met}."
+            f"{target}: {wall:.2f} times faster by wall time, {cpu:.2f} times by CPU time (medians of {len(both)} of "
+            f"{len(races)} seeds); the aim of {AIM:g} is {'met' if min(wall, cpu) >= AIM else 'NOT met'}."
         )
     return "  \n".join(said)
 
