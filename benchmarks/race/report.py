@@ -23,7 +23,8 @@ learning rate {lr:g} ({schedule} to 0 over {steps} steps), AdamW {betas}, temper
 
 Time runs from the moment when the model is loaded and the first sampling can begin. Success is that of the weights
 after a step on {tasks} held-out tasks x {episodes_per_task} episodes, judged at steps
-{judged_at} and the last one, by one judge afterwards, out of the time; one judgement has a standard deviation of about {deviation:.1f} points at 85 %. TRL's
+{judged_at} and the last one, by one judge afterwards, out of the
+time; one judgement has a standard deviation of about {deviation:.1f} points at 85 %. TRL's
 writing of these weights is not counted either; ours publishes them as part of its work, so that is counted.
 
 ## Wall time to the target
@@ -32,7 +33,7 @@ writing of these weights is not counted either; ours publishes them as part of i
 
 {verdict}
 
-![held-out success over wall seconds]({picture})
+![held-out success over wall and CPU seconds]({picture})
 
 ## The whole run
 
@@ -172,18 +173,21 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for number, race in enumerate(found["races"].values()):
-        for side, color in COLORS.items():
-            points = race[side]["points"]
-            name = ("this project" if side == "ours" else "TRL's GRPOTrainer") if number == 0 else None
-            seconds, success = [p["wall_s"] for p in points], [p["success"] for p in points]
-            axes.plot(seconds, success, "o-", color=color, markersize=3, alpha=0.8, label=name)
-    for target in next(iter(found["races"].values()))["trl"]["to"]:
-        axes.axhline(float(target.rstrip("%")) / 100, color="gray", linestyle=":", linewidth=1)
-    title = f"The demo's task on {found['cores']} core(s), one line a seed"
-    axes.set(xlabel="wall seconds of training", ylabel="success on held-out tasks", ylim=(0, 1.05), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
+    titles = {"wall_s": "wall seconds of training", "cpu_s": "CPU seconds of all processes of the side"}
+    for axes, (unit, title) in zip(both, titles.items(), strict=True):
+        for number, race in enumerate(found["races"].values()):
+            for side, color in COLORS.items():
+                points = race[side]["points"]
+                name = ("this project" if side == "ours" else "TRL's GRPOTrainer") if number == 0 else None
+                spent, success = [point[unit] for point in points], [point["success"] for point in points]
+                axes.plot(spent, success, "o-", color=color, markersize=3, alpha=0.8, label=name)
+        for target in next(iter(found["races"].values()))["trl"]["to"]:
+            axes.axhline(float(target.rstrip("%")) / 100, color="gray", linestyle=":", linewidth=1)
+        axes.set(xlabel=title, ylim=(0, 1.05))
+        axes.grid(alpha=0.3)
+    both[0].set_ylabel("success on held-out tasks")
+    both[1].legend(loc="lower right")
+    figure.suptitle(f"The demo's task on {found['cores']} core(s), one line a seed")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
