@@ -39,6 +39,8 @@ RESULTS = Path(__file__).parent / "results" / "trl_race"
 ROOT = Path(__file__).parents[1]
 TARGETS = (0.8, 0.9)
 SIDES = ("trl", "ours")
+# Dense where the targets are passed; the last step is judged in any case.
+JUDGED_AT = (4, 6, 8, 10, 12, 14, 20, 24, 30, 40)
 
 
 def race_spec(model: Path, seed: int, steps: int | None) -> JobSpec:
@@ -59,7 +61,7 @@ class Race:
         self.place = arguments.work / f"seed-{seed}-steps-{self.setting.steps}-cores-{cores}"
         self.place.mkdir(parents=True, exist_ok=True)
         self._trl_python = trl_python
-        self._judged_every = arguments.judge_every
+        self._judged_at = {0, *arguments.judge_at}
         self._tasks, self._episodes_per_task = arguments.tasks, arguments.episodes_per_task
 
     def run(self, side: str, *, again: bool) -> None:
@@ -88,7 +90,7 @@ class Race:
         points = []
         for record in timeline:
             step = record["step"]
-            if step % self._judged_every and record is not last:
+            if step not in self._judged_at and record is not last:
                 continue
             weights = self.model if not step else Path(record.get("weights") or out / f"step-{step}")
             points.append(
@@ -140,7 +142,7 @@ def conditions(arguments: argparse.Namespace) -> dict[str, Any]:
         "cores": len(arguments.cores),
         "tasks": arguments.tasks,
         "episodes_per_task": arguments.episodes_per_task,
-        "judged_every": arguments.judge_every,
+        "judged_at": sorted(arguments.judge_at),
     }
 
 
@@ -151,7 +153,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="fewer or more than the demo's job says")
     parser.add_argument("--work", type=Path, default=Path(".gspo/trl-race"), help="for TRL's environment and the runs")
     parser.add_argument("--again", action="store_true", help="run sides whose run is there, too")
-    parser.add_argument("--judge-every", type=int, default=2, metavar="STEPS")
+    parser.add_argument("--run-only", action="store_true", help="judge and report another time")
+    parser.add_argument("--judge-at", type=int, nargs="+", default=JUDGED_AT, metavar="STEP")
     parser.add_argument("--tasks", type=int, default=200, help="held-out tasks of each judgement")
     parser.add_argument("--episodes-per-task", type=int, default=2)
     parser.add_argument("--results", type=Path, default=RESULTS, help="without a suffix")
@@ -164,6 +167,8 @@ def main() -> int:
         for number, race in enumerate(races):  # who comes first takes turns
             for side in SIDES if number % 2 == 0 else SIDES[::-1]:
                 race.run(side, again=arguments.again)
+        if arguments.run_only:
+            return 0
         found = conditions(arguments) | {"races": {str(race.seed): race.result() for race in races}}
     except (NoTRL, CannotRace, SideFailed, NotTheSameTask) as error:
         print(f"trl_race: {error}", file=sys.stderr)

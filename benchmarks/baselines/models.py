@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.baselines.cells import Model
-from services.local.demo_model import BATCH_SIZE, NUM_STEPS, School, make_demo_model
+from services.local.demo_model import BATCH_SIZE, School, make_demo_model
+from services.local.demonstrations import COURSE
 
 MIXTURE = {
     "hidden_size": 128,
@@ -54,9 +55,9 @@ def _make_mixture(directory: Path, say: Callable[[str], None]) -> None:
             lr=3e-3, betas=(0.9, 0.99), weight_decay=0.01, schedule="cosine", warmup_steps=10, min_lr_ratio=0.1
         )
         learner = Learner(
-            untrained, LearnerConfig(optimizer=optimizer, total_steps=NUM_STEPS), ObjectiveConfig(), seed=0
+            untrained, LearnerConfig(optimizer=optimizer, total_steps=COURSE.num_steps), ObjectiveConfig(), seed=0
         )
-        say(f"mixture of experts: {NUM_STEPS} steps of {BATCH_SIZE} lessons begin")
+        say(f"mixture of experts: {COURSE.num_steps} steps of {BATCH_SIZE} lessons begin")
         for step, lessons in enumerate(school.curriculum(), 1):
             loss = learner.supervised_step(lessons)["supervised/loss"]
             if step % 25 == 0:

@@ -51,7 +51,7 @@ def test_trl_is_told_what_the_job_of_the_demo_says() -> None:
         ({"optimizer": {"weight_decay": 0.1}}, {"weight_decay": 0.1}),
         ({"optimizer": {"betas": [0.8, 0.9]}}, {"adam_beta1": 0.8, "adam_beta2": 0.9}),
         ({"optimizer": {"max_grad_norm": None}}, {"max_grad_norm": 0.0}),
-        ({"objective": {"clip": [0.01, 0.02]}}, {"epsilon": 0.01, "epsilon_high": 0.02}),
+        ({"objective": {"clip_low": 0.01, "clip_high": 0.02}}, {"epsilon": 0.01, "epsilon_high": 0.02}),
         (
             {"objective": {"minibatches": 2}},
             {"per_device_train_batch_size": 32, "steps_per_generation": 2, "max_steps": 100},
