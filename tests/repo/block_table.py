@@ -59,6 +59,11 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
     ("docs/api.md", '{"trajectories"', By(HERE, "test_the_pushed_trajectory_is_one")),
     ("docs/api.md", "import openai", By("tests/services/test_api_fine_tuning.py", "test_the_page_runs")),
     ("docs/control.md", "gspo set", LIVE),
+    (
+        "docs/baselines.md",
+        "benchmarks.baselines",
+        Judged("the grid takes an evening; tests/services/test_baselines.py runs a small cell and the report"),
+    ),
     ("docs/control.md", "tensorboard", Judged("it is not installed; `make test-third-party` reads the files with it")),
     (
         "docs/engines.md",
