@@ -33,7 +33,13 @@ class Up:
         argv = [sys.executable, "-c", command, "up", "--data-dir", str(data_dir), "--model", str(model_dir)]
         environment = {**os.environ, "GSPO_API_KEYS": "", "GSPO_LEASE_S": "3", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
-            [*argv, "--port", "0"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*argv, "--port", "0"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # Whoever runs the tests in the background of a shell leaves them deaf to it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.printed = ""
         self.reader = threading.Thread(target=self._read, daemon=True)
