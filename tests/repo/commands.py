@@ -120,9 +120,14 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(module, allow_abbrev=False)
     if "argparse" not in path.read_text():
         parser.add_argument("anything", nargs="*")
-    for call in ast.walk(ast.parse(path.read_text())):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+    calls = [call for call in ast.walk(ast.parse(path.read_text())) if isinstance(call, ast.Call)]
+    methods = [(call.func.attr, call) for call in calls if isinstance(call.func, ast.Attribute)]
+    for method, call in methods:
+        if method == "add_argument":
             _add_argument(parser, call)
+    # Their options are taken for everybody's.
+    if commands := [ast.literal_eval(call.args[0]) for method, call in methods if method == "add_parser"]:
+        parser.add_argument("command", choices=commands)
     return parser
 
 
