@@ -112,6 +112,8 @@ async def _serve_app(app: FastAPI, settings: Settings, stop: asyncio.Event, grac
     config = uvicorn.Config(
         app,
         http=BoundedHttp,
+        # Nothing here speaks it, and its handshake would pass by the bounds and the log of requests.
+        ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,

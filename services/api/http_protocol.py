@@ -1,7 +1,8 @@
 """HTTP on one connection: uvicorn's fast parser, and a bound on what it is sent that is no body.
 
 One rule: nobody can make this process keep bytes without end, not even before it is known who asks. Bodies are bounded
-where they are read; for the first line, the headers and what may follow a body, the parser has no bound.
+where they are read; for the first line, the headers, what may follow a body, and requests that are sent before earlier
+ones are answered, the parser has no bound. Nor does it mind a request that names no host, or two.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_WAITING = 100
+"""Requests of one connection, behind the one that is being answered."""
 _REASON = b"The headers are too long."
 _REFUSAL = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
@@ -16,9 +19,14 @@ _REFUSAL = (
 )
 
 
+class _Refused(Exception):
+    """Why the connection is closed."""
+
+
 class BoundedHttp(HttpToolsProtocol):
     _num_kept = 0
     """Bytes received since the last end of headers, piece of a body or end of a request."""
+    _refusal = ""
 
     def data_received(self, data: bytes) -> None:
         # In pieces, so that a body that comes with its head is not taken for a long head.
@@ -35,7 +43,23 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_kept = 0
+        try:
+            self._admit()
+        except _Refused as refused:
+            # Raised on, it ends the work of the parser, which is then answered for by ``send_400_response``.
+            self._refusal = str(refused)
+            raise
         super().on_headers_complete()
+
+    def _admit(self) -> None:
+        if len(self.pipeline) >= MAX_WAITING:
+            raise _Refused("Too many requests wait on this connection.")
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
+            raise _Refused("A request names one host.")
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(self._refusal or msg)
 
     def on_body(self, body: bytes) -> None:
         self._num_kept = 0

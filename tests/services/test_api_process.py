@@ -206,6 +206,45 @@ async def test_headers_without_end_are_cut_off(redis_server: RedisServer, before
             assert again.status_code == 201, again.text
 
 
+async def test_requests_are_not_piled_up_on_one_connection(redis_server: RedisServer):
+    """Each that waits for its turn holds a hundred times the memory of its bytes."""
+    with ApiProcess(redis_server.url) as api:
+        host, _, port = api.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        answers = asyncio.create_task(reader.read())
+        # Takes longer than reading what follows.
+        writer.write(
+            f"POST /v1/jobs HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            "Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}".encode()
+        )
+        writer.write(f"GET /healthz HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode() * 1000)
+        received = await asyncio.wait_for(answers, 60)
+        assert b"Too many requests wait" in received
+        assert received.count(b"HTTP/1.1 ") < 200
+        writer.close()
+
+
+async def test_a_request_names_one_host_and_asks_for_no_other_protocol(redis_server: RedisServer):
+    with ApiProcess(redis_server.url) as api:
+        host, _, port = api.url.removeprefix("http://").partition(":")
+
+        async def status(*lines: str) -> int:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode())
+            answer = await asyncio.wait_for(reader.readline(), 60)
+            writer.close()
+            return int(answer.split()[1])
+
+        here, asks = "Host: localhost", "GET /healthz HTTP/1.1"
+        assert await status(asks, here) == 200
+        assert await status("GET /healthz HTTP/1.0") == 200
+        assert await status(asks) == 400
+        assert await status(asks, here, "Host: elsewhere.example") == 400
+        handshake = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+        assert await status(asks, here, *handshake, "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==") == 200
+        assert await status("GET /v1/jobs HTTP/1.1", "Host: elsewhere.example") == 403
+
+
 async def test_more_readers_than_connections_to_redis_wait_for_their_turn(redis_server: RedisServer, store: Store):
     """Hundreds come at the same moment, as after a restart of the API: none is sent away."""
     job = await store.create_job(JobSpec.model_validate(SPEC))
