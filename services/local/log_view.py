@@ -7,6 +7,7 @@ What others wrote moves no cursor. It looks when it is asked to.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from operator import itemgetter
@@ -51,6 +52,8 @@ class LogView:
     def _new_lines(self, path: Path) -> list[str]:
         with path.open("rb") as log:
             start = self._read_to.get(path, 0)
+            if log.seek(0, os.SEEK_END) < start:  # emptied by whoever keeps logs small
+                start = 0
             log.seek(start)
             found = log.read(MAX_READ_BYTES)
         self._read_to[path] = start + len(found)
@@ -79,15 +82,15 @@ def rendered(name: str, colour: str, line: str) -> Text:
     for key, value in record.items():
         if key not in _FAMILIAR:
             head.append(f"  {plain(key)}=", "dim").append(plain(_value(value)))
-    if "exception" in record:
-        head.append("  " + plain(str(record["exception"]).strip().splitlines()[-1]), "red")
+    if trace := str(record.get("exception", "")).strip():
+        head.append("  " + plain(trace.splitlines()[-1]), "red")
     return head
 
 
 def _record(line: str) -> Mapping[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

@@ -69,8 +69,8 @@ class Supervisor:
         record.due_at, record.started_at = None, self._clock()
         try:
             self._stack.restart(name)
-        except RuntimeError as error:
-            # Such as a Redis server that cannot read its data: the next look plans another try.
+        except (RuntimeError, OSError) as error:
+            # Such as a Redis server that cannot read its data, or no memory left: the next look plans another try.
             self._say(f"{name} cannot be started: {error}")
             return
         self._say(f"{name} runs again")

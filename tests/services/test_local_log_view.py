@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from services.local.log_view import LogView
 
 
@@ -71,3 +73,17 @@ def test_what_others_wrote_moves_no_cursor(tmp_path: Path) -> None:
     view = LogView(tmp_path)
     add(tmp_path / "rollout-0.log", record("rollout", "log", 1, text="\x1b[2Jgone"), "\x1b]0;title\x07")
     assert not [line for line in shown(view) if "\x1b" in line or "\x07" in line]
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, json.dumps({"event": "x", "exception": " "}), '"\\ud800"', "9" * 5000])
+def test_nothing_that_a_process_prints_ends_the_view(tmp_path: Path, line: str) -> None:
+    view = LogView(tmp_path)
+    add(tmp_path / "engine.log", line, "and on")
+    assert shown(view)[-1] == "engine     and on"
+
+
+def test_a_log_that_was_emptied_is_read_from_its_start(tmp_path: Path) -> None:
+    add(tmp_path / "api.log", "of yesterday " * 9)
+    view = LogView(tmp_path)
+    (tmp_path / "api.log").write_text("of today\n")
+    assert shown(view) == ["api        of today"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import pytest
+
 from services.local.supervisor import FIRST_WAIT_S, LONGEST_WAIT_S, WELL_AFTER_S, Supervisor
 
 
@@ -16,13 +18,14 @@ class Processes:
         self.restarts: list[tuple[str, float]] = []
         self.now = 0.0
         self.can_start = True
+        self.error: Exception = RuntimeError("its data cannot be read")
 
     def ended(self) -> dict[str, int | None]:
         return dict(self.codes)
 
     def restart(self, name: str) -> None:
         if not self.can_start:
-            raise RuntimeError("its data cannot be read")
+            raise self.error
         del self.codes[name]
         self.restarts.append((name, self.now))
 
@@ -74,11 +77,12 @@ def test_a_minute_of_health_is_a_new_beginning() -> None:
     assert said[-2] == "api ended with code 1: it is started again in 1 s"
 
 
-def test_a_start_that_fails_is_said_and_tried_again() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("its data cannot be read"), OSError("no memory is left")])
+def test_a_start_that_fails_is_said_and_tried_again(error: Exception) -> None:
     processes, supervisor, said = made()
-    processes.codes["redis"], processes.can_start = None, False
+    processes.codes["redis"], processes.can_start, processes.error = None, False, error
     processes.run(supervisor, 10)
-    assert "redis cannot be started: its data cannot be read" in said
+    assert f"redis cannot be started: {error}" in said
     processes.can_start = True
     processes.run(supervisor, LONGEST_WAIT_S)
     assert said[-1] == "redis runs again"
