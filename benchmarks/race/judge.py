@@ -20,7 +20,7 @@ from services.engine.checkpoint import read_checkpoint
 from services.engine.engine import Engine
 from services.engine.model import Decoder
 from services.engine.scheduler import Request, Scheduler
-from services.local.demo_model import ENVIRONMENT
+from services.local.demonstrations import COURSE
 
 CONCURRENCY = 64
 
@@ -33,7 +33,7 @@ class Judge:
         self._setting = setting
         self._results = results
         self._episodes = [(task, draw) for task in range(tasks) for draw in range(episodes_per_task)]
-        self._environment = load_environment(ENVIRONMENT)
+        self._environment = load_environment(COURSE.environment)
         self._codec = HermesCodec(load_tokenizer(model))
         self._decoder = Decoder(model, device=torch.device("cpu"), dtype=torch.float32, context_length=None)
         self._known: dict[str, float] = json.loads(results.read_text()) if results.exists() else {}

@@ -15,7 +15,7 @@ from gspo_core.env import PlainEnvironment, load_environment
 from gspo_core.env.prompt import first_messages
 from gspo_core.job_spec import JobSpec
 from gspo_core.objective_config import ObjectiveConfig
-from services.local.demo_model import ENVIRONMENT
+from services.local.demonstrations import COURSE
 
 NOT_THE_SAME = (
     "TRL samples, then updates, then samples again; here both go on at once, so tokens are up to `max_staleness` "
@@ -85,8 +85,8 @@ class RaceSetting:
 
 
 def _check(spec: JobSpec) -> None:
-    if [one.ref for one in spec.environments] != [ENVIRONMENT]:
-        raise CannotRace(f"environments: only {ENVIRONMENT} has a side for TRL")
+    if [one.ref for one in spec.environments] != [COURSE.environment]:
+        raise CannotRace(f"environments: only {COURSE.environment} has a side for TRL")
     told = {"clip_low", "clip_high", "minibatches"}
     found, plain = spec.objective.model_dump(), ObjectiveConfig.model_validate({"name": "gspo"}).model_dump()
     if differing := sorted(key for key in found if key not in told and found[key] != plain[key]):
@@ -147,7 +147,7 @@ TRL_ON_A_CPU: dict[str, Any] = {
 
 def trl_rows() -> list[dict[str, Any]]:
     """The training tasks as TRL reads them: the very messages that a policy reads here."""
-    environment = load_environment(ENVIRONMENT)
+    environment = load_environment(COURSE.environment)
     assert isinstance(environment, PlainEnvironment)
     prompt = environment.system_prompt
     return [

@@ -20,7 +20,7 @@ from environments.calculator import Calculator
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.env import load_environment
 from gspo_core.types import Split
-from services.local.demo_model import ENVIRONMENT
+from services.local.demonstrations import COURSE
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _turns(episode: dict[str, Any]) -> Iterator[list[int]]:
 
 
 async def _replay_all(codec: HermesCodec, batch: list[dict[str, Any]], max_turns: int) -> list[Episode]:
-    environment = load_environment(ENVIRONMENT)
+    environment = load_environment(COURSE.environment)
     index_of = {Calculator().reset(**task): index for index, task in enumerate(Calculator.tasks)}
 
     async def replay(episode: dict[str, Any]) -> Episode:

@@ -14,9 +14,8 @@ from gspo_core.env import load_environment
 from gspo_core.job_spec import JobSpec
 from gspo_core.spec_file import load_job_spec
 from gspo_core.types import Split
-from services.local import demo_model
-
-JOB_FILE = Path(demo_model.__file__).with_name("demo_job.yaml")
+from services.local.demo import JOB_FILE
+from services.local.demonstrations import COURSE
 
 
 def job(**changes: Any) -> JobSpec:
@@ -54,7 +53,7 @@ def test_trl_is_told_what_the_job_of_the_demo_says() -> None:
         ({"objective": {"clip_low": 0.01, "clip_high": 0.02}}, {"epsilon": 0.01, "epsilon_high": 0.02}),
         (
             {"objective": {"minibatches": 2}},
-            {"per_device_train_batch_size": 32, "steps_per_generation": 2, "max_steps": 100},
+            {"per_device_train_batch_size": 32, "steps_per_generation": 2, "max_steps": 120},
         ),
         ({"groups_per_step": 4}, {"per_device_train_batch_size": 8}),
         ({"rollout": {"group_size": 4}}, {"num_generations": 4, "per_device_train_batch_size": 8}),
@@ -87,7 +86,7 @@ def test_what_trl_cannot_be_told_is_refused(changes: dict[str, Any], named: str)
 
 
 async def test_trl_reads_the_prompts_that_a_policy_reads_here() -> None:
-    environment, rows = load_environment(demo_model.ENVIRONMENT), trl_rows()
+    environment, rows = load_environment(COURSE.environment), trl_rows()
     assert [row["expression"] for row in rows] == [task["expression"] for task in calculator.Calculator.tasks]
     for index in (0, len(rows) - 1):
         session = environment.session()
