@@ -192,6 +192,8 @@ def demonstrate(spec: JobSpec, run_dir: Path, *, expected_points: float | None, 
         print(f"look at this run again  gspo up --data-dir {run_dir} --model {model_dir}\n", flush=True)
         if keep:
             stay(stack, model_dir, logs)
+    if keep:  # said when it is so
+        print("stopped; nothing is left running", flush=True)
     return 1 if found else 0
 
 
@@ -217,7 +219,6 @@ def stay(stack: Stack, model_dir: Path, logs: LogView) -> None:
         pass
     with suppress(KeyboardInterrupt):
         look_after(stack, logs)
-    print("stopped; nothing is left running", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

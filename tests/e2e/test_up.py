@@ -17,7 +17,7 @@ import pytest
 
 from gspo_core.client import Client
 from services.local.demo import demo_spec
-from services.local.memory import _tree
+from services.local.memory import process_tree
 from tests.e2e.test_learning import changed
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ class Up:
         return found[1]
 
     def pid_of(self, pattern: str) -> int:
-        for pid in _tree(self.process.pid)[1:]:
+        for pid in process_tree(self.process.pid)[1:]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
             if re.search(pattern, command):
                 return pid
@@ -79,7 +79,7 @@ def running(data_dir: Path, model_dir: Path) -> Iterator[Up]:
     up = Up(data_dir, model_dir)
     try:
         yield up
-        family = _tree(up.process.pid)
+        family = process_tree(up.process.pid)
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(DEADLINE_S) == 0, up.printed
         assert len(family) >= 6
