@@ -256,10 +256,10 @@ async def test_more_readers_than_connections_to_redis_wait_for_their_turn(redis_
                 async with http.stream("GET", f"/v1/jobs/{job.id}/events", headers={**STREAM, **START}) as stream:
                     return await anext(line async for line in stream.aiter_lines() if line.startswith("event:"))
 
-            asked = [http.get(f"/v1/jobs/{job.id}") for _ in range(300)]
-            answers = await asyncio.gather(*asked, *(first_event() for _ in range(300)))
-            assert {answer.status_code for answer in answers[:300]} == {200}
-            assert set(answers[300:]) == {"event: job.status"}
+            asked = [http.get(f"/v1/jobs/{job.id}") for _ in range(MAX_CONNECTIONS)]
+            answers = await asyncio.gather(*asked, *(first_event() for _ in range(MAX_CONNECTIONS)))
+            assert {answer.status_code for answer in answers[:MAX_CONNECTIONS]} == {200}
+            assert set(answers[MAX_CONNECTIONS:]) == {"event: job.status"}
     assert await num_connections(redis_server) - before < MAX_CONNECTIONS + 20
 
 
