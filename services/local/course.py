@@ -28,7 +28,6 @@ class Course:
     practise: Callable[[Task, random.Random], tuple[Task, list[Message]]]
     """A skill alone: a task, which may be a made-up one, and what follows its question."""
     mistakes: Any
-    no_mistakes: Any
     num_practice: int
     """Steps of the skill alone: with no mistakes and no system prompt in the way, copying is learned several times as
     fast."""

@@ -132,7 +132,6 @@ COURSE = Course(
     demonstrate=_demonstrate,
     practise=_practise,
     mistakes=Mistakes(),
-    no_mistakes=NO_MISTAKES,
     num_practice=180,
     num_whole=40,
     num_noisy=30,

@@ -116,7 +116,6 @@ COURSE = Course(
     demonstrate=_demonstrate,
     practise=_practise,
     mistakes=Mistakes(),
-    no_mistakes=NO_MISTAKES,
     num_practice=220,
     num_whole=60,
     num_noisy=40,
