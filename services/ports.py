@@ -26,6 +26,21 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
+def kept_port(file: Path, host: str = "127.0.0.1") -> int:
+    """The port that ``file`` holds, if nothing listens there; otherwise a free one, which it holds from now on.
+
+    So a server that starts again has its old address, and who knew it by that does not take it for another one.
+    """
+    try:
+        port = int(file.read_text())
+    except (OSError, ValueError):
+        port = 0
+    if not 0 < port < 2**16 or not _can_bind(host, port, after_others=True):
+        port = free_port(host)
+        file.write_text(f"{port}\n")
+    return port
+
+
 def _lowest_of_kernel() -> int:
     """The first port that the kernel hands out by itself; 0 where that is not known."""
     try:
@@ -34,8 +49,10 @@ def _lowest_of_kernel() -> int:
         return 0
 
 
-def _can_bind(host: str, port: int) -> bool:
+def _can_bind(host: str, port: int, *, after_others: bool = False) -> bool:
+    """``after_others``: connections of an earlier server may still be dying there."""
     with _socket_for(host) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, after_others)
         try:
             probe.bind((host, port))
         except OSError:

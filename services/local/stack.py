@@ -24,7 +24,7 @@ from typing import IO, Self
 import httpx
 
 from services.children import die_with_parent
-from services.ports import free_port
+from services.ports import free_port, kept_port
 from services.redis_server import RedisServer, RedisUnsuitable
 from services.settings import SettingsError
 
@@ -116,7 +116,7 @@ class Stack:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         api_port = claim_port(config.host, config.port)
         self.api_url = f"http://{config.host}:{api_port}"
-        engine_port = 0 if config.engine_urls else free_port()
+        engine_port = 0 if config.engine_urls else kept_port(config.data_dir / "engine.port")
         self.engine_url = ",".join(config.engine_urls) or f"http://127.0.0.1:{engine_port}"
         self._start_redis()
         environment = self._environment()

@@ -29,6 +29,9 @@ class RunAlarm(StrEnum):
 BASELINE_STEPS = 5
 # Of that, what must be left.
 MIN_SHARE_LEFT = 0.1
+# How far the mean reward is below the best of the batch, in units of the batch's spread: a policy that is nearly always
+# as good as its best has good reason to be sure of itself.
+MIN_HEADROOM = 0.2
 MAX_BEYOND_CAP = 0.2
 MIN_DISK_FREE = 0.05
 # A checkpoint holds the weights and two moments in float32, and a version is written beside it.
@@ -76,6 +79,8 @@ class Alarms:
         """Those that have lasted long enough to be told."""
         self._note(step, metrics)
         found = [*_shrunk(metrics, self._at_first(step)), *_rewards(metrics), *_backlog(metrics), *_disk(metrics)]
+        if _has_mastered(metrics):
+            found = [alarm for alarm in found if alarm.kind is not RunAlarm.ENTROPY_COLLAPSE]
         return self._patience.ripe([*of_the_loss, *group_alarms(metrics), *found])
 
     def _note(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -107,6 +112,11 @@ def _shrunk(metrics: Mapping[str, float], at_first: Mapping[str, float]) -> list
         if value < bound:
             found.append(Alarm(kind, name, value, bound, f"{meaning}; in the first steps it was {before:.3g}"))
     return found
+
+
+def _has_mastered(metrics: Mapping[str, float]) -> bool:
+    spread = metrics.get("reward/max", 0.0) - metrics.get("reward/min", 0.0)
+    return spread > 0 and metrics["reward/max"] - metrics["reward/mean"] < MIN_HEADROOM * spread
 
 
 def _rewards(metrics: Mapping[str, float]) -> list[Alarm]:

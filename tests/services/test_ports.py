@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services import ports
-from services.ports import free_port
+from services.ports import free_port, kept_port
 
 
 def kernel_hands_out(first: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -41,3 +41,20 @@ def test_where_the_kernel_hands_out_all_ports_one_of_its_own_is_taken(monkeypatc
     kernel_hands_out(1024, monkeypatch, tmp_path)
     with socket.create_server(("127.0.0.1", free_port())):
         pass
+
+
+def test_a_kept_port_is_had_again_unless_somebody_listens_there(tmp_path: Path) -> None:
+    file = tmp_path / "port"
+    port = kept_port(file)
+    with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)) as client:
+        other = kept_port(file)
+        assert other != port
+        # Who hangs up first is remembered by the kernel for a while.
+        server.accept()[0].close()
+        assert client.recv(1) == b""
+    assert kept_port(file) == other
+    file.write_text(f"{port}\n")
+    assert kept_port(file) == port
+    for damaged in ("", "x", "-1", "70000"):
+        file.write_text(damaged)
+        assert kept_port(file) == int(file.read_text())

@@ -62,6 +62,11 @@ def test_what_lasts_for_three_steps_is_told(alarms: Alarms, changes: dict[str, f
     assert kinds(alarms, 21, 22, **changes) == [], "two steps may be odd"
 
 
+def test_a_policy_that_nearly_always_succeeds_may_be_sure_of_itself(alarms: Alarms) -> None:
+    assert kinds(alarms, 6, 20, sampling__entropy=0.05, reward__mean=0.85) == []
+    assert kinds(alarms, 21, 23, sampling__entropy=0.05, reward__mean=0.75) == [(23, RunAlarm.ENTROPY_COLLAPSE)]
+
+
 def test_all_rewards_equal_is_told_with_the_reward(alarms: Alarms) -> None:
     alike = {**HEALTHY, "reward/std": 0.0, "reward/min": 1.0, "reward/max": 1.0}
     told = [one for step in range(6, 9) for one in alarms.due(step, alike, [])]
