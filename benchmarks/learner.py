@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -244,10 +245,11 @@ def padded(batch: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    def pad(rows: list[list[int]], side: str) -> tuple[Any, Any]:
+    def pad(rows: Iterable[list[int]], side: str) -> tuple[Any, Any]:
         tensors = [torch.tensor(row) for row in rows]
         masks = [torch.ones_like(tensor) for tensor in tensors]
-        return tuple(pad_sequence(given, batch_first=True, padding_side=side) for given in (tensors, masks))
+        ids, mask = (pad_sequence(given, batch_first=True, padding_side=side) for given in (tensors, masks))
+        return ids, mask
 
     micro_batches = []
     for start in range(0, len(batch["sequences"]), ROWS):
@@ -441,7 +443,7 @@ def parts_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def verdict(rows: list[dict[str, Any]]) -> str:
     """What was aimed at, and what was reached."""
-    reached = {}
+    reached: dict[int, list[tuple[float, float]]] = {}
     for row in rows:
         ours, trl = row["cells"].get("ours, shared"), row["cells"].get("trl")
         if ours and trl:

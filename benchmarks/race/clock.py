@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +46,7 @@ def run_watched(argv: Sequence[str], environment: Mapping[str, str], out: Path) 
 
 def cpu_s(root: int) -> dict[str, float]:
     """Seconds so far of ``root`` and its descendants, those that have ended included, by what they are."""
-    used: Counter[str] = Counter()
+    used: defaultdict[str, float] = defaultdict(float)
     for pid in process_tree(root):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -69,8 +69,8 @@ class CpuTime:
 
     def __init__(self, path: Path) -> None:
         self._samples = [json.loads(line) for line in path.read_text().splitlines()]
-        self._moments = [sample["at"] for sample in self._samples]
-        self._totals = [sum(sample["by"].values()) for sample in self._samples]
+        self._moments: list[float] = [sample["at"] for sample in self._samples]
+        self._totals: list[float] = [sum(sample["by"].values()) for sample in self._samples]
 
     def at(self, moment: float) -> float:
         after = min(max(bisect_left(self._moments, moment), 1), len(self._moments) - 1)

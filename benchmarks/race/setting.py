@@ -58,7 +58,7 @@ class RaceSetting:
     @classmethod
     def of(cls, spec: JobSpec) -> Self:
         _check(spec)
-        objective, optimizer = spec.objective, spec.optimizer
+        objective, optimizer, limits = spec.objective, spec.optimizer, spec.episode_limits(0)
         return cls(
             seed=spec.seed,
             steps=spec.steps,
@@ -74,9 +74,9 @@ class RaceSetting:
             weight_decay=optimizer.weight_decay,
             max_grad_norm=optimizer.max_grad_norm or 0.0,  # where 0 is TRL's word for never
             temperature=spec.sampling.temperature,
-            max_turns=spec.limits.max_turns,
+            max_turns=limits.max_turns,
             max_turn_tokens=spec.sampling.max_new_tokens,
-            max_context_tokens=spec.limits.max_context_tokens,
+            max_context_tokens=limits.max_context_tokens,
         )
 
     @property
