@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 TARGETS = (0.8, 0.9)
 SIDES = ("trl", "ours")
 # Dense where the targets are passed; the last step is judged in any case.
-JUDGED_AT = (4, 6, 8, 10, 12, 14, 20, 24, 30, 40)
+JUDGED_AT = (4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 50)
 
 
 def race_spec(model: Path, seed: int, steps: int | None) -> JobSpec:

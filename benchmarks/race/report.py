@@ -39,9 +39,7 @@ writing of these weights is not counted either; ours publishes them as part of i
 
 {whole}
 
-CPU is what all processes of the side computed. Where it is much less than the wall time, other programs used the core.
-A busy core is shared out by process, so a side of several processes gets more of it than a side of one: then the wall
-times favour ours, and CPU is the fairer reading. The aim is therefore held against the smaller of the two ratios.
+CPU is what all processes of the side computed. {reading}
 
 ## Where the time goes
 
@@ -63,6 +61,13 @@ brackets):
 {differences}
 """
 
+ON_ONE_CORE = """Where it is much less than the wall time, other programs used the core.
+A busy core is shared out by process, so a side of several processes gets more of it than a side of one: then the wall
+times favour ours, and CPU is the fairer reading. The aim is therefore held against the smaller of the two ratios."""
+ON_SEVERAL = """TRL is one process, which takes turns at sampling and learning, so
+with one thread it leaves the other core idle; ours samples and learns at once, in several processes with one thread
+each. That is part of what is compared: the aim is held against the wall time, and the CPU says what it cost."""
+
 
 def page(found: Mapping[str, Any]) -> str:
     races = found["races"]
@@ -79,7 +84,8 @@ def page(found: Mapping[str, Any]) -> str:
             ("seed", "target", "TRL: step", "wall", "CPU", "ours: step", "wall", "CPU", "faster (wall)", "(CPU)"),
             (row for seed, race in races.items() for row in _target_rows(seed, race)),
         ),
-        verdict=_verdict(races),
+        verdict=_verdict(races, found["cores"]),
+        reading=ON_ONE_CORE if found["cores"] == 1 else ON_SEVERAL,
         picture="trl_race.png",
         whole=_table(
             ("seed", "", "before", "after", "wall", "CPU", "wall a step", "CPU a step", "loading, not counted", "load"),
@@ -112,7 +118,7 @@ def _reached(point: Mapping[str, Any] | None) -> Sequence[str]:
     return str(point["step"]), f"{point['wall_s']:.0f} s", f"{point['cpu_s']:.0f} s"
 
 
-def _verdict(races: Mapping[str, Any]) -> str:
+def _verdict(races: Mapping[str, Any], cores: int) -> str:
     said = []
     for target in next(iter(races.values()))["trl"]["to"]:
         pairs = [(race["trl"]["to"][target], race["ours"]["to"][target]) for race in races.values()]
@@ -123,9 +129,10 @@ def _verdict(races: Mapping[str, Any]) -> str:
         wall, cpu = (
             statistics.median(theirs[unit] / ours[unit] for theirs, ours in both) for unit in ("wall_s", "cpu_s")
         )
+        held_against = min(wall, cpu) if cores == 1 else wall
         said.append(
             f"{target}: {wall:.2f} times faster by wall time, {cpu:.2f} times by CPU time (medians of {len(both)} of "
-            f"{len(races)} seeds); the aim of {AIM:g} is {'met' if min(wall, cpu) >= AIM else 'NOT met'}."
+            f"{len(races)} seeds); the aim of {AIM:g} is {'met' if held_against >= AIM else 'NOT met'}."
         )
     return "  \n".join(said)
 
