@@ -249,7 +249,7 @@ def plot(done: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7.5), layout="constrained", sharey=True)
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 9.5), layout="constrained", sharey=True)
     for axis, staleness in zip(axes[0], STALENESS, strict=True):
         _curves(axis, done, lambda cell, s=staleness: cell.table == "main" and cell.staleness == s)  # type: ignore[misc]
         axis.set_title(f"staleness {staleness}")
@@ -261,7 +261,7 @@ def plot(done: Sequence[Row], path: Path) -> None:
         axis.set(xlabel="step", ylim=(0, 1))
         axis.grid(alpha=0.3)
         if axis.lines:
-            axis.legend(loc="lower right", fontsize=7)
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=8, frameon=False)
     for axis in axes[:, 0]:
         axis.set_ylabel("held-out success")
     figure.savefig(path, dpi=110)
