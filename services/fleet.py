@@ -1,9 +1,9 @@
 """Which engines, trainers and workers there are, and which engine serves which job.
 
 The rule: an engine serves one job at a time; the binding names job, epoch and token, and is replaced only by the same
-job's newer owner, or when its job is over. Presence is a counter that rises with every registration: who wants to know
-whether one is alive watches it. Who was silent while all others registered hundreds of times is forgotten. It routes
-nothing.
+job's newer owner, or when its job is over or nobody's. Presence is a counter that rises with every registration: who
+wants to know whether one is alive watches it. Who was silent while all others registered hundreds of times is
+forgotten. It routes nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Fleet:
             pipeline.hgetall(service_key("engine_states"))
             pipeline.hkeys(service_key("engine_drains"))
             bindings, states, drains = await pipeline.execute()
+        bindings = await self._without_void(bindings)
         return _described(records, bindings, states, drains)
 
     async def drain_engine(self, engine_id: str, wanted: bool) -> None:
@@ -61,6 +62,7 @@ class Fleet:
             pipeline.hgetall(service_key("engine_states"))
             pipeline.hkeys(service_key("engine_drains"))
             *replies, bindings, states, drains = await pipeline.execute()
+        bindings = await self._without_void(bindings)
         found = {
             kind: _merged(records, beats)
             for kind, records, beats in zip(_KINDS, replies[::2], replies[1::2], strict=True)
@@ -77,7 +79,7 @@ class Fleet:
     async def bind(self, job: str, token: str, engine_id: str) -> bool:
         binding = await self._binding(job, token)
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)
-        replaceable = held if held is not None and await self._is_void(held.decode(), binding) else ""
+        replaceable = held if held is not None and await self._may_be_replaced(held.decode(), binding) else ""
         return bool(await self._functions.call("bind_engine", service_keys(), engine_id, binding, replaceable))
 
     async def mark(self, job: str, token: str, engine_id: str, state: Mapping[str, Any]) -> bool:
@@ -103,14 +105,27 @@ class Fleet:
             raise Fenced(f"engine for job {job}")
         return f"{job}/{int(epoch)}/{token}"
 
-    async def _is_void(self, held: str, wanted: str) -> bool:
-        """Whether the binding is of an earlier owner of the same job, or its job is over or gone."""
+    async def _may_be_replaced(self, held: str, wanted: str) -> bool:
+        """Whether the binding is of an earlier owner of the same job, or void."""
         bound_job, bound_epoch, _ = held.split("/")
         job, epoch, _ = wanted.split("/")
         if bound_job == job:
             return int(bound_epoch) < int(epoch)
-        status, finished_at = await self._redis.hmget(job_key(bound_job, "job"), ["status", "finished_at"])
-        return status is None or finished_at is not None
+        return await self._is_void(bound_job)
+
+    async def _without_void(self, bindings: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+        """Who held an engine and was killed has not given it back."""
+        jobs = {binding.decode().split("/")[0] for binding in bindings.values()}
+        void = {job for job in jobs if await self._is_void(job)}
+        return {name: held for name, held in bindings.items() if held.decode().split("/")[0] not in void}
+
+    async def _is_void(self, job: str) -> bool:
+        """Whether a binding of this job binds nobody: it is over or gone, or no trainer owns it."""
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
+            pipeline.hget(job_key(job, "trainer"), "token")
+            (status, finished_at), token = await pipeline.execute()
+        return status is None or finished_at is not None or not token
 
     async def _records(self, kind: Kind) -> list[dict[str, Any]]:
         async with self._redis.pipeline(transaction=True) as pipeline:
@@ -131,11 +146,14 @@ def _described(
     states: Mapping[bytes, bytes],
     drains: Iterable[bytes],
 ) -> list[dict[str, Any]]:
-    """Engines with who holds them, what that one said, and whether they drain."""
+    """Engines with who holds them, what that one says, and whether they drain."""
     bound = {name.decode(): binding.decode().split("/")[0] for name, binding in bindings.items()}
     told = {name.decode(): json.loads(state) for name, state in states.items()}
     draining = {name.decode(): {"draining": True} for name in drains}
     return [
-        record | {"job": bound.get(record["id"])} | draining.get(record["id"], {}) | told.get(record["id"], {})
+        record
+        | {"job": bound.get(record["id"])}
+        | draining.get(record["id"], {})
+        | (told.get(record["id"], {}) if record["id"] in bound else {})
         for record in records
     ]

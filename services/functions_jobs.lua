@@ -317,6 +317,14 @@ register("release", FREES, function(keys, args)
   return 1
 end)
 
+local function disown(K, now, code, message)
+  redis.call("HSET", K.trainer, "token", "")
+  end_attempt(K, now, code, message)
+  set_reason(K, code, message, now)
+  revise(K)
+  emit_status(K, redis.call("HGET", K.job, "status"))
+end
+
 -- token, now, code and message of the cause: an attempt that its own trainer ends, and that counts like a lost one
 register("end_attempt", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
@@ -327,11 +335,19 @@ register("end_attempt", FREES, function(keys, args)
   if owner ~= args[1] then
     return refuse("FENCED", "end of the attempt")
   end
-  redis.call("HSET", K.trainer, "token", "")
-  end_attempt(K, args[2], args[3], args[4])
-  set_reason(K, args[3], args[4], args[2])
-  revise(K)
-  emit_status(K, redis.call("HGET", K.job, "status"))
+  disown(K, args[2], args[3], args[4])
+  return 1
+end)
+
+-- token and beat that the caller saw stand still, now, code and message of the cause -> 1, or 0 when its owner lives or
+-- is another one: an attempt whose trainer is dead, ended by another trainer
+register("lose", FREES, function(keys, args)
+  local K = named(JOB_KEYS, keys)
+  local owner, beat = unpack(redis.call("HMGET", K.trainer, "token", "beat"))
+  if not owner or owner == "" or owner ~= args[1] or beat ~= args[2] then
+    return 0
+  end
+  disown(K, args[3], args[4], args[5])
   return 1
 end)
 

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from services.functions import Functions
 from services.job_directory import AcceptedJob, JobDirectory
 from services.jobs import (
+    LOST,
     Attempt,
     CancelManner,
     Claim,
@@ -52,6 +53,9 @@ _STATUS_FIELDS = (
 
 # States in which a trainer that is lost has failed; who is paused or ends was not training.
 _COUNTING = [status for status in sources_of(JobStatus.FAILED) if status is not JobStatus.CANCELLING]
+_Owner = tuple[str | bytes, str | bytes]
+"""The token of who owns a job, and its beat."""
+NOBODY: _Owner = ("", "")
 _TERMINAL = [status for status in JobStatus if status.is_terminal]
 
 
@@ -234,13 +238,12 @@ class JobTable:
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
         await self._functions.call("update_progress", job_keys(job), token, step, version)
 
-    async def claim(self, trainer: str, unfit: Callable[[str], str | None]) -> Claim | None:
+    async def claim(self, trainer: str, unfit: Callable[[str], str | None], lost_first: bool) -> Claim | None:
         async with self._claiming:
             await self._ensure_rebuilt()
-            for job in await self._open():
-                seen = await self._seen(job)
+            for job, seen in await self._to_be_had(lost_first):
                 try:
-                    if seen is None or await self._is_left_to_others(job, unfit):
+                    if await self._is_left_to_others(job, unfit):
                         continue
                     claim = await self._claim(job, trainer, *seen)
                 except (Missing, JobNotFound, Fenced):
@@ -250,6 +253,36 @@ class JobTable:
                 if claim is not None:
                     return claim
         return None
+
+    async def _to_be_had(self, lost_first: bool) -> list[tuple[str, _Owner]]:
+        """Jobs without an owner and those whose owner is dead, oldest first; or the latter first, and none of the
+        former while another job's owner may be dead."""
+        looked_at = {job: await self._seen(job) for job in await self._open()}
+        found = [(job, owner) for job, owner in looked_at.items() if owner is not None]
+        if not lost_first:
+            return found
+        lost = [(job, owner) for job, owner in found if owner != NOBODY]
+        if any(self._watch.is_undecided(job) for job, owner in looked_at.items() if owner is None):
+            return lost
+        return lost + [(job, owner) for job, owner in found if owner == NOBODY]
+
+    async def give_up_lost(self, own: str) -> list[str]:
+        """Take jobs other than ``own`` from owners that are dead, for whoever claims them next; which were."""
+        given_up = []
+        for job in await self._open():
+            owner = await self._seen(job) if job != own else None
+            # A server that was wiped between two of these calls has forgotten the job.
+            with contextlib.suppress(Missing, JobNotFound):
+                if owner not in (None, NOBODY) and await self._lose(job, *owner):
+                    given_up.append(job)
+        return given_up
+
+    async def _lose(self, job: str, token: str | bytes, beat: str | bytes) -> bool:
+        said = (token, beat, self._time(), LOST.code, LOST.message)
+        if not await self._functions.call("lose", job_keys(job), *said):
+            return False
+        await self._written_down(job)
+        return True
 
     async def _is_left_to_others(self, job: str, unfit: Callable[[str], str | None]) -> bool:
         spec, desired = await self._redis.hmget(job_key(job, "job"), ["spec", "desired_state"])
@@ -290,8 +323,8 @@ class JobTable:
         highest = await asyncio.to_thread(directory.highest_epoch)
         return epoch if epoch > highest else await self.raise_epoch(job, token, highest + 1)
 
-    async def _seen(self, job: str) -> tuple[str | bytes, str | bytes] | None:
-        """The owner's token and beat if the job may be had: ("", "") when nobody owns it. None: leave it alone."""
+    async def _seen(self, job: str) -> _Owner | None:
+        """The owner's token and beat if the job may be had: NOBODY when nobody owns it. None: leave it alone."""
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
             pipeline.hmget(job_key(job, "trainer"), ["token", "beat"])
@@ -299,11 +332,12 @@ class JobTable:
         if finished_at is not None:
             # Jobs leave the set of open ones here, since it lies in another slot than the job.
             await self._redis.srem(service_key("open_jobs"), job)
+            self._watch.forget(job)
             return None
         if status is None:
             return None
         if not token or token.decode() == self._unanswered.get(job):
-            return "", ""
+            return NOBODY
         return (token, beat) if self._watch.stands_still(job, (token, beat)) else None
 
     async def beat(self, job: str, token: str) -> None:

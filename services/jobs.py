@@ -94,7 +94,7 @@ def sources_of(target: JobStatus) -> list[JobStatus]:
 
 # What a person is told on entering a state, unless the caller knows better.
 _DEFAULT_REASONS = {
-    JobStatus.QUEUED: ("waiting_for_workers", "no trainer has taken the job yet"),
+    JobStatus.QUEUED: ("waiting_for_workers", "no trainer has taken the job yet; each trains one at a time"),
     JobStatus.STARTING: ("loading_model", "a trainer has taken the job and loads the model"),
     JobStatus.RUNNING: ("waiting_for_trajectories", "episodes are running"),
     JobStatus.PAUSING: ("user_paused", "the job pauses between two steps"),
@@ -152,6 +152,7 @@ def fits(_spec: str) -> str | None:
 
 
 HANDED_OVER = StatusReason("handed_over", "its trainer was asked to stop")
+LOST = StatusReason("trainer_lost", "its sign of life stood still for a whole lease")
 """Why an attempt ended, where nothing else is said."""
 
 

@@ -16,6 +16,8 @@ class _Sighting:
     beat: Hashable
     since: float
     last_look: float
+    has_moved: bool = False
+    """Whether the beat was seen to change, without a gap in the looking."""
 
 
 class BeatWatch:
@@ -30,11 +32,17 @@ class BeatWatch:
         """Whether ``beat`` (token and counter) of ``holder`` was seen unchanged for the whole patience."""
         now = self._clock()
         seen = self._sightings.get(holder)
-        if seen is None or seen.beat != beat or now - seen.last_look > self._patience_s / 2:
-            self._sightings[holder] = _Sighting(beat, now, now)
+        was_watched = seen is not None and now - seen.last_look <= self._patience_s / 2
+        if seen is None or seen.beat != beat or not was_watched:
+            self._sightings[holder] = _Sighting(beat, now, now, has_moved=was_watched)
             return False
         seen.last_look = now
         return now - seen.since >= self._patience_s
+
+    def is_undecided(self, holder: Hashable) -> bool:
+        """Whether it was looked at, and has neither moved yet nor stood still for long enough."""
+        seen = self._sightings.get(holder)
+        return seen is not None and not seen.has_moved and seen.last_look - seen.since < self._patience_s
 
     def forget(self, holder: Hashable) -> None:
         self._sightings.pop(holder, None)

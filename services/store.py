@@ -181,16 +181,26 @@ class Store:
 
     # The trainer's lease on a job
 
-    async def claim_job(self, trainer: str, *, unfit: Callable[[str], str | None] = fits) -> Claim | None:
+    async def claim_job(
+        self, trainer: str, *, unfit: Callable[[str], str | None] = fits, lost_first: bool = False
+    ) -> Claim | None:
         """A job that waits, or whose trainer's beat stood still for a whole lease; None when there is none.
 
         ``unfit`` says of a specification why this trainer cannot train it: it is left to others, and told so while it
         is queued. Say the same on all trainers. Whoever comes may end what its user has cancelled.
 
+        ``lost_first``: jobs of dead trainers come first, and one that waits is left waiting while it is not known yet
+        whether another's trainer is dead. A trainer that starts again goes on with what it had.
+
         Idle trainers call this at least twice per lease: a beat must be watched before it counts as standing still.
         A taken-over job has one attempt and one epoch more, and starts again, unless it is paused or cancelling.
         """
-        return await self._jobs.claim(trainer, unfit)
+        return await self._jobs.claim(trainer, unfit, lost_first)
+
+    async def give_up_lost_jobs(self, own: str) -> list[str]:
+        """Jobs other than ``own`` whose trainer's beat stood still for a whole lease have none from now on: they wait
+        for one, and hold no engine. Busy trainers call this at least twice per lease; idle ones claim such jobs."""
+        return await self._jobs.give_up_lost(own)
 
     async def beat_trainer(self, job: str, token: str) -> None:
         """Renew the lease, at least every fifth of its length. Raises Fenced."""

@@ -25,7 +25,7 @@ from services.api.limits import RateLimit
 
 # Health says nothing about jobs; the document of the routes is the same for everyone.
 # The pages are an empty shell, the same for everyone; what they show they ask the API for, with the key of who looks.
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/metrics", "/ui", "/docs"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/metrics", "/", "/ui", "/docs"})
 OPEN_FOLDER = "/ui/"
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})

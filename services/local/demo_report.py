@@ -105,8 +105,8 @@ def summary(result: DemoResult, picture: Path, peak_bytes: int | None) -> str:
     minutes, seconds = divmod(round(result.training_s), 60)
     memory = "not told by this system" if peak_bytes is None else f"{peak_bytes / 2**30:.2f} GiB at the most"
     return (
-        f"\nheld-out success   {result.before:.0%} before, {result.after:.0%} after {result.steps} steps "
-        f"({100 * result.gain:+.0f} points) in {minutes} min {seconds:02d} s\n"
+        f"\nheld-out success   {result.before:.1%} before, {result.after:.1%} after {result.steps} steps "
+        f"({100 * result.gain:+.1f} points) in {minutes} min {seconds:02d} s\n"
         f"asynchronous       {result.mixed_versions_share:.0%} of the trained episodes hold tokens of more than one "
         f"version; mean staleness {result.staleness_mean:.2f} steps\n"
         f"provenance         {result.provenance}\n"

@@ -55,9 +55,17 @@ def look_after(stack: Stack, logs: LogView) -> NoReturn:
     supervisor = Supervisor(stack, lambda line: console.print(Text(line, style="bold yellow"), soft_wrap=True))
     while True:
         for line in logs.news():
-            console.print(line, soft_wrap=not console.is_terminal)
+            show(console, line)
         supervisor.look()
         time.sleep(CHECK_S)
+
+
+def show(console: Console, line: Text) -> None:
+    """Cut to the width of a terminal; whole where somebody else reads."""
+    if console.is_terminal:
+        console.print(line, no_wrap=True, overflow="ellipsis")
+    else:
+        console.print(line, soft_wrap=True)
 
 
 def _console() -> Console:

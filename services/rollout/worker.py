@@ -256,12 +256,13 @@ class Worker:
         await self._report_once()
 
     async def _report(self) -> None:
-        logged = self._clock()
+        logged, said = self._clock(), {"num_episodes": 0}
         while True:
             await self._report_once()
-            if self._clock() - logged >= LOG_S:
-                logged = self._clock()
-                get_logger().info("progress", num_episodes=self._num_episodes(), **self.counters.snapshot())
+            progress = {"num_episodes": self._num_episodes(), **self.counters.snapshot()}
+            if self._clock() - logged >= LOG_S and progress != said:
+                logged, said = self._clock(), progress
+                get_logger().info("progress", **progress)
             await asyncio.sleep(REPORT_S)
 
     async def _report_once(self) -> None:

@@ -102,7 +102,7 @@ class TrainerWorker:
     async def _claim(self) -> Claim | None:
         try:
             await self._release_what_was_left()
-            return await self._store.claim_job(self._name, unfit=self._unfit)
+            return await self._store.claim_job(self._name, unfit=self._unfit, lost_first=True)
         except Exception as error:
             if not is_away(error):
                 raise
@@ -146,7 +146,7 @@ class TrainerWorker:
             if job.desired_state == "cancelled" and self._unfit(job.spec) is not None:
                 raise Cancelled
             watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, run, stop, leaving)
-            await first_to_end(run.run(), self._beat(claim), *watching)
+            await first_to_end(run.run(), self._beat(claim), self._free_what_the_lost_held(claim), *watching)
             if run.has_left:
                 raise Stopped
             if run.cancelled is not None:
@@ -178,6 +178,14 @@ class TrainerWorker:
     async def _beat(self, claim: Claim) -> None:
         while True:
             await self._store.beat_trainer(claim.job_id, claim.token)
+            await asyncio.sleep(self.beat_s)
+
+    async def _free_what_the_lost_held(self, claim: Claim) -> None:
+        """Above all the engines of a job whose trainer died while all others are busy: this job may wait for them."""
+        while True:
+            with unless_away():
+                for job in await self._store.give_up_lost_jobs(claim.job_id):
+                    get_logger().warning("the trainer of another job was lost; that job waits for one", job=job)
             await asyncio.sleep(self.beat_s)
 
     async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event, leaving: asyncio.Event) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from services.jobs import (
     HANDED_OVER,
+    LOST,
     TRANSITIONS,
     Attempt,
     CancelManner,
@@ -43,7 +44,6 @@ from services.twin.world import TwinJob, World
 # In these an attempt says nothing about the job: its trainer was not meant to make a step.
 _NOT_COUNTING = (JobStatus.PAUSED, JobStatus.CANCELLING)
 ATTEMPTS_KEPT = 20
-_LOST = StatusReason("trainer_lost", "its sign of life stood still for a whole lease")
 
 
 class TwinJobs:
@@ -199,11 +199,13 @@ class TwinJobs:
 
     # The trainer's lease
 
-    async def claim_job(self, trainer: str, *, unfit: Callable[[str], str | None] = fits) -> Claim | None:
-        for name in sorted(self._world.jobs):
+    async def claim_job(
+        self, trainer: str, *, unfit: Callable[[str], str | None] = fits, lost_first: bool = False
+    ) -> Claim | None:
+        for name in self._to_be_had(lost_first):
             job = self._world.jobs[name]
             is_idle = job.desired_state is DesiredState.PAUSED and job.status in (JobStatus.QUEUED, JobStatus.PAUSED)
-            if job.finished_at is not None or not self._is_free(name, job) or is_idle:
+            if is_idle:
                 continue
             if job.desired_state is not DesiredState.CANCELLED and (problem := unfit(job.spec)) is not None:
                 if job.status is JobStatus.QUEUED:
@@ -213,7 +215,7 @@ class TwinJobs:
                 continue
             job.trainer, job.beat = uuid4().hex, 0
             job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
-            self._end_attempt(job, _LOST)
+            self._end_attempt(job, LOST)
             job.attempts = [*job.attempts, Attempt(job.attempt, job.epoch, trainer, self._time())][-ATTEMPTS_KEPT:]
             job.barren_attempts += job.status not in _NOT_COUNTING
             self._watch.forget(name)
@@ -224,6 +226,25 @@ class TwinJobs:
             return Claim(name, job.trainer, epoch=job.epoch, attempt=job.attempt)
         return None
 
+    def _to_be_had(self, lost_first: bool) -> list[str]:
+        jobs = {name: job for name, job in sorted(self._world.jobs.items()) if job.finished_at is None}
+        free = {name: self._is_free(name, job) for name, job in jobs.items()}
+        names = [name for name in jobs if free[name]]
+        if not lost_first:
+            return names
+        lost = [name for name in names if jobs[name].trainer]
+        if any(self._watch.is_undecided(name) for name in jobs if not free[name]):
+            return lost
+        return lost + [name for name in names if not jobs[name].trainer]
+
+    async def give_up_lost_jobs(self, own: str) -> list[str]:
+        given_up = []
+        for name, job in sorted(self._world.jobs.items()):
+            if name != own and job.finished_at is None and job.trainer and self._is_free(name, job):
+                await self._disown(job, LOST)
+                given_up.append(name)
+        return given_up
+
     def _is_free(self, name: str, job: TwinJob) -> bool:
         return not job.trainer or self._watch.stands_still(name, (job.trainer, job.beat))
 
@@ -231,7 +252,7 @@ class TwinJobs:
         if job.status in _NOT_COUNTING or job.barren_attempts < self._max_attempts:
             return False
         self._finish(name, job)
-        self._end_attempt(job, _LOST)
+        self._end_attempt(job, LOST)
         job.trainer = ""
         message = f"{self._max_attempts} trainers in a row were lost before they made a new step"
         await self._enter(job, JobStatus.FAILED, StatusReason("max_attempts_exceeded", message))
@@ -255,10 +276,13 @@ class TwinJobs:
         if found is None or not found.trainer:
             return
         self._owned(job, token, "end of the attempt")
-        found.trainer = ""
-        self._end_attempt(found, cause)
-        self._explain(found, cause)
-        await self._tell(found, found.status)
+        await self._disown(found, cause)
+
+    async def _disown(self, job: TwinJob, cause: StatusReason) -> None:
+        job.trainer = ""
+        self._end_attempt(job, cause)
+        self._explain(job, cause)
+        await self._tell(job, job.status)
 
     def _end_attempt(self, job: TwinJob, cause: StatusReason) -> None:
         if job.attempts and job.attempts[-1].ended_at is None:

@@ -117,12 +117,12 @@ class TwinStore(TwinJobs):
         (self._world.engine_drains.add if wanted else self._world.engine_drains.discard)(engine_id)
 
     async def engines(self) -> list[dict[str, Any]]:
-        bindings, states = self._world.bindings, self._world.engine_states
+        jobs = {engine: job for engine, (job, *_) in self._world.bindings.items() if not self._is_void(job)}
         return [
             record
-            | {"job": bindings[record["id"]][0] if record["id"] in bindings else None}
+            | {"job": jobs.get(record["id"])}
             | ({"draining": True} if record["id"] in self._world.engine_drains else {})
-            | states.get(record["id"], {})
+            | (self._world.engine_states.get(record["id"], {}) if record["id"] in jobs else {})
             for record in self._records("engine")
         ]
 
@@ -131,20 +131,21 @@ class TwinStore(TwinJobs):
         if engine_id not in self._world.fleet["engine"]:
             raise Missing(f"engine {engine_id}")
         wanted, held = (job, found.epoch, token), self._world.bindings.get(engine_id)
-        if held not in (None, wanted) and not self._is_void(held, wanted):
+        if held not in (None, wanted) and not self._may_be_replaced(held, wanted):
             return False
         if held != wanted:
             self._world.engine_states.pop(engine_id, None)
         self._world.bindings[engine_id] = wanted
         return True
 
-    def _is_void(self, held: tuple[str, int, str] | None, wanted: tuple[str, int, str]) -> bool:
-        """Whether the binding is of an earlier owner of the same job, or its job is over or gone."""
+    def _may_be_replaced(self, held: tuple[str, int, str] | None, wanted: tuple[str, int, str]) -> bool:
+        """Whether the binding is of an earlier owner of the same job, or void."""
         assert held is not None
-        if held[0] == wanted[0]:
-            return held[1] < wanted[1]
-        bound = self._world.jobs.get(held[0])
-        return bound is None or bound.finished_at is not None
+        return held[1] < wanted[1] if held[0] == wanted[0] else self._is_void(held[0])
+
+    def _is_void(self, job: str) -> bool:
+        bound = self._world.jobs.get(job)
+        return bound is None or bound.finished_at is not None or not bound.trainer
 
     async def mark_engine(self, job: str, token: str, engine_id: str, state: Mapping[str, Any]) -> bool:
         if not self._is_bound_to(job, token, engine_id):

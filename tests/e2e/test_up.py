@@ -122,3 +122,33 @@ def test_a_stack_that_is_started_again_goes_on_with_its_job(model_dir: Path, tmp
         assert [one["id"] for one in client.jobs()] == [job]
         up.until(lambda: client.job(job)["status"] == "succeeded")
         assert "trainer    step  step=1 " not in up.printed
+
+
+def test_a_trainer_that_is_killed_goes_on_with_its_job_before_it_takes_another(model_dir: Path, tmp_path: Path) -> None:
+    """The one engine is bound to the first job: were the second one taken first, none of them would go on."""
+    spec = changed(demo_spec(model_dir, 0), {"steps": 6, "evaluation": None, "groups_per_step": 4})
+    with running(tmp_path, model_dir) as up, Client(up.url) as client:
+        first, second = (client.create_job(spec)["id"] for _ in range(2))
+        wait_for_step(client, first, 2)
+        os.kill(up.pid_of(r"services\.trainer"), signal.SIGKILL)
+        up.until(lambda: client.job(first)["status"] == "succeeded")
+        up.until(lambda: client.job(second)["status"] == "succeeded")
+        assert [client.job(job)["attempt"] for job in (first, second)] == [2, 1]
+
+
+def test_a_job_that_is_cancelled_after_everything_was_killed_leaves_its_engine_to_the_next(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    spec = changed(demo_spec(model_dir, 0), {"steps": 3, "evaluation": None, "groups_per_step": 4})
+    up = Up(tmp_path, model_dir)
+    with Client(up.url) as client:
+        lost = client.create_job(changed(spec, {"steps": 50}))["id"]
+        wait_for_step(client, lost, 2)
+        up.process.kill()
+        up.process.wait()
+        up.reader.join()
+    with running(tmp_path, model_dir) as up, Client(up.url) as client:
+        client.cancel(lost)
+        following = client.create_job(spec)["id"]
+        up.until(lambda: client.job(following)["status"] == "succeeded")
+        assert client.job(lost)["status"] == "cancelled"

@@ -294,3 +294,99 @@ async def test_the_queue_ends_with_its_job(store: Store, bus: Bus, claim: Claim,
     with pytest.raises(Fenced):
         await bus.append(job, token, [Append(first.key, 0, 1, b"z", True)])
     assert await bus.reap(job) == 0
+
+
+# Several jobs, and a trainer that dies
+
+
+async def idle_for_a_while(store: Store, clock: Clock, seconds: float) -> list[Claim]:
+    """Claims that an idle trainer got, asking as it does."""
+    claims = []
+    until = clock.now + seconds
+    while clock.now < until:
+        if claim := await store.claim_job("restarted", lost_first=True):
+            claims.append(claim)
+        clock.now += LEASE_S / 10
+    return claims
+
+
+async def test_a_trainer_that_starts_again_goes_on_with_what_it_had(
+    store: Store, claim: Claim, redis_client: Redis
+) -> None:
+    clock = Clock()
+    waiting = await store.create_job("{}")
+    restarted = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    assert await idle_for_a_while(restarted, clock, LEASE_S) == [], "whether its first job is lost is not known yet"
+    (got,) = await idle_for_a_while(restarted, clock, LEASE_S / 10)
+    assert (got.job_id, got.epoch) == (claim.job_id, claim.epoch + 1)
+    assert (await store.get_job(waiting.id)).attempt == 0
+
+
+async def test_a_job_that_waits_is_had_as_soon_as_the_others_are_seen_alive(
+    store: Store, claim: Claim, redis_client: Redis
+) -> None:
+    clock = Clock()
+    waiting = await store.create_job("{}")
+    new = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    assert await new.claim_job("new", lost_first=True) is None
+    clock.now += LEASE_S / 10
+    await store.beat_trainer(claim.job_id, claim.token)
+    got = await new.claim_job("new", lost_first=True)
+    assert got is not None
+    assert got.job_id == waiting.id
+    assert (await store.get_job(claim.job_id)).attempt == 1
+
+
+async def test_a_busy_trainer_frees_what_a_lost_one_held(store: Store, claim: Claim, redis_client: Redis) -> None:
+    clock = Clock()
+    await store.set_status(claim.job_id, "running", token=claim.token)
+    await store.create_job("{}")
+    busy = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    own = await busy.claim_job("busy")
+    assert own is not None
+    await store.register_engine({"id": "e"})
+    assert await store.bind_engine(claim.job_id, claim.token, "e")
+    await store.mark_engine(claim.job_id, claim.token, "e", {"state": "ready"})
+    given_up = []
+    for _ in range(12):
+        given_up += await busy.give_up_lost_jobs(own.job_id)
+        clock.now += LEASE_S / 10
+    assert given_up == [claim.job_id]
+    lost = await store.get_job(claim.job_id)
+    assert (lost.status_reason.code, lost.attempts[-1].code) == ("trainer_lost",) * 2  # type: ignore[union-attr]
+    (engine,) = await store.engines()
+    assert (engine["job"], engine.get("state")) == (None, None)
+    assert await busy.bind_engine(own.job_id, own.token, "e")
+    with pytest.raises(Fenced):
+        await store.beat_trainer(claim.job_id, claim.token)
+    assert (await store.claim_job("heir")).job_id == claim.job_id  # type: ignore[union-attr]
+
+
+async def test_who_beats_is_not_given_up(store: Store, claim: Claim, redis_client: Redis) -> None:
+    clock = Clock()
+    busy = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    for _ in range(30):
+        assert await busy.give_up_lost_jobs("another") == []
+        clock.now += LEASE_S / 4
+        await store.beat_trainer(claim.job_id, claim.token)
+
+
+async def test_a_beat_between_the_look_and_the_taking_saves_the_job(
+    store: Store, claim: Claim, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    busy = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    seen = busy._jobs._seen
+
+    async def and_then_it_wakes(job: str) -> object:
+        found = await seen(job)
+        await store.beat_trainer(claim.job_id, claim.token)
+        return found
+
+    for _ in range(11):
+        assert await busy.give_up_lost_jobs("another") == []
+        clock.now += LEASE_S / 10 - 0.001
+    clock.now += 0.1
+    monkeypatch.setattr(busy._jobs, "_seen", and_then_it_wakes)
+    assert await busy.give_up_lost_jobs("another") == []
+    await store.beat_trainer(claim.job_id, claim.token)

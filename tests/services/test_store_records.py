@@ -278,7 +278,11 @@ async def test_an_engine_of_a_finished_job_is_free(store: Store, claim: Claim) -
     assert other is not None
     await store.register_engine({"id": "e"})
     await store.bind_engine(claim.job_id, claim.token, "e")
+    await store.mark_engine(claim.job_id, claim.token, "e", {"state": "ready"})
     await store.set_status(claim.job_id, "failed", token=claim.token)
+    (engine,) = await store.engines()
+    assert (engine["job"], engine.get("state")) == (None, None), "its trainer may have died before it gave it back"
+    assert (await store.processes())[2][0]["job"] is None
     assert await store.bind_engine(other.job_id, other.token, "e") is True
 
 

@@ -35,6 +35,7 @@ HEADERS = {
 }
 
 
+@router.get("/")
 @router.get("/ui")
 async def ui() -> Response:
     return RedirectResponse("/ui/")
