@@ -9,7 +9,7 @@ forgotten. It routes nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from services.functions import Functions
@@ -111,21 +111,23 @@ class Fleet:
         job, epoch, _ = wanted.split("/")
         if bound_job == job:
             return int(bound_epoch) < int(epoch)
-        return await self._is_void(bound_job)
+        return bound_job in await self._void([bound_job])
 
     async def _without_void(self, bindings: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
         """Who held an engine and was killed has not given it back."""
-        jobs = {binding.decode().split("/")[0] for binding in bindings.values()}
-        void = {job for job in jobs if await self._is_void(job)}
-        return {name: held for name, held in bindings.items() if held.decode().split("/")[0] not in void}
+        jobs = {name: held.decode().split("/")[0] for name, held in bindings.items()}
+        void = await self._void(set(jobs.values()))
+        return {name: held for name, held in bindings.items() if jobs[name] not in void}
 
-    async def _is_void(self, job: str) -> bool:
-        """Whether a binding of this job binds nobody: it is over or gone, or no trainer owns it."""
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
-            pipeline.hget(job_key(job, "trainer"), "token")
-            (status, finished_at), token = await pipeline.execute()
-        return status is None or finished_at is not None or not token
+    async def _void(self, jobs: Collection[str]) -> set[str]:
+        """Jobs whose bindings bind nobody: they are over or gone, or no trainer owns them."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for job in jobs:
+                pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
+                pipeline.hget(job_key(job, "trainer"), "token")
+            replies = await pipeline.execute() if jobs else []
+        looked_at = zip(jobs, replies[::2], replies[1::2], strict=True)
+        return {job for job, (status, finished_at), token in looked_at if not status or finished_at or not token}
 
     async def _records(self, kind: Kind) -> list[dict[str, Any]]:
         async with self._redis.pipeline(transaction=True) as pipeline:

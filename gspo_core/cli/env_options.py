@@ -107,6 +107,10 @@ def _call(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
+    if arguments.ref.endswith(".py"):
+        from gspo_core.cli import CommandError
+
+        raise CommandError(f"{arguments.ref} is a file; say which class of it, as in {arguments.ref}:MyClass")
     if ":" not in arguments.ref:
         return _call("validate")(arguments)
     from gspo_core.cli import env

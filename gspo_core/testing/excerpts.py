@@ -67,7 +67,7 @@ async def play(
 def _by_oracle(environment: Environment, task: Mapping[str, Any]) -> list[ParsedTurn]:
     oracle = oracle_of(environment)
     if oracle is None:
-        raise LookupError(f"{environment.name} has no oracle: say what the policy does in `turns`")
+        raise LookupError(f"{environment.name} has no oracle: say what the policy does in `turns` (`--turns`)")
     return [as_turn(action) for action in oracle(**task)][:MAX_TURNS]
 
 

@@ -32,7 +32,7 @@ from services.local.memory import PeakMemory
 from services.local.provenance import Provenance, check_provenance
 from services.local.side_by_side import play_both, show
 from services.local.stack import Stack, StackConfig, StackError, check_place, terminate_as_interrupt
-from services.local.up import greeting, look_after
+from services.local.up import greeting, look_after, typed_gspo
 from services.weights import WeightStore
 
 
@@ -189,7 +189,7 @@ def demonstrate(spec: JobSpec, run_dir: Path, *, expected_points: float | None, 
         found = shortcomings(result, expected_points)
         for one in found:
             print(f"demo: {one}", file=sys.stderr)
-        print(f"look at this run again  gspo up --data-dir {run_dir} --model {model_dir}\n", flush=True)
+        print(f"look at this run again  {typed_gspo()} up --data-dir {run_dir} --model {model_dir}\n", flush=True)
         if keep:
             stay(stack, model_dir, logs)
     if keep:  # said when it is so

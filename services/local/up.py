@@ -6,6 +6,7 @@ A process that dies is started again; a stack that is started again in the same 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from services.local.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 CHECK_S = 0.5
 
@@ -74,6 +76,11 @@ def _console() -> Console:
     return Console(highlight=False, markup=False)
 
 
+def typed_gspo() -> str:
+    """The command as it can be typed here: `make` has no activated environment."""
+    return "gspo" if shutil.which("gspo") else os.path.relpath(Path(sys.executable).with_name("gspo"))
+
+
 def greeting(stack: Stack, model_dir: Path) -> str:
     flag = "" if stack.api_url.endswith(":8000") else f" --url {stack.api_url}"
     return (
@@ -82,6 +89,6 @@ def greeting(stack: Stack, model_dir: Path) -> str:
         f"engine  {stack.engine_url}\n"
         f"model   {model_dir}\n"
         f"logs    {stack.log_dir}   (all of them follow here)\n\n"
-        f"submit a job with: gspo submit FILE{flag}\n"
+        f"submit a job with: {typed_gspo()} submit FILE{flag}\n"
         f"Ctrl-C stops everything; what is in {stack.config.data_dir} stays, and the next start goes on with it.\n"
     )

@@ -256,7 +256,8 @@ class Worker:
         await self._report_once()
 
     async def _report(self) -> None:
-        logged, said = self._clock(), {"num_episodes": 0}
+        logged = self._clock()
+        said: Mapping[str, float] = {"num_episodes": 0}
         while True:
             await self._report_once()
             progress = {"num_episodes": self._num_episodes(), **self.counters.snapshot()}

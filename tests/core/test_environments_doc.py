@@ -59,6 +59,18 @@ def test_it_can_be_played_as_the_page_says(
     assert "reward 1" in capsys.readouterr().out
 
 
+def test_a_call_of_a_tool_that_is_not_there_is_answered_and_a_file_is_no_class(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("unpack item=tea\npack item=tea\nHere you are.\n"))
+    assert main(["env", "play", "shop.py:Shop"]) == 0
+    shown = capsys.readouterr().out
+    assert "unpack" in shown
+    assert "reward 1" in shown
+    assert main(["env", "validate", "shop.py"]) == 1
+    assert "as in shop.py:MyClass" in capsys.readouterr().err
+
+
 def test_the_line_for_tests_works(folder: Path) -> None:
     (source,) = (text for language, text in BLOCKS if "check_environment" in text and language == "python")
     exec(compile(source, "page", "exec"), {})

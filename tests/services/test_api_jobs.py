@@ -307,7 +307,9 @@ async def test_workers_and_engines_are_listed_with_whether_they_live(store: Stor
             while (found := await _alive(http)) != {"rollout-1": True, "rollout-2": False, "engine-1": False}:
                 await asyncio.sleep(0.05)
         degraded = (await http.get("/readyz")).json()["degraded"]
+        plan = (await http.post("/v1/jobs?dry_run=true", json=SPEC)).json()
         beating.cancel()
+    assert plan["capacity"] == {"num_engines": 0, "num_workers": 1}
     assert list(found) == ["rollout-1", "rollout-2", "engine-1"]
     assert degraded == ["the rollout process rollout-2 has stopped", "the engine process engine-1 has stopped"]
 

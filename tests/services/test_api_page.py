@@ -50,6 +50,10 @@ def test_the_commands(api: ApiProcess, store: Store) -> None:
     assert "event: end" in shown.stdout
 
 
+def test_the_address_alone_leads_to_the_viewer(api: ApiProcess) -> None:
+    assert httpx.get(api.url, follow_redirects=True).url.path == "/ui/"
+
+
 def test_the_python_code(api: ApiProcess, store: Store) -> None:
     shown: list[str] = []
 

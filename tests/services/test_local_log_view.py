@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from services.local.log_view import LogView
+from services.local.up import show
 
 
 def record(service: str, event: str, second: int, **further: object) -> str:
@@ -87,3 +90,15 @@ def test_a_log_that_was_emptied_is_read_from_its_start(tmp_path: Path) -> None:
     view = LogView(tmp_path)
     (tmp_path / "api.log").write_text("of today\n")
     assert shown(view) == ["api        of today"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_line_is_cut_to_the_width_of_a_terminal_and_whole_in_a_file(tmp_path: Path, is_terminal: bool) -> None:
+    view = LogView(tmp_path)
+    add(tmp_path / "engine.log", record("engine", "serving", 1, url="http://127.0.0.1:30000/" + "a b " * 60))
+    written = io.StringIO()
+    console = Console(file=written, width=60, force_terminal=is_terminal, no_color=True, highlight=False)
+    for line in view.news():
+        show(console, line)
+    (said,) = written.getvalue().splitlines()
+    assert (len(said) > 200) is not is_terminal

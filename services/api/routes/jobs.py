@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -16,11 +17,11 @@ from services.api.context import ContextOf
 from services.api.environment_refs import pin
 from services.api.errors import ApiError, documented
 from services.api.etags import IfNoneMatch, tagged
+from services.api.presence import Presence
 from services.api.requests import StrictRoute
 from services.api.stored_specs import readable_spec
 from services.api.views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
 from services.jobs import CancelManner, DesiredState, Job, JobStatus, new_job_id
-from services.store import Store
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
 
@@ -89,7 +90,7 @@ async def submit(
     caller: Caller = request.scope["caller"]
     if query.dry_run:
         spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
-        plan = await _plan(spec, context.store)
+        plan = await _plan(spec, context.presence)
         return Response(plan.model_dump_json(), media_type="application/json")
     fresh_id = new_job_id(time.time())
     job = await submitting.submit(context, spec, caller, key=idempotency_key, job_id=fresh_id)
@@ -163,10 +164,11 @@ async def cancel(id: str, query: Annotated[CancelQuery, Query()], context: Conte
     return job_view(await context.store.get_job(id))
 
 
-async def _plan(spec: JobSpec, store: Store) -> PlanView:
+async def _plan(spec: JobSpec, presence: Presence) -> PlanView:
+    alive = Counter(one["role"] for one in await presence.members() if one["alive"])
     return PlanView(
         config=spec.model_dump(mode="json"),
         warnings=spec_warnings(spec),
         estimate=estimate(spec),
-        capacity={"num_engines": len(await store.engines()), "num_workers": len(await store.workers())},
+        capacity={"num_engines": alive["engine"], "num_workers": alive["rollout"]},
     )
