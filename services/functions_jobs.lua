@@ -339,15 +339,24 @@ register("end_attempt", FREES, function(keys, args)
   return 1
 end)
 
--- token and beat that the caller saw stand still, now, code and message of the cause -> 1, or 0 when its owner lives or
--- is another one: an attempt whose trainer is dead, ended by another trainer
+-- token and beat that the caller saw stand still, now, code and message of the cause, states in which the job's reason
+-- stays -> 1, or 0 when its owner lives or is another one: an attempt whose trainer is dead, ended by another trainer
 register("lose", FREES, function(keys, args)
   local K = named(JOB_KEYS, keys)
   local owner, beat = unpack(redis.call("HMGET", K.trainer, "token", "beat"))
-  if not owner or owner == "" or owner ~= args[1] or beat ~= args[2] then
+  -- One that woke up may have ended its job between its last beat and now.
+  local is_over = redis.call("HEXISTS", K.job, "finished_at") == 1
+  if is_over or not owner or owner == "" or owner ~= args[1] or beat ~= args[2] then
     return 0
   end
-  disown(K, args[3], args[4], args[5])
+  -- Where nobody is waited for, what the job says of itself stays.
+  if contains(args, redis.call("HGET", K.job, "status"), 6) then
+    redis.call("HSET", K.trainer, "token", "")
+    end_attempt(K, args[3], args[4], args[5])
+    revise(K)
+  else
+    disown(K, args[3], args[4], args[5])
+  end
   return 1
 end)
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from pydantic import BaseModel
@@ -53,10 +53,16 @@ _STATUS_FIELDS = (
 
 # States in which a trainer that is lost has failed; who is paused or ends was not training.
 _COUNTING = [status for status in sources_of(JobStatus.FAILED) if status is not JobStatus.CANCELLING]
-_Owner = tuple[str | bytes, str | bytes]
-"""The token of who owns a job, and its beat."""
-NOBODY: _Owner = ("", "")
+NOT_COUNTING = (JobStatus.PAUSED, JobStatus.CANCELLING)
 _TERMINAL = [status for status in JobStatus if status.is_terminal]
+
+
+class _Owner(NamedTuple):
+    token: str | bytes
+    """Empty where nobody owns the job."""
+    beat: str | bytes
+    job_is_queued: bool
+    """Nobody's, and it has not begun or was left before it ran."""
 
 
 class JobTable:
@@ -245,7 +251,7 @@ class JobTable:
                 try:
                     if await self._is_left_to_others(job, unfit):
                         continue
-                    claim = await self._claim(job, trainer, *seen)
+                    claim = await self._claim(job, trainer, seen)
                 except (Missing, JobNotFound, Fenced):
                     # The server was wiped between two of these calls: nobody has the job, perhaps soon somebody else.
                     self._unanswered.pop(job, None)
@@ -255,34 +261,34 @@ class JobTable:
         return None
 
     async def _to_be_had(self, lost_first: bool) -> list[tuple[str, _Owner]]:
-        """Jobs without an owner and those whose owner is dead, oldest first; or the latter first, and none of the
-        former while another job's owner may be dead."""
+        """Jobs without an owner and those whose owner is dead, oldest first. Or those first that have begun, and no
+        others while another job's owner may be dead."""
         looked_at = {job: await self._seen(job) for job in await self._open()}
         found = [(job, owner) for job, owner in looked_at.items() if owner is not None]
         if not lost_first:
             return found
-        lost = [(job, owner) for job, owner in found if owner != NOBODY]
+        lost = [(job, owner) for job, owner in found if not owner.job_is_queued]
         if any(self._watch.is_undecided(job) for job, owner in looked_at.items() if owner is None):
             return lost
-        return lost + [(job, owner) for job, owner in found if owner == NOBODY]
+        return lost + [(job, owner) for job, owner in found if owner.job_is_queued]
 
     async def give_up_lost(self, own: str) -> list[str]:
         """Take jobs other than ``own`` from owners that are dead, for whoever claims them next; which were."""
         given_up = []
         for job in await self._open():
             owner = await self._seen(job) if job != own else None
-            # A server that was wiped between two of these calls has forgotten the job.
-            with contextlib.suppress(Missing, JobNotFound):
-                if owner not in (None, NOBODY) and await self._lose(job, *owner):
-                    given_up.append(job)
+            if owner is not None and owner.token and await self._lose(job, owner):
+                given_up.append(job)
         return given_up
 
-    async def _lose(self, job: str, token: str | bytes, beat: str | bytes) -> bool:
-        said = (token, beat, self._time(), LOST.code, LOST.message)
-        if not await self._functions.call("lose", job_keys(job), *said):
-            return False
-        await self._written_down(job)
-        return True
+    async def _lose(self, job: str, owner: _Owner) -> bool:
+        said = (owner.token, owner.beat, self._time(), LOST.code, LOST.message, *NOT_COUNTING)
+        # A server that was wiped meanwhile has forgotten the job.
+        with contextlib.suppress(Missing, JobNotFound):
+            if await self._functions.call("lose", job_keys(job), *said):
+                await self._written_down(job)
+                return True
+        return False
 
     async def _is_left_to_others(self, job: str, unfit: Callable[[str], str | None]) -> bool:
         spec, desired = await self._redis.hmget(job_key(job, "job"), ["spec", "desired_state"])
@@ -295,13 +301,13 @@ class JobTable:
             await self._functions.call("set_status", job_keys(job), *said)
         return True
 
-    async def _claim(self, job: str, trainer: str, seen_token: str | bytes, seen_beat: str | bytes) -> Claim | None:
+    async def _claim(self, job: str, trainer: str, seen: _Owner) -> Claim | None:
         token = self._unanswered.setdefault(job, uuid4().hex)
         reason = default_reason(JobStatus.STARTING)
         reply = await self._functions.call(
             "claim",
             job_keys(job),
-            *(token, trainer, seen_token, seen_beat, self._time(), reason.code, reason.message),
+            *(token, trainer, seen.token, seen.beat, self._time(), reason.code, reason.message),
             *(self._max_attempts, len(_COUNTING)),
             *_COUNTING,
             *sources_of(JobStatus.STARTING),
@@ -324,7 +330,7 @@ class JobTable:
         return epoch if epoch > highest else await self.raise_epoch(job, token, highest + 1)
 
     async def _seen(self, job: str) -> _Owner | None:
-        """The owner's token and beat if the job may be had: NOBODY when nobody owns it. None: leave it alone."""
+        """Who owns the job, if it may be had. None: leave it alone."""
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
             pipeline.hmget(job_key(job, "trainer"), ["token", "beat"])
@@ -337,8 +343,9 @@ class JobTable:
         if status is None:
             return None
         if not token or token.decode() == self._unanswered.get(job):
-            return NOBODY
-        return (token, beat) if self._watch.stands_still(job, (token, beat)) else None
+            return _Owner("", "", status.decode() == JobStatus.QUEUED)
+        owner = _Owner(token, beat, job_is_queued=False)
+        return owner if self._watch.stands_still(job, (token, beat)) else None
 
     async def beat(self, job: str, token: str) -> None:
         await self._functions.call("beat_trainer", job_keys(job), token)

@@ -26,8 +26,8 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def kept_port(file: Path, host: str = "127.0.0.1") -> int:
-    """The port that ``file`` holds, if nothing listens there; otherwise a free one, which it holds from now on.
+def kept_port(file: Path, host: str = "127.0.0.1", *, but: int = 0) -> int:
+    """The port that ``file`` holds, if nothing listens there and it is not ``but``; else a free one, kept from now on.
 
     So a server that starts again has its old address, and who knew it by that does not take it for another one.
     """
@@ -35,7 +35,7 @@ def kept_port(file: Path, host: str = "127.0.0.1") -> int:
         port = int(file.read_text())
     except (OSError, ValueError):
         port = 0
-    if not 0 < port < 2**16 or not _can_bind(host, port, after_others=True):
+    if port == but or not 0 < port < 2**16 or not _can_bind(host, port, after_others=True):
         port = free_port(host)
         file.write_text(f"{port}\n")
     return port

@@ -97,7 +97,7 @@ class Cell:
 
 def _main() -> list[Cell]:
     kinds = {
-        "gspo": ("GSPO, default (anchored on the proximal policy)", GSPO),
+        "gspo": ("GSPO, anchored on the proximal policy", GSPO),
         "behavior": ("GSPO, anchored on the sampler", BEHAVIOR),
         "grpo": ("GRPO (token level), corrected and gated alike", GRPO),
     }

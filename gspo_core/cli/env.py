@@ -128,7 +128,8 @@ def read_turn(line: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
             return ParsedTurn("", (ToolCall(None, {}, CallStatus.INVALID_JSON, line, 0, 1),))
         call = ToolCall(given.get("name"), given.get("arguments", {}), CallStatus.OK, line, 0, 1)
         return ParsedTurn("", (call,))
-    is_call = bool(rest) and all("=" in word for word in rest.split())
+    keys = [word.partition("=") for word in rest.split()]
+    is_call = bool(keys) and name.isidentifier() and all(key.isidentifier() and equals for key, equals, _ in keys)
     if not is_call and name not in {tool["function"]["name"] for tool in tools}:
         return ParsedTurn(line)
     return ParsedTurn("", (ToolCall(name, _arguments(rest), CallStatus.OK, line, 0, 1),))

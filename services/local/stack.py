@@ -116,7 +116,7 @@ class Stack:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         api_port = claim_port(config.host, config.port)
         self.api_url = f"http://{config.host}:{api_port}"
-        engine_port = 0 if config.engine_urls else kept_port(config.data_dir / "engine.port")
+        engine_port = 0 if config.engine_urls else kept_port(config.data_dir / "engine.port", but=api_port)
         self.engine_url = ",".join(config.engine_urls) or f"http://127.0.0.1:{engine_port}"
         self._start_redis()
         environment = self._environment()

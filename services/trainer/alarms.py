@@ -6,6 +6,7 @@ of the loss are those of ``gspo_core.objective``; how long something must last i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -29,9 +30,9 @@ class RunAlarm(StrEnum):
 BASELINE_STEPS = 5
 # Of that, what must be left.
 MIN_SHARE_LEFT = 0.1
-# How far the mean reward is below the best of the batch, in units of the batch's spread: a policy that is nearly always
-# as good as its best has good reason to be sure of itself.
-MIN_HEADROOM = 0.2
+# How far the mean reward is below the best of the batch, in standard deviations (of rewards 0 and 1: four of five are
+# 1). A policy that is nearly always as good as its best has good reason to be sure of itself.
+MIN_HEADROOM = 0.5
 MAX_BEYOND_CAP = 0.2
 MIN_DISK_FREE = 0.05
 # A checkpoint holds the weights and two moments in float32, and a version is written beside it.
@@ -115,8 +116,9 @@ def _shrunk(metrics: Mapping[str, float], at_first: Mapping[str, float]) -> list
 
 
 def _has_mastered(metrics: Mapping[str, float]) -> bool:
-    spread = metrics.get("reward/max", 0.0) - metrics.get("reward/min", 0.0)
-    return spread > 0 and metrics["reward/max"] - metrics["reward/mean"] < MIN_HEADROOM * spread
+    """Where all rewards are equal, another alarm says so."""
+    below_the_best = metrics.get("reward/max", math.inf) - metrics.get("reward/mean", 0.0)
+    return below_the_best <= MIN_HEADROOM * metrics.get("reward/std", 0.0)
 
 
 def _rewards(metrics: Mapping[str, float]) -> list[Alarm]:

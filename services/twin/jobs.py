@@ -232,16 +232,19 @@ class TwinJobs:
         names = [name for name in jobs if free[name]]
         if not lost_first:
             return names
-        lost = [name for name in names if jobs[name].trainer]
-        if any(self._watch.is_undecided(name) for name in jobs if not free[name]):
-            return lost
-        return lost + [name for name in names if not jobs[name].trainer]
+        waiting = [name for name in names if jobs[name].status is JobStatus.QUEUED and not jobs[name].trainer]
+        lost = [name for name in names if name not in waiting]
+        return lost if any(self._watch.is_undecided(name) for name in jobs if not free[name]) else lost + waiting
 
     async def give_up_lost_jobs(self, own: str) -> list[str]:
         given_up = []
         for name, job in sorted(self._world.jobs.items()):
             if name != own and job.finished_at is None and job.trainer and self._is_free(name, job):
-                await self._disown(job, LOST)
+                if job.status in _NOT_COUNTING:
+                    job.trainer = ""
+                    self._end_attempt(job, LOST)
+                else:
+                    await self._disown(job, LOST)
                 given_up.append(name)
         return given_up
 

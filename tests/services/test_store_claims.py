@@ -362,6 +362,68 @@ async def test_a_busy_trainer_frees_what_a_lost_one_held(store: Store, claim: Cl
     assert (await store.claim_job("heir")).job_id == claim.job_id  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("status", ["paused", "cancelling"])
+async def test_what_a_paused_or_cancelled_job_says_of_itself_stays(
+    store: Store, claim: Claim, redis_client: Redis, status: str
+) -> None:
+    clock = Clock()
+    await redis_client.hset(job_key(claim.job_id, "job"), "status", status)
+    before = (await store.get_job(claim.job_id)).status_reason
+    busy = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    for _ in range(12):
+        await busy.give_up_lost_jobs("another")
+        clock.now += LEASE_S / 10
+    lost = await store.get_job(claim.job_id)
+    assert (lost.status_reason, lost.attempts[-1].code) == (before, "trainer_lost")
+    with pytest.raises(Fenced):
+        await store.beat_trainer(claim.job_id, claim.token)
+
+
+async def test_what_was_lost_comes_before_what_waits_whoever_noticed(
+    store: Store, claim: Claim, redis_client: Redis
+) -> None:
+    """A busy trainer has watched for longer than the one that was just started again."""
+    clock = Clock()
+    lost = await store.create_job("{}", job_id="job_zzz")
+    first = await store.claim_job("killed")
+    assert first is not None
+    assert first.job_id == lost.id
+    await store.set_status(lost.id, "running", token=first.token)
+    await store.create_job("{}", job_id="job_aaa")
+    busy = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    for _ in range(12):
+        await busy.give_up_lost_jobs(claim.job_id)
+        clock.now += LEASE_S / 10
+    await store.beat_trainer(claim.job_id, claim.token)
+    restarted = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    got = await restarted.claim_job("restarted", lost_first=True)
+    assert got is not None
+    assert got.job_id == lost.id
+
+
+async def test_a_job_that_ended_between_the_look_and_the_taking_stays_as_it_ended(
+    store: Store, claim: Claim, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    await store.set_status(claim.job_id, "running", token=claim.token)
+    busy = Store(redis_client, lease_s=LEASE_S, clock=clock)
+    seen = busy._jobs._seen
+
+    async def and_then_it_ends(job: str) -> object:
+        found = await seen(job)
+        if found is not None:
+            await store.set_status(claim.job_id, "succeeded", token=claim.token)
+        return found
+
+    monkeypatch.setattr(busy._jobs, "_seen", and_then_it_ends)
+    for _ in range(12):
+        assert await busy.give_up_lost_jobs("another") == []
+        clock.now += LEASE_S / 10
+    ended = await store.get_job(claim.job_id)
+    assert ended.status == "succeeded"
+    assert ended.attempts[-1].code != "trainer_lost"
+
+
 async def test_who_beats_is_not_given_up(store: Store, claim: Claim, redis_client: Redis) -> None:
     clock = Clock()
     busy = Store(redis_client, lease_s=LEASE_S, clock=clock)

@@ -63,8 +63,14 @@ def test_what_lasts_for_three_steps_is_told(alarms: Alarms, changes: dict[str, f
 
 
 def test_a_policy_that_nearly_always_succeeds_may_be_sure_of_itself(alarms: Alarms) -> None:
-    assert kinds(alarms, 6, 20, sampling__entropy=0.05, reward__mean=0.85) == []
-    assert kinds(alarms, 21, 23, sampling__entropy=0.05, reward__mean=0.75) == [(23, RunAlarm.ENTROPY_COLLAPSE)]
+    sure = {"sampling__entropy": 0.05}
+    assert kinds(alarms, 6, 20, **sure, reward__mean=0.85, reward__std=0.357) == []
+    assert kinds(alarms, 21, 23, **sure, reward__mean=0.75, reward__std=0.433) == [(23, RunAlarm.ENTROPY_COLLAPSE)]
+    kinds(alarms, 24, 40)
+    one_outlier = {"reward__min": -10.0, "reward__max": 1.0, "reward__mean": -0.1, "reward__std": 1.5}
+    assert kinds(alarms, 41, 43, **sure, **one_outlier) == [(43, RunAlarm.ENTROPY_COLLAPSE)]
+    equal = {"reward__min": 1.0, "reward__max": 1.0, "reward__mean": 1.0, "reward__std": 0.0}
+    assert RunAlarm.ENTROPY_COLLAPSE not in dict(kinds(alarms, 44, 60, **sure, **equal)).values()
 
 
 def test_all_rewards_equal_is_told_with_the_reward(alarms: Alarms) -> None:

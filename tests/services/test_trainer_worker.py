@@ -197,6 +197,33 @@ async def test_whoever_comes_ends_a_cancelled_job_that_nobody_can_serve(store: S
     assert (await ended(store, worker, job.id, stop)).status is JobStatus.CANCELLED
 
 
+async def test_trouble_with_another_job_does_not_end_ones_own(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = asyncio.Event()
+
+    async def troubled(own: str) -> list[str]:
+        looked.set()
+        raise PermissionError("the directory of another job")
+
+    class RunThatSeesIt(FailingRun):
+        async def run(self) -> None:
+            await looked.wait()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await super().run()
+
+    monkeypatch.setattr(store, "give_up_lost_jobs", troubled)
+    job, stop = await store.create_job(SPEC), asyncio.Event()
+
+    def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
+        return RunThatSeesIt(claim, store, [JobStatus.RUNNING], ValueError("its own"), stop)
+
+    async with asyncio.timeout(DEADLINE_S):
+        await TrainerWorker(store, "trainer", make_run).run(stop)
+    reason = (await store.get_job(job.id)).status_reason
+    assert reason is not None
+    assert reason.message == "ValueError: its own"
+
+
 async def test_a_job_that_cannot_be_failed_does_not_end_the_process(store: Store) -> None:
     """The table of transitions leads from ``paused`` to no failure."""
     path = JobStatus.RUNNING, JobStatus.PAUSING, JobStatus.PAUSED
