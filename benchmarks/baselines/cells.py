@@ -59,7 +59,7 @@ class Cell:
 
     name: str
     table: str
-    """The table that it belongs to: main, naive, control, ablation or mixture."""
+    """The table that it belongs to: main, naive, long, control, ablation or mixture."""
     label: str
     """What a reader sees."""
     objective: Mapping[str, Any]
@@ -69,13 +69,15 @@ class Cell:
     attribution: Attribution = "recorded"
     """Which version's log-probs are trained as those of the sampler: the true ones, or those of one version for all."""
     learner: Mapping[str, Any] = field(default_factory=dict)
+    times: int = 1
+    """So many times the steps of the others."""
 
     @property
     def tier(self) -> int:
         """How telling it is, 0 the most: at the subject of the grid, on the way there, beside it, another model."""
         if self.name in _MOST_TELLING or self.table in ("naive", "control"):
             return 0
-        return {"main": 1, "ablation": 2, "mixture": 3}[self.table]
+        return {"main": 1, "long": 1, "ablation": 2, "mixture": 3}[self.table]
 
     def job(self, model_dir: Path, seed: int, sizes: Sizes = SIZES) -> JobSpec:
         """What a user would submit for it."""
@@ -89,7 +91,7 @@ class Cell:
             "optimizer": OPTIMIZER,
             "rollout": {"group_size": sizes.group_size, "max_staleness": self.staleness},
             "groups_per_step": sizes.groups_per_step,
-            "steps": sizes.steps,
+            "steps": self.times * sizes.steps,
             "evaluation": {"tasks": sizes.eval_tasks, "every": sizes.eval_every},
         }
         return JobSpec.model_validate(base | changes)
@@ -158,6 +160,20 @@ def _naive() -> list[Cell]:
     ]
 
 
+def _long() -> list[Cell]:
+    """In the short runs most data at this staleness are by the weights of the start; in these a third."""
+    at, nothing = SUBJECT_STALENESS, {"correction": "none", **NO_GATES}
+    kinds: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+        ("gspo", "GSPO, anchored on the proximal policy", GSPO),
+        ("naive", "GSPO, no correction, no gates", {**GSPO, **nothing}),
+        ("grpo", "GRPO (token level), corrected and gated alike", GRPO),
+        ("grpo_naive", "GRPO, no correction, no gates", {**GRPO, **nothing}),
+        ("behavior", "GSPO, anchored on the sampler", BEHAVIOR),
+        ("gates_off", "GSPO, no gates", {**GSPO, **NO_GATES}),
+    )
+    return [Cell(f"long_{name}_s{at}", "long", label, objective, at, times=2) for name, label, objective in kinds]
+
+
 def _mixtures() -> list[Cell]:
     replay = {"routing_replay": True}
     paper = {"name": "gspo", "clip": list(PAPER_CLIP)}
@@ -169,7 +185,7 @@ def _mixtures() -> list[Cell]:
     ]
 
 
-CELLS: tuple[Cell, ...] = (*_main(), *_naive(), *_controls(), *_ablations(), *_mixtures())
+CELLS: tuple[Cell, ...] = (*_main(), *_naive(), *_long(), *_controls(), *_ablations(), *_mixtures())
 """The most telling first."""
 
 

@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from benchmarks.baselines.cells import CELLS, SEEDS, SIZES, STALENESS, Cell, Sizes
@@ -27,8 +27,9 @@ of {host}.
 {missing}
 
 - *end*: success after the last step. *area*: mean success over all steps. *to {target:.0%}*: steps until success was
-  first measured that high; a run that never got there counts as {never}, and is named. *collapsed*: runs that end more
-  than {collapse:.0f} points below their best.
+  first measured that high; a run that never got there counts as all of its steps, and is named. *collapsed*: runs
+  that end more than {collapse:.0f} points below their best. *deepest fall*: how far a run was at worst below what it
+  had reached before, as far as evaluations saw it.
 - *clipped*: share of trained tokens in clipped terms; then by the sign of the advantage. *k3*: per token, sampler
   against the policy at the start of the batch (where the sampler is the anchor: against the policy of each update).
   *kept*: sequences that no gate withheld. *age*: of trained tokens, in steps. *CPU*: seconds of one core for all of it.
@@ -43,6 +44,12 @@ of {host}.
 ## Nothing done about staleness {subject}
 
 {naive}
+
+## Staleness {subject} for twice as many steps
+
+Two thirds of the batches are by weights of the full age; in the tables above a third is.
+
+{long}
 
 ## Negative control at staleness {subject}: who is said to have sampled a token
 
@@ -83,6 +90,13 @@ class Row:
     def num_collapsed(self) -> int:
         curves = [[value for _, value in run.result.evaluations] for run in self.runs]
         return sum(curve[-1] < max(curve) - COLLAPSE for curve in curves)
+
+    def falls(self) -> list[float]:
+        """How far each run was at worst below what it had reached before."""
+        curves = [[value for _, value in run.result.evaluations] for run in self.runs]
+        return [
+            max(best - value for best, value in zip(accumulate(curve, max), curve, strict=True)) for curve in curves
+        ]
 
     def mean(self, metric: str) -> float | None:
         """Over steps and seeds."""
@@ -129,7 +143,6 @@ def write(work: Path, results: Path = RESULTS, sizes: Sizes = SIZES) -> str:
         host=_host(done),
         missing=missing_text(found),
         target=TARGET,
-        never=sizes.steps,
         collapse=100 * COLLAPSE,
         subject=max(STALENESS),
         **{name: _table([row for row in done if row.cell.table == name]) for name in _TABLES},
@@ -140,15 +153,18 @@ def write(work: Path, results: Path = RESULTS, sizes: Sizes = SIZES) -> str:
     return text
 
 
-_TABLES = ("main", "naive", "control", "ablation", "mixture")
+_TABLES = ("main", "naive", "long", "control", "ablation", "mixture")
 
 
 _TITLES = {
+    "long": f"staleness {max(STALENESS)} for twice as many steps",
     "naive": "nothing done",
     "control": "wrong attribution",
     "ablation": "ablations",
     "mixture": "mixture of experts, staleness 0",
 }
+"""In the order of the picture, after the staleness of the main table."""
+_AT_THE_SUBJECT = frozenset({"naive", "control", "ablation"})
 
 
 def _host(done: Sequence[Row]) -> str:
@@ -169,6 +185,7 @@ def _table(some: Sequence[Row]) -> str:
         "area",
         f"to {TARGET:.0%}",
         "collapsed",
+        "deepest fall",
         "clipped (+ / -)",
         "k3",
         "kept",
@@ -192,6 +209,7 @@ def _line(row: Row) -> tuple[str, ...]:
         _spread(row.areas()),
         f"{steps:.0f}" + (f" ({lacking} of {len(reached)} never)" if lacking else ""),
         f"{row.num_collapsed()} of {len(row.runs)}",
+        _spread(row.falls()),
         " ".join(
             (
                 _number(row.mean("gspo/clip_frac")),
@@ -249,14 +267,15 @@ def plot(done: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 9.5), layout="constrained", sharey=True)
-    for axis, staleness in zip(axes[0], STALENESS, strict=True):
+    figure, axes = pyplot.subplots(2, 4, figsize=(17, 9.5), layout="constrained", sharey=True)
+    for axis, staleness in zip(axes[0], STALENESS, strict=False):
         _curves(axis, done, lambda cell, s=staleness: cell.table == "main" and cell.staleness == s)  # type: ignore[misc]
         axis.set_title(f"staleness {staleness}")
     subject = "gspo_s" + str(max(STALENESS))
-    for axis, tables in zip(axes[1], (("naive", "control"), ("ablation",), ("mixture",)), strict=True):
-        _curves(axis, done, lambda cell, t=tables: cell.table in t or ("mixture" not in t and cell.name == subject))  # type: ignore[misc]
-        axis.set_title(" and ".join(_TITLES[table] for table in tables))
+    for axis, table in zip((axes[0][-1], *axes[1]), _TITLES, strict=True):
+        beside = subject if table in _AT_THE_SUBJECT else ""
+        _curves(axis, done, lambda cell, t=table, b=beside: cell.table == t or cell.name == b)  # type: ignore[misc]
+        axis.set_title(_TITLES[table])
     for axis in axes.flat:
         axis.set(xlabel="step", ylim=(0, 1))
         axis.grid(alpha=0.3)

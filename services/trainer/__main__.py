@@ -23,6 +23,7 @@ from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from services.batch_log import BatchLog
 from services.bus import Bus
+from services.cancelling import cancel_all
 from services.drains import Drains
 from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, open_http
@@ -133,8 +134,7 @@ async def train(settings: Settings, stop: asyncio.Event, place: Place, followers
                 health.is_ready = True
                 await worker.run(stop, leaving)
         finally:
-            beating.cancel()
-            asking.cancel()
+            await cancel_all([beating, asking], again_after_s=0.1)
 
 
 def make_run(

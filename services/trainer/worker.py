@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from gspo_core.spec import JobSpec
 from services.bus import Fenced
+from services.cancelling import cancel_all
 from services.jobs import fits
 from services.redis_client import is_away, unless_away
 from services.room import lacks_room
@@ -86,7 +87,7 @@ class TrainerWorker:
                     continue
                 await self._serve(claim, stop, leaving)
         finally:
-            announcing.cancel()
+            await cancel_all([announcing], again_after_s=0.1)
             with unless_away():
                 await self._release_what_was_left()
                 await self._store.remove_trainer(self._name)

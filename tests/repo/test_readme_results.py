@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CELLS = {cell["name"]: cell for cell in json.loads((ROOT / "benchmarks" / "results" / "baselines.json").read_text())}
 ROWS = [
-    ("GSPO", ["gspo_s0", "gspo_s4", "gspo_s16"]),
-    ("GSPO, anchored on the sampler", ["behavior_s0", "behavior_s4", "behavior_s16"]),
-    ("GRPO on tokens, corrected and gated alike", ["grpo_s0", "grpo_s4", "grpo_s16"]),
-    ("GSPO, nothing done about staleness", ["naive_s16"]),
-    ("GRPO, nothing done about staleness", ["grpo_naive_s16"]),
-    ("GSPO, anchored on the sampler, nothing else done", ["behavior_naive_s16"]),
+    ("GSPO", ["gspo_s0", "gspo_s4", "gspo_s16", "long_gspo_s16"]),
+    ("GSPO, anchored on the sampler", ["behavior_s0", "behavior_s4", "behavior_s16", "long_behavior_s16"]),
+    ("GRPO on tokens, corrected and gated alike", ["grpo_s0", "grpo_s4", "grpo_s16", "long_grpo_s16"]),
+    ("GSPO, no gates", ["gates_off_s16", "long_gates_off_s16"]),
+    ("GSPO, nothing done about staleness", ["naive_s16", "long_naive_s16"]),
+    ("GRPO, nothing done about staleness", ["grpo_naive_s16", "long_grpo_naive_s16"]),
 ]
 
 

@@ -36,10 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_cells_are_jobs_that_differ_in_what_they_name() -> None:
     assert len({one.name for one in CELLS}) == len(CELLS)
     jobs = {one.name: one.job(Path("model"), 0) for one in CELLS}
-    shared = [
-        job.model_dump(exclude={"objective": True, "learner": True, "rollout": {"max_staleness", "staleness_cap"}})
-        for job in jobs.values()
-    ]
+    named = {"objective": True, "learner": True, "steps": True, "rollout": {"max_staleness", "staleness_cap"}}
+    shared = [job.model_dump(exclude=named) for job in jobs.values()]
+    assert [job.steps for job in jobs.values()] == [one.times * SIZES.steps for one in CELLS]
     assert all(one == shared[0] for one in shared)
     distinct = {(one.model, one.attribution, jobs[one.name].model_dump_json(exclude={"model"})) for one in CELLS}
     assert len(distinct) == len(CELLS), "two cells compute the same"

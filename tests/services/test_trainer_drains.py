@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from services.cancelling import cancel_all
 from services.drains import Drains
 from services.trainer import recovery
 from services.trainer.checkpoints import CheckpointStore
@@ -63,7 +64,7 @@ async def serve(loop: Loop, name: str) -> None:
             if (await loop.store.get_job(loop.job)).status.is_terminal:
                 over.set()
             await asyncio.sleep(0.02)
-    asking.cancel()
+    await cancel_all([asking], again_after_s=0.1)
     await serving
 
 
