@@ -187,8 +187,9 @@ class TrainerWorker:
             try:
                 for job in await self._store.give_up_lost_jobs(claim.job_id):
                     get_logger().warning("the trainer of another job was lost; that job waits for one", job=job)
-            except Exception as error:  # trouble of another job, or a Redis that is away: no reason to end this one
-                get_logger().warning("other jobs could not be looked at", error=f"{type(error).__name__}: {error}")
+            except Exception as error:  # trouble of another job is no reason to end this one
+                if not is_away(error):
+                    get_logger().warning("other jobs could not be looked at", error=f"{type(error).__name__}: {error}")
             await asyncio.sleep(self.beat_s)
 
     async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event, leaving: asyncio.Event) -> None:
