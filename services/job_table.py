@@ -53,7 +53,7 @@ _STATUS_FIELDS = (
 
 # States in which a trainer that is lost has failed; who is paused or ends was not training.
 _COUNTING = [status for status in sources_of(JobStatus.FAILED) if status is not JobStatus.CANCELLING]
-NOT_COUNTING = (JobStatus.PAUSED, JobStatus.CANCELLING)
+_WITHOUT_TRAINING = (JobStatus.PAUSED, JobStatus.CANCELLING)
 _TERMINAL = [status for status in JobStatus if status.is_terminal]
 
 
@@ -282,7 +282,7 @@ class JobTable:
         return given_up
 
     async def _lose(self, job: str, owner: _Owner) -> bool:
-        said = (owner.token, owner.beat, self._time(), LOST.code, LOST.message, *NOT_COUNTING)
+        said = (owner.token, owner.beat, self._time(), LOST.code, LOST.message, *_WITHOUT_TRAINING)
         # A server that was wiped meanwhile has forgotten the job.
         with contextlib.suppress(Missing, JobNotFound):
             if await self._functions.call("lose", job_keys(job), *said):

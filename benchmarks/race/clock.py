@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -80,8 +80,8 @@ class CpuTime:
 
     def by_process(self, start: float, end: float) -> dict[str, float]:
         """Who used it in between."""
-        first, last = (
-            self._samples[min(bisect_left(self._moments, at), len(self._samples) - 1)] for at in (start, end)
-        )
+        first = self._samples[bisect_left(self._moments, start)]
+        # Not the one after the end: what has ended by then counts as its parent's.
+        last = self._samples[bisect_right(self._moments, end) - 1]
         used = {name: total - first["by"].get(name, 0.0) for name, total in last["by"].items()}
         return dict(sorted(used.items(), key=lambda item: -item[1]))

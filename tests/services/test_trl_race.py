@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,10 @@ def test_processor_time_is_read_between_two_looks(tmp_path: Path) -> None:
     cpu = CpuTime(path)
     assert [cpu.at(moment) for moment in (5, 10, 15, 20, 30)] == [2, 2, 5, 8, 8]
     assert cpu.by_process(10, 20) == {"b": 4, "a": 2}
+
+
+def test_who_has_ended_by_the_next_look_is_not_counted_as_its_parent(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.jsonl"
+    looks = [(0, {"parent": 0, "child": 0}), (10, {"parent": 1, "child": 9}), (11, {"parent": 10})]
+    path.write_text("".join(json.dumps({"at": at, "by": by}) + "\n" for at, by in looks))
+    assert CpuTime(path).by_process(0, 10.5) == {"child": 9, "parent": 1}
