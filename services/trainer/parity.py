@@ -30,7 +30,7 @@ from services.trainer.failure import JobFailure
 
 # Real tokens that are scored for every version: enough for a mean, too few to cost a job anything.
 NUM_PROBES = 4
-MAX_PROBE_TOKENS = 256
+PROBE_TOKENS = 256
 # Branches whose recorded log-probs are compared, for each engine that is new.
 MAX_BRANCHES = 16
 LOOK_S = 0.1
@@ -41,6 +41,11 @@ _MAX_LOG_RATIO = 20.0
 def engine_mismatch(message: str) -> JobFailure:
     """Engine and trainer disagree beyond the bound; the job does not train."""
     return JobFailure("engine_mismatch", message)
+
+
+def learner_diverged(message: str) -> JobFailure:
+    """The trainer's own numbers are not finite: no engine can agree with them, and none is to blame."""
+    return JobFailure("learner_diverged", message)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,13 @@ class Engines(Protocol):
 
 
 def k3(trainer: NDArray[np.float32], engine: NDArray[np.float32]) -> float:
-    """Mean of r - 1 - log r with r = trainer / engine: 0 where they agree, never negative."""
+    """Mean of r - 1 - log r with r = trainer / engine: 0 where they agree, never negative.
+
+    NaN where the engine says NaN: a comparison with a bound must be written so that it fails then. Raises ValueError
+    where there is nothing to compare, because the mean of nothing would look like an engine at fault.
+    """
+    if not len(trainer):
+        raise ValueError("k3 needs at least one token")
     log_ratio = np.clip(trainer.astype(np.float64) - engine, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return float(np.mean(np.exp(log_ratio) - 1 - log_ratio))
 
@@ -109,13 +120,15 @@ class ParityGate:
             if url not in self._known:
                 await self._compare(learner, url, of_engine[:MAX_BRANCHES], held)
         if not self._probes:
-            self._probes = [_probe(branch) for branch in branches[:NUM_PROBES]]
+            acted = [branch for branch in branches if branch.action_mask[1:].any()]
+            self._probes = [_probe(branch) for branch in acted[:NUM_PROBES]]
             await self.remember(learner, held)
 
     async def remember(self, learner: Learner, held: Held) -> None:
         """What engines have to say under this version, which the learner holds now."""
         if self._probes:
             self._expected = await asyncio.to_thread(learner.logprobs, self._probes)
+            _require_finite(self._expected, held.label)
             self._label = held.label
 
     async def run(self) -> None:
@@ -133,6 +146,7 @@ class ParityGate:
     ) -> None:
         sequences = [_sequence(branch, branch.segments[0].temperature) for branch, _ in fresh]
         ours = await asyncio.to_thread(learner.logprobs, sequences)
+        _require_finite(ours, held.label)
         trainer = np.concatenate([values[mask] for values, (_, mask) in zip(ours, fresh, strict=True)])
         engine = np.concatenate([branch.behavior_logprobs[mask] for branch, mask in fresh])
         found = k3(trainer, engine)
@@ -194,18 +208,38 @@ def _fresh_by_engine(branches: Sequence[Branch], version: int) -> Mapping[str, l
     return found
 
 
+def _require_finite(logprobs: Sequence[NDArray[np.float32]], label: str) -> None:
+    if not all(np.isfinite(values).all() for values in logprobs):
+        raise learner_diverged(
+            f"the trainer's own log-probs under {label} are not finite: its weights have diverged; a lower "
+            "optimizer.lr or max_grad_norm may help"
+        )
+
+
 def _probe(branch: Branch) -> TrainSequence:
-    return _sequence(branch, 1.0, MAX_PROBE_TOKENS)
+    """The window of a branch that holds the most sampled tokens, the earliest of equals.
+
+    Engine and trainer score the same ids from the window's first one, so a window says as much as the whole branch and
+    costs the same whatever the length of the prompt. The first token of a window has no prefix and is not scored.
+    """
+    mask = branch.action_mask
+    num_starts = max(1, len(mask) - PROBE_TOKENS + 1)
+    before = np.concatenate([[0], np.cumsum(mask)])
+    starts = np.arange(num_starts)
+    num_scored = before[np.minimum(starts + PROBE_TOKENS, len(mask))] - before[starts + 1]
+    start = int(np.argmax(num_scored))
+    return _sequence(branch, 1.0, slice(start, start + PROBE_TOKENS))
 
 
-def _sequence(branch: Branch, temperature: float, length: int | None = None) -> TrainSequence:
-    """Only to be scored: advantages and staleness say nothing."""
-    token_ids = branch.token_ids[:length]
+def _sequence(branch: Branch, temperature: float, window: slice = slice(None)) -> TrainSequence:
+    """To be scored only: advantages and staleness carry no meaning."""
+    token_ids, action_mask = branch.token_ids[window], branch.action_mask[window].copy()
+    action_mask[0] = False
     nothing = np.zeros(len(token_ids), np.int32)
     return TrainSequence(
         token_ids=token_ids,
-        action_mask=branch.action_mask[:length],
-        behavior_logprobs=branch.behavior_logprobs[:length],
+        action_mask=action_mask,
+        behavior_logprobs=np.where(action_mask, branch.behavior_logprobs[window], np.float32(0)),
         turn_ids=nothing,
         staleness=nothing,
         advantages=0.0,

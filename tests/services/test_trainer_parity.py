@@ -14,19 +14,31 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gspo_core.batch import TrainSequence
-from gspo_core.types import CacheMode, Group, WeightFile, WeightsManifest
+from gspo_core.types import (
+    Branch,
+    CacheMode,
+    EpisodeKey,
+    Group,
+    Segment,
+    Split,
+    Trajectory,
+    WeightFile,
+    WeightsManifest,
+)
 from services.engine.scripted import ScriptedEngine, ScriptedTransport
 from services.engine.scripted.language import true_logprobs
 from services.engine_client import EngineClient
 from services.trainer import parity
 from services.trainer.engine_switch import BoundEngine, EngineState
 from services.trainer.failure import JobFailure
-from services.trainer.parity import ParityGate, k3
+from services.trainer.parity import PROBE_TOKENS, ParityGate, _probe, k3
 from tests.services.rollout_kit import until
-from tests.services.trainer_kit import group
+from tests.services.trainer_kit import group, segment
 
 MAX_K3 = 0.02
 JOB = "job_a"
@@ -89,25 +101,40 @@ async def until_judged(gate: ParityGate, version: int) -> None:
     await until(lambda: gate._judged.get("http://e") == manifest(version).label)
 
 
-def true_group(weights: str, version: int = 0, *, off_by: float = 0.0, **changes: object) -> Group:
+def with_prompt(trajectory: Trajectory, prompt: Sequence[int]) -> Trajectory:
+    """The same episode after a prompt."""
+    first, *rest = trajectory.segments
+    longer = replaced(
+        first,
+        token_ids=np.concatenate([np.array(prompt, np.int32), first.token_ids]),
+        action_mask=np.concatenate([np.zeros(len(prompt), np.bool_), first.action_mask]),
+        behavior_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), first.behavior_logprobs]),
+    )
+    return Trajectory((longer, *rest))
+
+
+def true_group(
+    weights: str, version: int = 0, *, off_by: float = 0.0, prompt: Sequence[int] = (), **changes: object
+) -> Group:
     """A group whose recorded log-probs are those of ``weights``, or off by something."""
     episodes = []
-    for trajectory in group(0, [1.0, 0.0], versions=(version, version)):
+    for short in group(0, [1.0, 0.0], versions=(version, version)):
+        trajectory = with_prompt(short, prompt)
         ids: list[int] = trajectory.branches[0].token_ids.tolist()
         values = np.array([0.0, *true_logprobs(weights, ids[:1], ids[1:], 1.0, VOCAB_SIZE)], np.float32) - off_by
         segments, start = [], 0
-        for segment in trajectory.segments:
-            end = start + segment.num_tokens
-            recorded = np.where(segment.action_mask, values[start:end], 0).astype(np.float32)
-            segments.append(replaced(segment, behavior_logprobs=recorded, engine_id="http://e", **changes))
+        for one in trajectory.segments:
+            end = start + one.num_tokens
+            recorded = np.where(one.action_mask, values[start:end], 0).astype(np.float32)
+            segments.append(replaced(one, behavior_logprobs=recorded, engine_id="http://e", **changes))
             start = end
         episodes.append(type(trajectory)(tuple(segments)))
     base = group(0, [1.0, 0.0])
     return Group(base.job, base.group, base.split, base.task_index, base.size, tuple(episodes))
 
 
-def replaced(segment: object, **changes: object) -> object:
-    return dataclasses.replace(segment, **changes)  # type: ignore[type-var]
+def replaced(segment: Segment, **changes: object) -> Segment:
+    return dataclasses.replace(segment, **changes)  # type: ignore[arg-type]
 
 
 async def test_tokens_that_agree_may_be_trained_and_are_asked_once_for_each_engine(pool: Pool) -> None:
@@ -152,6 +179,75 @@ async def test_every_version_is_scored_and_an_honest_engine_passes(pool: Pool) -
     running.cancel()
 
 
+@pytest.mark.parametrize("num_prompt", [1, 254, 255, 256, 257, 4000])
+async def test_a_prompt_of_any_length_leaves_sampled_tokens_to_score(pool: Pool, num_prompt: int) -> None:
+    """A probe that held the first 256 tokens of a branch had none left, and the engine was blamed for it."""
+    prompt = np.random.default_rng(num_prompt).integers(3, VOCAB_SIZE, num_prompt).tolist()
+    weights = await pool.load(0)
+    gate = ParityGate(pool, MAX_K3)
+    learner = ExactLearner(weights)
+    await gate.check(learner, [true_group(weights, prompt=prompt)], manifest(0))
+    running = asyncio.create_task(gate.run())
+    await until_judged(gate, 0)
+    assert gate.metrics()["engine/k3"] < 1e-9
+    pool.engine.lies = True
+    learner.weights = str(pool.root / "v1")
+    await gate.remember(learner, manifest(1))
+    await pool.load(1)
+    with pytest.raises(JobFailure, match="does not hold job_a/1/1"):
+        await running
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=900), st.sampled_from([0, 300, 30_000]))
+def test_a_probe_is_the_window_that_scores_the_most_sampled_tokens(mask: list[bool], num_prompt: int) -> None:
+    whole = [*[False] * num_prompt, *mask]
+    ids = np.arange(len(whole), dtype=np.int32)
+    values = np.where(whole, -1.0, 0.0).astype(np.float32)
+    key = EpisodeKey("job_a", 0, 0)
+    branch = Branch((segment(key, 0, 0, 1, token_ids=ids, action_mask=whole, behavior_logprobs=values),))
+    probe = _probe(branch)
+    assert len(probe.token_ids) <= PROBE_TOKENS
+    start = int(probe.token_ids[0])
+    assert probe.token_ids.tolist() == list(range(start, start + len(probe.token_ids)))
+    assert probe.action_mask.tolist() == [False, *whole[start + 1 : start + PROBE_TOKENS]]
+    scored = [sum(whole[first + 1 : first + PROBE_TOKENS]) for first in range(len(whole))]
+    assert int(probe.action_mask[1:].sum()) == max(scored)
+
+
+async def test_a_branch_without_a_scored_action_is_no_probe(pool: Pool) -> None:
+    weights = await pool.load(0)
+    gate = ParityGate(pool, MAX_K3)
+    silent = []
+    for one in next(iter(true_group(weights))).segments:
+        nothing = np.zeros(len(one.token_ids), np.bool_)
+        silent.append(replaced(one, action_mask=nothing, behavior_logprobs=nothing.astype(np.float32)))
+    quiet = Group("job_a", 0, Split.TRAIN, 0, 1, (Trajectory(tuple(silent)),))
+    await gate.check(ExactLearner(weights), [quiet], manifest(0))
+    assert not gate._probes
+    await gate.check(ExactLearner(weights), [true_group(weights)], manifest(0))
+    assert gate._probes
+
+
+@dataclass
+class DivergedLearner(ExactLearner):
+    """Its weights are NaN."""
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
+        return [np.full(len(one.token_ids), np.nan, np.float32) for one in sequences]
+
+
+async def test_a_learner_that_diverged_blames_no_engine(pool: Pool) -> None:
+    weights = await pool.load(0)
+    gate = ParityGate(pool, MAX_K3)
+    with pytest.raises(JobFailure, match="diverged") as failure:
+        await gate.check(DivergedLearner(weights), [true_group(weights)], manifest(0))
+    assert failure.value.code == "learner_diverged"
+    await gate.check(ExactLearner(weights), [true_group(weights)], manifest(0))
+    with pytest.raises(JobFailure, match="job_a/1/1 are not finite"):
+        await gate.remember(DivergedLearner(weights), manifest(1))
+    assert not pool.reasons
+
+
 async def gate_before_a_lie(pool: Pool) -> tuple[ParityGate, str]:
     """Version 0 was found true; of version 1 the engine takes the label only."""
     weights = await pool.load(0)
@@ -190,3 +286,10 @@ def test_k3_is_nothing_where_both_agree_and_grows_with_the_distance() -> None:
     assert 0 < k3(trainer, trainer - 0.01) < 1e-4
     assert k3(trainer, trainer - 0.5) > 0.1
     assert np.isfinite(k3(trainer, trainer - 1000))
+
+
+def test_k3_of_nothing_is_an_error_and_of_nan_is_beyond_every_bound() -> None:
+    nothing = np.array([], np.float32)
+    with pytest.raises(ValueError, match="at least one token"):
+        k3(nothing, nothing)
+    assert not k3(np.zeros(2, np.float32), np.array([0, np.nan], np.float32)) <= MAX_K3
