@@ -35,8 +35,8 @@ from services.bus import Append, Bus
 from services.redis_client import connect
 from services.redis_server import RedisServer
 from services.store import Claim, Store
-from services.trainer.__main__ import make_learner
 from services.trainer.behind import Behind
+from services.trainer.building import make_learner
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.intake import Intake
 from services.trainer.run import JobRun, Services

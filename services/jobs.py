@@ -166,8 +166,8 @@ class Attempt:
     began_at: str
     ended_at: str | None = None
     code: str | None = None
-    """What ended it: ``trainer_lost``, ``rank_lost``, ``handed_over``, ``no_progress``, ``data_unreadable``,
-    ``redis_unavailable``, ``disk_full``, or the reason of the job's end."""
+    """What ended it: ``trainer_lost``, ``process_lost``, ``rank_lost``, ``handed_over``, ``no_progress``,
+    ``data_unreadable``, ``redis_unavailable``, ``disk_full``, or the reason of the job's end."""
     message: str | None = None
     step: int | None = None
     """Where the job was then."""

@@ -49,8 +49,8 @@ class AttemptView(View):
     began_at: str
     ended_at: str | None
     code: str | None
-    """What ended it: `trainer_lost`, `rank_lost`, `no_progress`, `data_unreadable`, `handed_over`, `redis_unavailable`,
-    `disk_full`, or the reason of the job's end."""
+    """What ended it: `trainer_lost`, `process_lost`, `rank_lost`, `no_progress`, `data_unreadable`, `handed_over`,
+    `redis_unavailable`, `disk_full`, or the reason of the job's end."""
     message: str | None
     step: int | None
     """Where the job was then."""

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from services.jobs import StatusReason
+
+CANCELLED = StatusReason("user_cancelled", "cancelled on request")
+AWAY = StatusReason("redis_unavailable", "its trainer could not reach Redis, or was refused for a while")
+NO_ROOM = StatusReason("disk_full", "its trainer found no room to write")
+
 
 class JobFailure(Exception):
     """Ends the job as ``failed``; ``code`` is its reason."""
@@ -17,3 +23,10 @@ class AttemptFailed(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class RanksLost(AttemptFailed):
+    """The ranks can compute nothing together any more; all their processes have to be started again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("rank_lost", message)

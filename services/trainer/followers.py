@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.telemetry import get_logger
-from services.trainer.failure import AttemptFailed
+from services.trainer.failure import RanksLost
 from services.trainer.rank_calls import COMMANDS, Beat, Call, End, Look, Write, encode
 from services.trainer.rank_lines import COLLECTIVE_TIMEOUT_S, Line, Problem, is_of_the_lines
 
@@ -29,13 +29,6 @@ BEAT_S = 10.0
 PATIENCE_S = 3600.0
 # Others may still be in a collective call that the first rank has left with an error.
 AFTER_FAILURE_S = 60.0
-
-
-class RanksLost(AttemptFailed):
-    """The ranks can compute nothing together any more; their processes have to be started again."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("rank_lost", message)
 
 
 class ShareNotWritten(Exception):
@@ -60,6 +53,10 @@ class Followers:
         """Raises RanksLost."""
         if self._lost is not None:
             raise self._lost
+
+    def give_up(self, message: str) -> RanksLost:
+        """From now on nothing can be computed together; returns what ``check`` raises."""
+        return self._lose(message)
 
     def run(self, call: Call, own: Callable[[], T], *, together: bool = True) -> T:
         """``own`` on this rank while the others do what ``call`` says; its result.

@@ -1,4 +1,4 @@
-"""Coroutines that belong together: when one ends, however it ends, the others do."""
+"""Coroutines that belong together: when one ends, however it ends, the others do. And a sleep that an event ends."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ async def first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
                 task.result()
     finally:
         await cancel_all(tasks, again_after_s=CLEANING_UP_S)
+
+
+async def sleep_unless(event: asyncio.Event, seconds: float) -> None:
+    """Return after ``seconds``, or at once when ``event`` is set."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

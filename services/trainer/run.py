@@ -313,10 +313,6 @@ class JobRun:
         if not self.cancelled.drains or num_open < self._spec.groups_per_step:
             raise WoundUp
 
-    async def discard_queue(self) -> None:
-        """At the end of a job."""
-        await self._taking.discard()
-
     async def _resume(self, learner: AnyLearner) -> None:
         """Go on where the epochs before have come, and record where this one forks off."""
         services, epoch = self._services, self._claim.epoch

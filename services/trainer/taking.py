@@ -1,4 +1,4 @@
-"""Taking groups from the queue and settling them: trained, dropped, or discarded with their job.
+"""Taking groups from the queue and settling them: trained or dropped.
 
 The rule kept here: a batch passes the parity gate, is written to the batch log and committed, in this order, before it
 is trained; so what was taken can always be found again, and what is in a log is trained without asking again.
@@ -162,10 +162,3 @@ class Taking:
             if left:
                 await self._bus.commit(job, self._claim.token, self._lineage.step, left, reason=reason)
                 self._intake.forget(left)
-
-    async def discard(self) -> None:
-        """At the end of a job: what nobody will train any more leaves Redis."""
-        job = self._claim.job_id
-        left = await self._bus.open_groups(job)
-        if left:
-            await self._bus.commit(job, self._claim.token, self._lineage.step, left, reason="dropped_job_over")

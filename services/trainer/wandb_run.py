@@ -40,6 +40,11 @@ class WandbRun:
             self._run = self._begin()
         self._run.log({STEP: step, **scalars})
 
+    def close(self) -> None:
+        """Send what is left."""
+        if self._run is not None:
+            self._run.finish()
+
     def _begin(self) -> Any:
         wandb: Any = importlib.import_module("wandb")
         silent = wandb.Settings(

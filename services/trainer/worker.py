@@ -1,8 +1,8 @@
-"""Claims jobs one after the other and runs them; what ends a run decides the job's last state.
+"""Claims jobs one after the other, has an attempt at each run, and tells Redis how it ended.
 
 Rule: a job that was claimed reaches a terminal state, or its claim lapses and another trainer goes on with it. What
 is away for a while (Redis, room on the disk) never decides that a job has failed, nor counts as a failed attempt, and
-no job ends this process.
+no job ends this process. Where an attempt runs is decided elsewhere: the worker holds the lease and no model.
 """
 
 from __future__ import annotations
@@ -11,66 +11,59 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
 from pydantic import ValidationError
 
 from gspo_core.spec import JobSpec
-from services.bus import Fenced
+from services.bus import Bus, Fenced
 from services.cancelling import cancel_all
 from services.jobs import fits
 from services.redis_client import is_away, unless_away
 from services.room import lacks_room
-from services.store import CancelManner, Claim, JobNotFound, StatusReason, Store
+from services.store import Claim, JobNotFound, StatusReason, Store
 from services.telemetry import get_logger
-from services.trainer.failure import AttemptFailed, JobFailure
-from services.trainer.followers import RanksLost
-from services.trainer.ill_environments import IllEnvironments
-from services.trainer.race import first_to_end
-from services.trainer.run import JobRun
+from services.trainer.attempt_messages import End
+from services.trainer.failure import AWAY, CANCELLED, NO_ROOM, RanksLost
+from services.trainer.race import first_to_end, sleep_unless
 
 IDLE_POLL_S = 0.3
 BEAT_S = 2.0
 # A beat is at most a fifth of the lease, so that four may be lost.
 BEATS_PER_LEASE = 5
 
-CANCELLED = StatusReason("user_cancelled", "cancelled on request")
-AWAY = StatusReason("redis_unavailable", "its trainer could not reach Redis, or was refused for a while")
-NO_ROOM = StatusReason("disk_full", "its trainer found no room to write")
 
-MakeRun = Callable[[Claim, JobSpec], JobRun]
+class Attempts(Protocol):
+    """Runs attempts, one at a time. When ``run`` has returned or raised, nothing of the attempt is at work any more."""
 
+    def is_ready(self) -> bool:
+        """Whether one can begin now. Raises what is to end this process."""
 
-class Cancelled(Exception):
-    """The user wants this job to end."""
-
-
-class Stopped(Exception):
-    """This process was asked to stop, or to leave; the job is left to another trainer."""
+    async def run(self, claim: Claim, spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+        """``stop`` ends the attempt where it is, ``leaving`` at a step boundary, saved."""
 
 
 class TrainerWorker:
     def __init__(
         self,
         store: Store,
+        bus: Bus,
         name: str,
-        make_run: MakeRun,
+        attempts: Attempts,
         *,
         lease_s: float = 30.0,
-        capabilities: Mapping[str, Any] = MappingProxyType({}),
-        check: Callable[[], None] = lambda: None,
+        capabilities: Mapping[str, str | int] = MappingProxyType({}),
         unfit: Callable[[str], str | None] = fits,
     ) -> None:
-        """``check`` raises RanksLost when other ranks of this trainer are gone: its process ends then. ``unfit`` says
-        why a specification is not for this trainer."""
+        """``unfit`` says why a specification is not for this trainer."""
         self._store = store
+        self._bus = bus
         self._name = name
-        self._make_run = make_run
+        self._attempts = attempts
         self._capabilities = capabilities
-        self._check = check
         self._unfit = unfit
         self._left: dict[str, tuple[Claim, StatusReason]] = {}
-        """Jobs that could not be released when they were left, and why they were."""
+        """Jobs that are yet to be released, and why."""
         self.beat_s = min(BEAT_S, lease_s / BEATS_PER_LEASE)
 
     async def run(self, stop: asyncio.Event, leaving: asyncio.Event | None = None) -> None:
@@ -80,12 +73,12 @@ class TrainerWorker:
         announcing = asyncio.create_task(self._announce(), name="announce")
         try:
             while not (stop.is_set() or leaving.is_set()):
-                self._check()
-                claim = await self._claim()
+                claim = await self._claim() if self._attempts.is_ready() else None
                 if claim is None:
-                    await _sleep_unless(stop, IDLE_POLL_S)
+                    await sleep_unless(stop, IDLE_POLL_S)
                     continue
                 await self._serve(claim, stop, leaving)
+                self._attempts.is_ready()
         finally:
             await cancel_all([announcing], again_after_s=0.1)
             with unless_away():
@@ -111,7 +104,7 @@ class TrainerWorker:
             return None
 
     async def _release_what_was_left(self) -> None:
-        """It is free at once then, and nobody's fault."""
+        """Another trainer may claim it at once then, and the attempt does not count."""
         for job, (claim, cause) in list(self._left.items()):
             with contextlib.suppress(Fenced, JobNotFound):
                 await self._store.release_job(job, claim.token, cause)
@@ -121,7 +114,7 @@ class TrainerWorker:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
         log.info("claimed")
         try:
-            await self._run_to_its_end(claim, stop, leaving)
+            await self._tell(claim, await self._attempt(claim, stop, leaving))
         except RanksLost:
             raise
         except (Fenced, JobNotFound):  # a server that was wiped knows neither
@@ -133,48 +126,54 @@ class TrainerWorker:
             else:
                 log.exception("the end of the job could not be told; it is left to whoever claims it next")
 
-    async def _run_to_its_end(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> None:
-        log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
+    async def _attempt(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> End:
         job = await self._store.get_job(claim.job_id)
         try:
             spec = JobSpec.model_validate_json(job.spec)
         except ValidationError as error:
-            reason = StatusReason("incompatible_release", f"this release does not know such a specification: {error}")
-            await self._store.set_status(claim.job_id, "failed", token=claim.token, reason=reason)
-            return
-        run = self._make_run(claim, spec)
+            return End("failed", "incompatible_release", f"this release does not know such a specification: {error}")
+        if job.desired_state == "cancelled" and self._unfit(job.spec) is not None:
+            return End.because("cancelled", CANCELLED)
+        ends: list[End] = []
+
+        async def attempt() -> None:
+            ends.append(await self._attempts.run(claim, spec, stop, leaving))
+
+        await first_to_end(attempt(), self._beat(claim), self._free_what_the_lost_held(claim))
+        return ends[0]
+
+    async def _tell(self, claim: Claim, end: End) -> None:
+        """The one place where the end of an attempt becomes a state of its job."""
+        job, token, store = claim.job_id, claim.token, self._store
+        log = get_logger().bind(job=job, epoch=claim.epoch, code=end.code, message=end.message)
+        match end.how:
+            case "claim_lost":
+                raise Fenced(job)
+            case "released":
+                self._left[job] = claim, StatusReason(end.code, end.message)
+                log.info("left to whoever claims it next")
+            case "attempt_failed":
+                log.warning("this attempt is over")
+                await store.end_attempt(job, token, StatusReason(end.code, end.message))
+            case "cancelled":
+                await store.set_status(job, "cancelling", token=token)
+                await self._discard_queue(claim)
+                await store.set_status(job, "cancelled", token=token, reason=end.reason)
+                log.info("cancelled")
+            case "succeeded" | "failed":
+                await self._discard_queue(claim)
+                await store.set_status(job, end.how, token=token, reason=end.reason)
+                log.info(end.how)
+
+    async def _discard_queue(self, claim: Claim) -> None:
+        """What will never be trained leaves Redis. Whatever is wrong with the queue must not hide why the job ended."""
         try:
-            if job.desired_state == "cancelled" and self._unfit(job.spec) is not None:
-                raise Cancelled
-            watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, run, stop, leaving)
-            await first_to_end(run.run(), self._beat(claim), self._free_what_the_lost_held(claim), *watching)
-            if run.has_left:
-                raise Stopped
-            if run.cancelled is not None:
-                raise Cancelled
-            await run.discard_queue()
-            await self._store.set_status(claim.job_id, "succeeded", token=claim.token, reason=run.ending)
-            log.info("succeeded", why=run.ending.message if run.ending else None)
-        except Cancelled:
-            await self._store.set_status(claim.job_id, "cancelling", token=claim.token)
-            await run.discard_queue()
-            await self._store.set_status(claim.job_id, "cancelled", token=claim.token, reason=CANCELLED)
-            log.info("cancelled")
-        except AttemptFailed as error:
-            log.warning("this attempt is over", cause=error.code, message=str(error))
-            await self._store.end_attempt(claim.job_id, claim.token, StatusReason(error.code, str(error)))
-            self._check()
-        except Stopped:
-            await self._store.release_job(claim.job_id, claim.token)
-            log.info("left to another trainer")
-        except (Fenced, JobNotFound):
-            raise
+            if groups := await self._bus.open_groups(claim.job_id):
+                await self._bus.commit(claim.job_id, claim.token, 0, groups, reason="dropped_job_over")
         except Exception as error:
-            if lacks_room(error) or is_away(error):  # no reason for a job to end
+            if is_away(error) or isinstance(error, Fenced | JobNotFound):
                 raise
-            log.exception("failed")
-            await run.discard_queue()
-            await self._store.set_status(claim.job_id, "failed", token=claim.token, reason=_cause(error))
+            get_logger().warning("the queue could not be emptied", job=claim.job_id, error=str(error))
 
     async def _beat(self, claim: Claim) -> None:
         while True:
@@ -191,29 +190,3 @@ class TrainerWorker:
                 if not is_away(error):
                     get_logger().warning("other jobs could not be looked at", error=f"{type(error).__name__}: {error}")
             await asyncio.sleep(self.beat_s)
-
-    async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event, leaving: asyncio.Event) -> None:
-        while not stop.is_set():
-            self._check()
-            job = await self._store.get_job(claim.job_id)
-            run.is_pause_wanted = job.desired_state == "paused"
-            if job.desired_state == "cancelled" and not run.wind_up(job.cancel_manner or CancelManner.NOW):
-                raise Cancelled
-            if leaving.is_set() and not run.is_leaving and not run.leave():
-                break
-            await _sleep_unless(stop, IDLE_POLL_S)
-        raise Stopped
-
-
-def _cause(error: Exception) -> StatusReason:
-    if isinstance(error, JobFailure):
-        return StatusReason(error.code, str(error))
-    return StatusReason("internal", f"{type(error).__name__}: {error}")
-
-
-async def _sleep_unless(stop: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-    except TimeoutError:
-        return

@@ -26,6 +26,9 @@ from tests.chaos.processes import Process
 from tests.chaos.stack import LEASE_S, Stack
 from tests.chaos.watch import Watch
 
+# Of the trainers that are killed: so many only lose the process of their attempt.
+ATTEMPT_SHARE = 0.3
+
 
 @dataclass
 class Hit:
@@ -108,8 +111,11 @@ class Faults:
         owner = await self._owner(rng)
         if owner is None:
             return await self._kill("trainer", rng)
-        self._stack.nursery.kill(owner[1])
-        return Hit(owner[1].name, [owner[0]])
+        job, trainer = owner
+        if rng.random() < ATTEMPT_SHARE and self._stack.nursery.kill_children(trainer):
+            return Hit(trainer.name, [job], "the process of its attempt alone")
+        self._stack.nursery.kill(trainer)
+        return Hit(trainer.name, [job])
 
     async def _kill_redis(self, rng: random.Random) -> Outcome:
         await self._stack.kill_redis()

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.trainer.__main__ import make_learner
+from services.trainer.building import make_learner
 from services.trainer.lineage import Lineage
 from services.trainer.replay import train_again
 from services.trainer.tuning import Tuning

@@ -18,39 +18,64 @@ import select
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import services.api.__main__ as api
 import services.rollout.__main__ as rollout
 import services.trainer.__main__ as trainer
+import services.trainer.attempt  # noqa: F401  for the processes of attempts: torch above all
 from services import host_service
 from services.children import die_with_parent
+from services.trainer import attempt_main
 from tests.chaos import engine
+
+
+class Attempt:
+    """The process of an attempt, forked from its trainer: what is imported in the nursery is there."""
+
+    def __init__(self, stdin: int, stdout: int, stderr: int) -> None:
+        die_with_trainer = die_with_parent()
+        self.pid = os.fork()
+        if self.pid == 0:
+            assert die_with_trainer is not None
+            _become(die_with_trainer, (stdin, stdout, stderr), attempt_main.main)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
 
 SERVICES: dict[str, Callable[[], int]] = {
     "api": api.main,
     "engine": engine.main,
     "environments": host_service.main,
     "rollout": rollout.main,
-    "trainer": trainer.run,
+    "trainer": lambda: trainer.run(start=Attempt),
 }
 
 
 def give_birth(order: dict[str, Any]) -> int:
     die_with_us = die_with_parent()
     pid = os.fork()
-    if pid:
-        return pid
-    status = 70
-    try:
-        os.setsid()
+    if pid == 0:
         assert die_with_us is not None
-        die_with_us()
-        _hand_over(order["log"])
         os.environ.update(order["env"])
         sys.argv = [f"services.{order['service']}", *order["argv"]]
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        _become(die_with_us, (nothing, log, log), SERVICES[order["service"]])
+    return pid
+
+
+def _become(die_with_parent: Callable[[], None], streams: tuple[int, int, int], entry: Callable[[], int]) -> NoReturn:
+    """What was forked is a process of its own that runs ``entry``."""
+    status = 70
+    try:
+        gc.freeze()  # what is collected later would close files by numbers that are others' by then
+        os.setsid()
+        die_with_parent()
+        _hand_over(streams)
         random.seed()
-        status = SERVICES[order["service"]]()
+        status = entry()
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -61,14 +86,12 @@ def give_birth(order: dict[str, Any]) -> int:
         os._exit(status)
 
 
-def _hand_over(log: str) -> None:
+def _hand_over(streams: tuple[int, int, int]) -> None:
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    for target in (1, 2):
-        os.dup2(file, target)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    for target, one in enumerate(streams):
+        os.dup2(one, target)
     for one in os.listdir("/proc/self/fd"):
         if int(one) > 2:
             try:

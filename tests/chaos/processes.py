@@ -1,7 +1,7 @@
 """The processes of a run: born in the nursery, killed and stopped by pid, born again under the same name.
 
-The rule kept here: only processes that were born here are signalled, and none of them outlives the run. A process that
-ends without having been asked is born again and counted: who crashes is found in ``crashes``.
+The rule kept here: only processes that were born here, and theirs, are signalled, and none of them outlives the run. A
+process that ends without having been asked is born again and counted: who crashes is found in ``crashes``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from services.local.memory import process_tree
 
 STREAM_LIMIT = 1 << 20
 BIRTH_TIMEOUT_S = 120.0
@@ -136,6 +138,14 @@ class Nursery:
 
     def kill(self, process: Process) -> None:
         self._signal(process, signal.SIGKILL)
+
+    def kill_children(self, process: Process) -> bool:
+        """What it has started itself, and not it; False: nothing."""
+        children = process_tree(process.pid)[1:] if process.pid else []
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(children)
 
     def stop(self, process: Process) -> None:
         process.is_stopped = True

@@ -38,7 +38,7 @@ from services.bus import Append, Bus, EpisodeLease, Fenced
 from services.engine.scripted import ScriptedEngine, ScriptedTransport, language
 from services.engine_client import EngineClient, EngineError
 from services.store import Claim, JobNotFound, Store
-from services.trainer.__main__ import make_learner
+from services.trainer.building import make_learner
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
 from services.trainer.intake import Intake
@@ -49,7 +49,7 @@ from services.trainer.tasks import TaskSchedule
 from services.trainer.worker import TrainerWorker
 from services.weights import WeightStore
 from tests.core.learner_support import VOCABULARY
-from tests.services.trainer_kit import stop
+from tests.services.trainer_kit import InProcess, stop
 
 NUM_TASKS = 5
 NUM_TURNS = 2
@@ -247,6 +247,11 @@ class Loop:
             "metrics_path": self.job_dir / "metrics.jsonl",
         }
         return JobRun(claim, self.spec, Services(**(parts | changes)), make or (lambda: make_learner(self.spec)))
+
+    def worker(self, name: str = "trainer", *, make: Callable[[], AnyLearner] | None = None) -> TrainerWorker:
+        """A trainer whose attempts run in this process."""
+        attempts = InProcess(self.store, lambda claim, _spec: self.run_of(claim, make=make))
+        return TrainerWorker(self.store, self.bus, name, attempts, lease_s=LEASE_S)
 
     async def claim(self) -> Claim:
         while (claim := await self.store.claim_job("trainer")) is None:
@@ -460,7 +465,7 @@ class _Mortal:
 async def serve(loop: Loop, make: Callable[[], AnyLearner] | None = None) -> None:
     """A trainer's process, until the job is over. ``make`` makes its learner."""
     end = asyncio.Event()
-    worker = TrainerWorker(loop.store, "trainer", lambda claim, _spec: loop.run_of(claim, make=make), lease_s=LEASE_S)
+    worker = loop.worker("trainer", make=make)
     serving = asyncio.create_task(worker.run(end))
     async with asyncio.timeout(DEADLINE_S):
         while not (await loop.store.get_job(loop.job)).status.is_terminal and not serving.done():

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gspo_core.spec import JobSpec
 from services.redis_client import connect
-from services.trainer.__main__ import make_ranked_learner
+from services.trainer.building import make_ranked_learner
 from services.trainer.follower import Follower
 from services.trainer.followers import Followers
 from services.trainer.rank_calls import LINES

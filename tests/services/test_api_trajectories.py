@@ -17,12 +17,10 @@ from gspo_core.types import EpisodeKey, Split, WeightFile, WeightsManifest
 from services.bus import Append, Bus
 from services.store import Claim, JobStatus, Store
 from services.trainer.intake import Intake
-from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
 from tests.services.api_kit import SPEC, application, error_of, http_to
 from tests.services.loop_kit import (
     ACTIONS,
-    LEASE_S,
     NUM_TURNS,
     STOP_ID,
     Loop,
@@ -269,7 +267,7 @@ async def test_a_job_that_is_only_pushed_to_learns_what_a_plain_loop_learns(
     spec = loop_spec(write_model(tmp_path / "model"), steps=2)
     async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop:
         over = asyncio.Event()
-        worker = TrainerWorker(loop.store, "trainer", lambda claim, _spec: loop.run_of(claim), lease_s=LEASE_S)
+        worker = loop.worker()
         serving = asyncio.create_task(worker.run(over))
         async with asyncio.timeout(DEADLINE_S):
             while not (job := await loop.store.get_job(loop.job)).status.is_terminal and not serving.done():

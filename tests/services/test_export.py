@@ -13,7 +13,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from services.export import CheckpointNotFound, ExportFailed, checkpoint_path, export_checkpoint, main
 from services.job_directory import AcceptedJob, JobDirectory
-from services.trainer.__main__ import make_learner
+from services.trainer.building import make_learner
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.lineage import Lineage
 from tests.core.learner_support import make_sequences, with_behavior, write_model

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from services.bus import Bus
 from services.durable import append_line
 from services.job_directory import JobDirectory
 from services.store import Store
@@ -24,6 +25,7 @@ from tests.core.learner_support import write_model
 from tests.services.loop_kit import Loop, a_loop, fingerprint, loop_spec, plain_loop, saved
 from tests.services.test_trainer_loop import serve
 from tests.services.test_trainer_reports import records
+from tests.services.trainer_kit import InProcess
 
 DISK_BYTES = 6 * 2**20
 SPEC = '{"model": "m", "environments": [{"ref": "made:Up"}]}'
@@ -153,10 +155,9 @@ async def test_a_disk_that_is_full_at_the_wrong_moment_is_no_reason_for_a_job_to
         async def run(self) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        async def discard_queue(self) -> None: ...
-
     stop = asyncio.Event()
-    worker = TrainerWorker(store, "trainer", lambda claim, spec: Run())  # type: ignore[arg-type, return-value]
+    attempts = InProcess(store, lambda claim, spec: Run())  # type: ignore[arg-type, return-value]
+    worker = TrainerWorker(store, Bus(redis_client), "trainer", attempts)
     claim = await store.claim_job("trainer")
     assert claim is not None
     await worker._serve(claim, stop, asyncio.Event())

@@ -15,10 +15,8 @@ from services.drains import Drains
 from services.trainer import recovery
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.run import JobRun
-from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
 from tests.services.loop_kit import (
-    LEASE_S,
     Hook,
     Loop,
     a_loop,
@@ -56,7 +54,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
 async def serve(loop: Loop, name: str) -> None:
     """What the trainer's process does: until it is drained, or the job is over."""
     leaving, over = asyncio.Event(), asyncio.Event()
-    worker = TrainerWorker(loop.store, name, lambda claim, _spec: loop.run_of(claim), lease_s=LEASE_S)
+    worker = loop.worker(name)
     asking = asyncio.create_task(Drains(loop.redis).wait(name, leaving))
     serving = asyncio.create_task(worker.run(over, leaving))
     async with asyncio.timeout(DEADLINE_S):
@@ -130,7 +128,7 @@ async def test_a_trainer_without_a_job_just_ends(loop: Loop) -> None:
     await loop.store.set_desired_state(loop.job, "cancelled")
     await Drains(loop.redis).ask("idle")
     leaving = asyncio.Event()
-    worker = TrainerWorker(loop.store, "idle", lambda *_: pytest.fail("no job"), lease_s=LEASE_S)
+    worker = loop.worker("idle", make=lambda: pytest.fail("no job"))
     asking = asyncio.create_task(Drains(loop.redis).wait("idle", leaving))
     async with asyncio.timeout(DEADLINE_S):
         await worker.run(asyncio.Event(), leaving)

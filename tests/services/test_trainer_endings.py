@@ -17,10 +17,8 @@ from services.jobs import CancelManner, Job
 from services.trainer import run
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.run import JobRun
-from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
 from tests.services.loop_kit import (
-    LEASE_S,
     Hook,
     Loop,
     a_loop,
@@ -69,7 +67,7 @@ def loop_of(
 async def end_of(loop: Loop) -> Job:
     """One trainer's process after the other, until the job is over."""
     end = asyncio.Event()
-    worker = TrainerWorker(loop.store, "trainer", lambda claim, _spec: loop.run_of(claim), lease_s=LEASE_S)
+    worker = loop.worker()
     serving = asyncio.create_task(worker.run(end))
     async with asyncio.timeout(DEADLINE_S):
         while not (job := await loop.store.get_job(loop.job)).status.is_terminal and not serving.done():

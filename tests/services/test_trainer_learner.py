@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gspo_core.spec import JobSpec
-from services.trainer.__main__ import make_learner
+from services.trainer.building import make_learner
 from tests.core.learner_support import write_model
 
 

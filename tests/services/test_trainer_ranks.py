@@ -30,7 +30,7 @@ from services.engine.scripted import ScriptedEngine
 from services.engine.scripted.protocol import answer
 from services.ports import free_port
 from services.redis_server import RedisServer
-from services.trainer.__main__ import make_learner
+from services.trainer.building import make_learner
 from services.trainer.checkpoints import CheckpointStore
 from services.weights import WeightStore
 from tests.core.learner_support import largest_difference, weights, write_model

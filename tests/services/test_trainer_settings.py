@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gspo_core.live_settings import live_values
 from services.batch_log import BatchLog
-from services.trainer.__main__ import make_learner
+from services.trainer.building import make_learner
 from services.trainer.run import JobRun
 from services.trainer.tuning import Tuning, learner_config
 from tests.core.learner_support import write_model

@@ -14,9 +14,8 @@ from gspo_core.stop_spec import WatchdogSpec
 from services.trainer import run
 from services.trainer.failure import AttemptFailed
 from services.trainer.watchdog import Watchdog
-from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
-from tests.services.loop_kit import LEASE_S, Loop, a_loop, loop_spec
+from tests.services.loop_kit import Loop, a_loop, loop_spec
 
 DEADLINE_S = 60.0
 BOUNDS = WatchdogSpec(alarm_s=10, end_s=30)
@@ -99,7 +98,7 @@ async def test_an_attempt_that_stands_still_is_listed_and_the_next_one_goes_on(
     async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop, asyncio.timeout(DEADLINE_S):
         await loop.store.register_worker({"id": "player"})
         end = asyncio.Event()
-        worker = TrainerWorker(loop.store, "trainer", lambda claim, _spec: loop.run_of(claim), lease_s=LEASE_S)
+        worker = loop.worker()
         serving = asyncio.create_task(worker.run(end))
         while len((await loop.store.get_job(loop.job)).attempts) < 2:
             await asyncio.sleep(0.02)

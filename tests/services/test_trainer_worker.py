@@ -6,23 +6,33 @@ import asyncio
 import errno
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
-import torch
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 from gspo_core.spec import JobSpec
+from services.bus import Bus
 from services.jobs import HANDED_OVER, Job
 from services.store import Claim, JobStatus, StatusReason, Store
-from services.trainer.__main__ import unfit
-from services.trainer.followers import RanksLost
+from services.trainer.device import unfit
+from services.trainer.failure import RanksLost
 from services.trainer.run import JobRun
 from services.trainer.worker import TrainerWorker
+from tests.services.trainer_kit import InProcess
 
 DEADLINE_S = 10.0
+MakeRun = Callable[[Claim, JobSpec], JobRun]
 SPEC = JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]})
+
+
+def worker_of(
+    store: Store, name: str, make_run: MakeRun, *, check: Callable[[], None] = lambda: None, **options: Any
+) -> TrainerWorker:
+    bus = Bus(store._functions.redis)
+    return TrainerWorker(store, bus, name, InProcess(store, make_run, check), **options)
 
 
 class FailingRun(JobRun):
@@ -39,8 +49,6 @@ class FailingRun(JobRun):
         self._stop.set()
         raise self._error
 
-    async def discard_queue(self) -> None: ...
-
 
 async def end_of_a_job_whose_run_raises(store: Store, error: Exception, *path: JobStatus) -> str:
     job = await store.create_job(SPEC)
@@ -50,7 +58,7 @@ async def end_of_a_job_whose_run_raises(store: Store, error: Exception, *path: J
         return FailingRun(claim, store, list(path), error, stop)
 
     async with asyncio.timeout(DEADLINE_S):
-        await TrainerWorker(store, "trainer", make_run).run(stop)
+        await worker_of(store, "trainer", make_run).run(stop)
     return job.id
 
 
@@ -60,6 +68,20 @@ async def test_an_error_of_the_run_fails_the_job_and_is_its_reason(store: Store)
     assert record.status is JobStatus.FAILED
     assert isinstance(record.status_reason, StatusReason)
     assert record.status_reason.message == "ValueError: no such thing"
+
+
+async def test_what_breaks_the_queue_does_not_hide_why_the_job_ended(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> list[int]:
+        raise ResponseError("user_function:649: Missing bytes in input")
+
+    monkeypatch.setattr(Bus, "open_groups", broken)
+    job = await end_of_a_job_whose_run_raises(store, ValueError("the same garbage"), JobStatus.RUNNING)
+    record = await store.get_job(job)
+    assert record.status is JobStatus.FAILED
+    assert record.status_reason is not None
+    assert record.status_reason.message == "ValueError: the same garbage"
 
 
 async def test_a_redis_that_was_away_fails_no_job(store: Store, new_client: Callable[[], Redis]) -> None:
@@ -100,7 +122,7 @@ async def test_what_passes_never_fails_a_job_however_often_it_comes(
             stop = asyncio.Event()
             run = partial(FailingRun, store=store, path=[], error=error, stop=stop)
             async with asyncio.timeout(DEADLINE_S):
-                await TrainerWorker(store, "trainer", lambda claim, _spec, run=run: run(claim)).run(stop)  # type: ignore[misc]
+                await worker_of(store, "trainer", lambda claim, _spec, run=run: run(claim)).run(stop)  # type: ignore[misc]
     record = await store.get_job(job)
     assert [(one.code, one.ended_at is None) for one in record.attempts] == [(cause, False)] * 4
     assert not record.status.is_terminal
@@ -132,7 +154,7 @@ async def test_a_job_that_could_not_be_released_is_released_when_redis_is_back(
         return FailingRun(claim, store, [JobStatus.RUNNING], error, stop if is_last else asyncio.Event())
 
     async with asyncio.timeout(DEADLINE_S):
-        await TrainerWorker(away, "trainer", make_run).run(stop)
+        await worker_of(away, "trainer", make_run).run(stop)
     assert [one.attempt for one in claims] == [1, 2], "no lease had to run out"
     record = await store.get_job(job.id)
     assert [one.code for one in record.attempts] == ["redis_unavailable", "internal"]
@@ -151,7 +173,7 @@ async def ended(store: Store, worker: TrainerWorker, job: str, stop: asyncio.Eve
 
 async def test_a_specification_of_another_release_ends_the_job_with_the_reason(store: Store) -> None:
     job, stop = await store.create_job('{"model": "m", "another": 1}'), asyncio.Event()
-    worker = TrainerWorker(store, "trainer", lambda _claim, _spec: pytest.fail("nothing to run"))
+    worker = worker_of(store, "trainer", lambda _claim, _spec: pytest.fail("nothing to run"))
     record = await ended(store, worker, job.id, stop)
     assert record.status is JobStatus.FAILED
     assert record.status_reason is not None
@@ -164,13 +186,10 @@ async def test_a_specification_of_another_release_ends_the_job_with_the_reason(s
 NEEDS_GPU = JobSpec.model_validate({**SPEC.model_dump(mode="json"), "resources": {"device": "cuda"}})
 
 
-async def test_a_job_that_this_trainer_cannot_serve_is_left_to_others(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+async def test_a_job_that_this_trainer_cannot_serve_is_left_to_others(store: Store) -> None:
     waiting, other = await store.create_job(NEEDS_GPU), await store.create_job(SPEC)
     for _ in range(2):
-        await store.claim_job("cpu", unfit=unfit)
+        await store.claim_job("cpu", unfit=partial(unfit, has_gpu=False))
     record = await store.get_job(waiting.id)
     assert (record.status, record.attempt) == (JobStatus.QUEUED, 0)
     assert record.status_reason is not None
@@ -193,7 +212,7 @@ async def test_whoever_comes_ends_a_cancelled_job_that_nobody_can_serve(store: S
     def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
         return FailingRun(claim, store, [], RuntimeError("no such device"), stop)
 
-    worker = TrainerWorker(store, "cpu", make_run, unfit=lambda _: "it needs a GPU")
+    worker = worker_of(store, "cpu", make_run, unfit=lambda _: "it needs a GPU")
     assert (await ended(store, worker, job.id, stop)).status is JobStatus.CANCELLED
 
 
@@ -218,7 +237,7 @@ async def test_trouble_with_another_job_does_not_end_ones_own(store: Store, monk
         return RunThatSeesIt(claim, store, [JobStatus.RUNNING], ValueError("its own"), stop)
 
     async with asyncio.timeout(DEADLINE_S):
-        await TrainerWorker(store, "trainer", make_run).run(stop)
+        await worker_of(store, "trainer", make_run).run(stop)
     reason = (await store.get_job(job.id)).status_reason
     assert reason is not None
     assert reason.message == "ValueError: its own"
@@ -233,15 +252,13 @@ async def test_a_job_that_cannot_be_failed_does_not_end_the_process(store: Store
 
 @pytest.mark.parametrize(("lease_s", "beat_s"), [(30.0, 2.0), (5.0, 1.0)])
 def test_beats_come_at_least_every_fifth_of_the_lease(store: Store, lease_s: float, beat_s: float) -> None:
-    worker = TrainerWorker(store, "trainer", lambda _claim, _spec: pytest.fail("nothing to run"), lease_s=lease_s)
+    worker = worker_of(store, "trainer", lambda _claim, _spec: pytest.fail("nothing to run"), lease_s=lease_s)
     assert worker.beat_s == beat_s
 
 
 async def test_a_trainer_is_listed_with_what_it_can_for_as_long_as_it_runs(store: Store) -> None:
     stop = asyncio.Event()
-    worker = TrainerWorker(
-        store, "trainer", lambda _claim, _spec: pytest.fail("no job"), capabilities={"device": "cpu"}
-    )
+    worker = worker_of(store, "trainer", lambda _claim, _spec: pytest.fail("no job"), capabilities={"device": "cpu"})
     running = asyncio.create_task(worker.run(stop))
     async with asyncio.timeout(DEADLINE_S):
         while not (listed := await store.trainers()):
@@ -270,7 +287,7 @@ async def test_a_trainer_that_lost_a_rank_ends_the_attempt_and_its_process(store
 
     with pytest.raises(RanksLost):
         async with asyncio.timeout(DEADLINE_S):
-            await TrainerWorker(store, "trainer", make_run, check=check).run(asyncio.Event())
+            await worker_of(store, "trainer", make_run, check=check).run(asyncio.Event())
     record = await store.get_job(job.id)
     assert [one.code for one in record.attempts] == ["rank_lost"]
     heir = await store.claim_job("heir")

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
+from services.store import Claim, Store
+from services.trainer.attempt import Attempt
+from services.trainer.attempt_messages import End
+from services.trainer.run import JobRun
 
 DEADLINE_S = 10.0
+
+
+class InProcess:
+    """Attempts in the process of the test; ``check`` raises what is to end the trainer."""
+
+    def __init__(
+        self, store: Store, make_run: Callable[[Claim, JobSpec], JobRun], check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store, self._make_run, self._check = store, make_run, check
+
+    def is_ready(self) -> bool:
+        self._check()
+        return True
+
+    async def run(self, claim: Claim, spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+        return await Attempt(self._store, claim, self._make_run(claim, spec), self._check).run(stop, leaving)
 
 
 async def stop(task: asyncio.Task[None]) -> None:

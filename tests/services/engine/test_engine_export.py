@@ -14,7 +14,7 @@ from services.engine_client import EngineClient
 from services.export import export_checkpoint
 from services.job_directory import AcceptedJob, JobDirectory
 from services.local.sglang import SGLangProcess
-from services.trainer.__main__ import make_learner
+from services.trainer.building import make_learner
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.lineage import Lineage
 from tests.core.learner_support import make_sequences, with_behavior

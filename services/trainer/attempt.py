@@ -1,0 +1,132 @@
+"""One attempt at a claimed job, from loading the model to its end, in the process that runs it.
+
+Duty: run the step loop, watch what its user and its worker want meanwhile, and turn every way out into one ``End``.
+It holds no lease and writes no final status: the worker beats for it and tells Redis how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from gspo_core.spec import JobSpec
+from services.bus import Bus, Fenced
+from services.engine_client import open_http
+from services.jobs import HANDED_OVER
+from services.redis_client import connect, is_away
+from services.room import lacks_room
+from services.settings import Settings
+from services.store import CancelManner, Claim, JobNotFound, StatusReason, Store
+from services.telemetry import get_logger
+from services.trainer.attempt_messages import End
+from services.trainer.building import MakeLearner, listeners, make_learner, make_run
+from services.trainer.failure import AWAY, CANCELLED, NO_ROOM, AttemptFailed, JobFailure
+from services.trainer.ill_environments import IllEnvironments
+from services.trainer.race import first_to_end, sleep_unless
+from services.trainer.run import JobRun
+from services.trainer.wandb_run import WandbRun
+
+LOOK_S = 0.3
+# What was not sent by then stays on disk, where the next attempt's process finds it.
+LISTENERS_S = 5.0
+
+
+class Cancelled(Exception):
+    """The user wants this job to end where it is."""
+
+
+class Stopped(Exception):
+    """This trainer is to do nothing more of the job; another one goes on with it."""
+
+
+class Attempt:
+    """``check`` raises RanksLost when other ranks of this trainer are gone."""
+
+    def __init__(self, store: Store, claim: Claim, run: JobRun, check: Callable[[], None] = lambda: None) -> None:
+        self._store, self._claim, self._run, self._check = store, claim, run, check
+
+    async def run(self, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+        """``stop`` ends it where it is, ``leaving`` at a step boundary, saved."""
+        try:
+            ill = IllEnvironments(self._store, self._claim)
+            await first_to_end(self._run.run(), ill.run(), self._watch(stop, leaving))
+        except Exception as error:
+            return end_of(error)
+        if self._run.has_left:
+            return end_of(Stopped())
+        if self._run.cancelled is not None:
+            return end_of(Cancelled())
+        return End.because("succeeded", self._run.ending)
+
+    async def _watch(self, stop: asyncio.Event, leaving: asyncio.Event) -> None:
+        run = self._run
+        while not stop.is_set():
+            self._check()
+            job = await self._store.get_job(self._claim.job_id)
+            run.is_pause_wanted = job.desired_state == "paused"
+            if job.desired_state == "cancelled" and not run.wind_up(job.cancel_manner or CancelManner.NOW):
+                raise Cancelled
+            if leaving.is_set() and not run.is_leaving and not run.leave():
+                break
+            await sleep_unless(stop, LOOK_S)
+        raise Stopped
+
+
+def end_of(error: Exception) -> End:
+    """What an attempt that raised ``error`` means for its job."""
+    match error:
+        case Stopped():
+            return End.because("released", HANDED_OVER)
+        case Cancelled():
+            return End.because("cancelled", CANCELLED)
+        case Fenced() | JobNotFound():  # a server that was wiped knows neither
+            return End("claim_lost")
+        case AttemptFailed():
+            return End("attempt_failed", error.code, str(error))
+        case _ if is_away(error):
+            return End.because("released", AWAY)
+        case _ if lacks_room(error):
+            return End.because("released", NO_ROOM)
+        case JobFailure():
+            reason = StatusReason(error.code, str(error))
+        case _:
+            reason = StatusReason("internal", f"{type(error).__name__}: {error}")
+    get_logger().error("the attempt failed", exc_info=error)
+    return End.because("failed", reason)
+
+
+async def run_attempt(
+    settings: Settings,
+    claim: Claim,
+    stop: asyncio.Event,
+    leaving: asyncio.Event,
+    *,
+    make: MakeLearner = make_learner,
+    check: Callable[[], None] = lambda: None,
+) -> End:
+    """The whole attempt, with connections of its own."""
+    assert settings.redis_url is not None, "the worker has looked"
+    async with connect(settings.redis_url) as redis, open_http() as http:
+        bus = Bus(redis, lease_s=settings.lease_s)
+        store = Store(
+            redis,
+            lease_s=settings.lease_s,
+            max_attempts=settings.max_attempts,
+            jobs_dir=settings.data_dir / "jobs",
+            waits_for_room=True,
+        )
+        told: list[WandbRun] = []
+        try:
+            spec = JobSpec.model_validate_json((await store.get_job(claim.job_id)).spec)
+            told = listeners(settings, claim.job_id, spec)
+            run = make_run(settings, bus, store, http, claim, spec, told, lambda: make(spec))
+        except Exception as error:
+            return end_of(error)
+        try:
+            return await Attempt(store, claim, run, check).run(stop, leaving)
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LISTENERS_S):
+                    for listener in told:
+                        await asyncio.to_thread(listener.close)

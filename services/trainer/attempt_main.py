@@ -1,0 +1,113 @@
+"""``python -m services.trainer.attempt_main``: the process of one attempt, started before there is a job for it.
+
+It imports what is slow, says that it is ready, waits for its job on standard input, runs the attempt, tells how it
+ended on standard output, and ends at once: whatever still runs in it, a thread or a device, ends with it.
+
+Rule: it decides nothing about signals. Those that reach a whole group of processes are for the trainer, which says here
+what is to be done; when the trainer is gone, so is this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from typing import BinaryIO, NoReturn
+
+from services.settings import Settings, load_settings
+from services.telemetry import configure_logging
+from services.trainer.attempt_messages import (
+    Alive,
+    Answer,
+    Begin,
+    End,
+    Leave,
+    Order,
+    Ready,
+    Stop,
+    decode_order,
+    encode,
+)
+
+ALIVE_S = 2.0
+_MAX_MESSAGE = 20_000
+
+
+def main() -> NoReturn:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Not SIG_IGN, which our own children would inherit.
+        signal.signal(number, lambda *_: None)
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "wb", 0)
+    os.dup2(2, 1)
+    faulthandler.enable()
+    settings = load_settings()
+    configure_logging("trainer", level=settings.log_level, log_format=settings.log_format)
+    asyncio.run(_serve(settings, answers))
+    raise AssertionError("the process has ended")
+
+
+async def _serve(settings: Settings, answers: BinaryIO) -> NoReturn:
+    import torch
+
+    from services.trainer.attempt import run_attempt
+    from services.trainer.building import capabilities
+
+    # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
+    torch.set_num_interop_threads(1)
+    orders: asyncio.Queue[Order] = asyncio.Queue()
+    threading.Thread(target=_hear, args=(asyncio.get_running_loop(), orders), name="orders", daemon=True).start()
+    _tell(answers, Ready(capabilities()))
+    begin = await orders.get()
+    assert isinstance(begin, Begin), begin
+    stop, leaving = asyncio.Event(), asyncio.Event()
+    beside = [asyncio.create_task(_show_life(answers)), asyncio.create_task(_obey(orders, stop, leaving))]
+    end = await run_attempt(settings, begin.claim, stop, leaving)
+    for task in beside:
+        task.cancel()
+    _tell(answers, End(end.how, end.code, end.message[:_MAX_MESSAGE]))
+    _leave(0)
+
+
+def _hear(loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[Order]) -> None:
+    """In a thread, which hears the end of the trainer also while the event loop is busy."""
+    for line in os.fdopen(0, "rb"):
+        loop.call_soon_threadsafe(orders.put_nowait, decode_order(line))
+    _leave(1)
+
+
+async def _obey(orders: asyncio.Queue[Order], stop: asyncio.Event, leaving: asyncio.Event) -> None:
+    while True:
+        match await orders.get():
+            case Stop():
+                stop.set()
+            case Leave():
+                leaving.set()
+            case Begin():
+                raise AssertionError("one attempt a process")
+
+
+async def _show_life(answers: BinaryIO) -> None:
+    while True:
+        _tell(answers, Alive())
+        await asyncio.sleep(ALIVE_S)
+
+
+def _tell(answers: BinaryIO, answer: Answer) -> None:
+    try:
+        answers.write(encode(answer))
+    except BrokenPipeError:
+        _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

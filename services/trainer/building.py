@@ -1,0 +1,127 @@
+"""Builds the real parts of an attempt from the settings of the process and the job's specification."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import httpx
+import torch
+
+from gspo_core.learner import Learner
+from gspo_core.spec import JobSpec
+from services.batch_log import BatchLog
+from services.bus import Bus
+from services.engine_client import EngineClient
+from services.settings import Settings
+from services.store import Claim, Store
+from services.trainer.attempt_messages import Capabilities
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.device import device_of
+from services.trainer.engines import Engines
+from services.trainer.followers import Followers
+from services.trainer.intake import Intake
+from services.trainer.rank_lines import Place
+from services.trainer.ranked_learner import AnyLearner, RankedLearner
+from services.trainer.run import JobRun, Services
+from services.trainer.status import JobStatusBoard
+from services.trainer.tuning import learner_config
+from services.trainer.wandb_run import WandbRun
+from services.trainer.weight_transport import FromDisk, ThroughGroup, WeightTransport
+from services.weights import WeightStore
+
+MakeLearner: TypeAlias = Callable[[JobSpec], AnyLearner]
+
+
+def make_run(
+    settings: Settings,
+    bus: Bus,
+    store: Store,
+    http: httpx.AsyncClient,
+    claim: Claim,
+    spec: JobSpec,
+    listeners: Sequence[WandbRun],
+    make: Callable[[], AnyLearner],
+) -> JobRun:
+    """The step loop of a claimed job."""
+    job_dir = settings.data_dir / "jobs" / claim.job_id
+    job_dir.mkdir(parents=True, exist_ok=True)
+    weights = WeightStore(job_dir)
+    engines = Engines(
+        store,
+        claim.job_id,
+        claim.token,
+        weights,
+        settings.engine_urls,
+        lambda url: EngineClient(url, http),
+        num_wanted=spec.resources.num_engines,
+        sync=spec.rollout.weight_sync,
+        transport=make_transport(spec),
+        lease_s=settings.lease_s,
+    )
+    services = Services(
+        bus=bus,
+        store=store,
+        status=JobStatusBoard(store, claim),
+        engines=engines,
+        intake=Intake(bus, claim.job_id),
+        weights=weights,
+        batch_log=BatchLog(job_dir),
+        checkpoints=CheckpointStore(job_dir),
+        metrics_path=job_dir / "metrics.jsonl",
+        budget_bytes=settings.redis_bytes_per_job,
+        listeners=listeners,
+    )
+    return JobRun(claim, spec, services, make)
+
+
+def capabilities() -> Capabilities:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "num_gpus": torch.cuda.device_count(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
+
+
+def listeners(settings: Settings, job: str, spec: JobSpec) -> list[WandbRun]:
+    """Are told every number, as are the store and the files of the job."""
+    if settings.wandb_project is None:
+        return []
+    job_dir = settings.data_dir / "jobs" / job
+    return [WandbRun(settings.wandb_project, settings.wandb_mode, job_dir, job, spec.name)]
+
+
+def make_learner(spec: JobSpec) -> Learner:
+    return Learner(
+        Path(spec.model),
+        learner_config(spec),
+        spec.training_objective,
+        seed=spec.seed,
+        device=device_here(spec),
+    )
+
+
+def make_ranked_learner(spec: JobSpec, place: Place, followers: Followers) -> RankedLearner:
+    return RankedLearner(
+        followers,
+        place,
+        Path(spec.model),
+        learner_config(spec),
+        spec.training_objective,
+        seed=spec.seed,
+        device=device_here(spec),
+    )
+
+
+def make_transport(spec: JobSpec) -> WeightTransport:
+    return ThroughGroup(device=device_here(spec)) if spec.rollout.weight_transport == "group" else FromDisk()
+
+
+def device_here(spec: JobSpec) -> str:
+    return device_of(spec, has_gpu=torch.cuda.is_available())

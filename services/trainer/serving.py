@@ -1,0 +1,72 @@
+"""What the process of a trainer does, wherever its attempts run: claims jobs, watches engines, says that it lives.
+
+It imports no torch: where a process of its own runs each attempt, this one stays small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from functools import partial
+
+from services.bus import Bus
+from services.cancelling import cancel_all
+from services.drains import Drains
+from services.engine_beats import EngineBeats
+from services.engine_client import EngineClient, open_http
+from services.health import Health
+from services.redis_server import connect, warn_if_weaker
+from services.settings import Settings
+from services.store import Store
+from services.trainer.device import unfit
+from services.trainer.wandb_run import require_wandb
+from services.trainer.worker import Attempts, TrainerWorker
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises what keeps a trainer with these settings from training anything."""
+    if settings.redis_url is None:
+        raise SystemExit("GSPO_REDIS_URL is not set: a trainer needs the Redis of its installation")
+    if settings.wandb_project is not None:
+        require_wandb()
+
+
+async def serve(
+    settings: Settings, stop: asyncio.Event, attempts: Attempts, capabilities: Mapping[str, str | int]
+) -> None:
+    assert settings.redis_url is not None
+    async with connect(settings.redis_url) as redis, open_http() as http:
+        bus = Bus(redis, lease_s=settings.lease_s)
+        store = Store(
+            redis,
+            lease_s=settings.lease_s,
+            max_attempts=settings.max_attempts,
+            jobs_dir=settings.data_dir / "jobs",
+            waits_for_room=True,
+        )
+        await bus.load_functions()
+        await warn_if_weaker(redis)
+        await store.rebuild()
+
+        name = f"trainer-{socket.gethostname()}-{os.getpid()}"
+        beats = EngineBeats(store, [EngineClient(url, http) for url in settings.engine_urls], lease_s=settings.lease_s)
+        beating = asyncio.create_task(beats.run(), name="engine beats")
+        leaving = asyncio.Event()
+        asking = asyncio.create_task(Drains(redis).wait(name, leaving), name="drain")
+        worker = TrainerWorker(
+            store,
+            bus,
+            name,
+            attempts,
+            lease_s=settings.lease_s,
+            capabilities=capabilities,
+            unfit=partial(unfit, has_gpu=capabilities["device"] == "cuda"),
+        )
+        try:
+            async with Health(settings.health_file, stop) as health:
+                health.is_ready = True
+                await worker.run(stop, leaving)
+        finally:
+            await cancel_all([beating, asking], again_after_s=0.1)
