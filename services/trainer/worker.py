@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from gspo_core.spec import JobSpec
+from services.away import Away, CredentialsRefused
 from services.bus import Fenced
 from services.cancelling import cancel_all
 from services.jobs import fits
-from services.redis_client import is_away, unless_away
-from services.room import lacks_room
+from services.room import NoRoom, raising_no_room
 from services.store import CancelManner, Claim, JobNotFound, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.failure import AttemptFailed, JobFailure
@@ -88,7 +88,7 @@ class TrainerWorker:
                 await self._serve(claim, stop, leaving)
         finally:
             await cancel_all([announcing], again_after_s=0.1)
-            with unless_away():
+            with contextlib.suppress(Away):
                 await self._release_what_was_left()
                 await self._store.remove_trainer(self._name)
 
@@ -96,7 +96,7 @@ class TrainerWorker:
         """So that people see who trains, also while nothing is to be trained."""
         record = {"id": self._name, "kind": "trainer", **self._capabilities}
         while True:
-            with unless_away():
+            with contextlib.suppress(Away):
                 await self._store.register_trainer(record)
             await asyncio.sleep(self.beat_s)
 
@@ -104,9 +104,7 @@ class TrainerWorker:
         try:
             await self._release_what_was_left()
             return await self._store.claim_job(self._name, unfit=self._unfit, lost_first=True)
-        except Exception as error:
-            if not is_away(error):
-                raise
+        except Away as error:
             get_logger().warning("Redis is away", error=str(error))
             return None
 
@@ -121,17 +119,17 @@ class TrainerWorker:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
         log.info("claimed")
         try:
-            await self._run_to_its_end(claim, stop, leaving)
+            with raising_no_room():
+                await self._run_to_its_end(claim, stop, leaving)
         except RanksLost:
             raise
         except (Fenced, JobNotFound):  # a server that was wiped knows neither
             log.warning("the claim was lost; what this process did since then has no effect")
-        except Exception as error:
-            if is_away(error) or lacks_room(error):
-                self._left[claim.job_id] = claim, AWAY if is_away(error) else NO_ROOM
-                log.warning("the job is left to whoever claims it next", error=f"{type(error).__name__}: {error}")
-            else:
-                log.exception("the end of the job could not be told; it is left to whoever claims it next")
+        except (Away, NoRoom) as error:
+            self._left[claim.job_id] = claim, AWAY if isinstance(error, Away) else NO_ROOM
+            log.warning("the job is left to whoever claims it next", error=f"{type(error).__name__}: {error}")
+        except Exception:
+            log.exception("the end of the job could not be told; it is left to whoever claims it next")
 
     async def _run_to_its_end(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> None:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
@@ -147,7 +145,8 @@ class TrainerWorker:
             if job.desired_state == "cancelled" and self._unfit(job.spec) is not None:
                 raise Cancelled
             watching = IllEnvironments(self._store, claim).run(), self._watch_for_the_end(claim, run, stop, leaving)
-            await first_to_end(run.run(), self._beat(claim), self._free_what_the_lost_held(claim), *watching)
+            with raising_no_room():
+                await first_to_end(run.run(), self._beat(claim), self._free_what_the_lost_held(claim), *watching)
             if run.has_left:
                 raise Stopped
             if run.cancelled is not None:
@@ -167,11 +166,9 @@ class TrainerWorker:
         except Stopped:
             await self._store.release_job(claim.job_id, claim.token)
             log.info("left to another trainer")
-        except (Fenced, JobNotFound):
+        except (Fenced, JobNotFound, Away, NoRoom, CredentialsRefused):  # no reason for a job to end
             raise
         except Exception as error:
-            if lacks_room(error) or is_away(error):  # no reason for a job to end
-                raise
             log.exception("failed")
             await run.discard_queue()
             await self._store.set_status(claim.job_id, "failed", token=claim.token, reason=_cause(error))
@@ -187,9 +184,10 @@ class TrainerWorker:
             try:
                 for job in await self._store.give_up_lost_jobs(claim.job_id):
                     get_logger().warning("the trainer of another job was lost; that job waits for one", job=job)
+            except Away:
+                pass
             except Exception as error:  # trouble of another job is no reason to end this one
-                if not is_away(error):
-                    get_logger().warning("other jobs could not be looked at", error=f"{type(error).__name__}: {error}")
+                get_logger().warning("other jobs could not be looked at", error=f"{type(error).__name__}: {error}")
             await asyncio.sleep(self.beat_s)
 
     async def _watch_for_the_end(self, claim: Claim, run: JobRun, stop: asyncio.Event, leaving: asyncio.Event) -> None:
