@@ -113,7 +113,8 @@ def translate(error: Exception) -> Away | RedisFault:
         word, detail = aborted.groups()
         return _away(AwayReason(word), detail) if word in AwayReason.__members__ else RedisFault(text)
     word, _, detail = text.partition(" ")
-    return _away(_WORDS[word], detail) if word in _WORDS else RedisFault(text)
+    is_code = getattr(error, "status_code", None) is None  # otherwise the library has taken the code off
+    return _away(_WORDS[word], detail) if is_code and word in _WORDS else RedisFault(text)
 
 
 def _away(reason: AwayReason, detail: str) -> Away:

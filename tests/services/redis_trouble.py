@@ -63,7 +63,7 @@ class Trouble:
             case AwayReason.NOREPLICAS:
                 await self._admin("CONFIG", "SET", "min-replicas-to-write", "1")
             case AwayReason.MASTERDOWN:
-                await self._admin("CONFIG", "SET", "replica-serve-stale-data", "no")
+                await self._admin("CONFIG", "SET", "replica-serve-stale-data", "no", "replica-read-only", "no")
                 await self._admin("REPLICAOF", "127.0.0.1", "1")
             case _:
                 raise ValueError(reason)
