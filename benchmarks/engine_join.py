@@ -29,7 +29,7 @@ from services.local.sglang import SGLangProcess
 from services.redis_server import RedisServer, connect
 from services.rollout.counters import Counters
 from services.rollout.engines import EngineTable, JobEngines
-from services.rollout.patience import Patience
+from services.rollout.retry import Retrier
 from services.store import Store
 from services.trainer.engines import Engines
 from services.trainer.weight_transport import FromDisk, ThroughGroup, WeightTransport
@@ -72,14 +72,14 @@ async def join(redis_url: str, root: Path, model_dir: Path, first: str, late: st
         run(asyncio.create_task(engines.run()))
         await engines.publish(manifest)
         await engines.wait_for(manifest)
-        patience = Patience(counters := Counters(), random.Random(0))
-        table = EngineTable(store, [first], client, time.monotonic, patience)
+        retrier = Retrier(counters := Counters(), random.Random(0))
+        table = EngineTable(store, [first], client, time.monotonic, retrier)
         router = JobEngines(
             table,
             store,
             job,
             max_staleness=1,
-            patience=patience,
+            retrier=retrier,
             counters=counters,
             clock=time.monotonic,
             leaving=asyncio.Event(),

@@ -28,7 +28,7 @@ from services.engine_client import EngineClient
 from services.rollout.counters import Counters
 from services.rollout.engines import EngineTable, JobEngines
 from services.rollout.in_flight import InFlightLimit
-from services.rollout.patience import Patience
+from services.rollout.retry import Retrier
 
 RESULTS = Path(__file__).parent / "results" / "engine_load.md"
 JOB = "job_a"
@@ -92,18 +92,18 @@ async def measure(make_limit: Callable[[], InFlightLimit], num_episodes: int, se
     engines = {name: engine(name) for name in SIZES}
     ticking = [asyncio.create_task(one.run()) for one in engines.values()]
     counters, leaving, took = Counters(), asyncio.Event(), list[float]()
-    patience = Patience(counters, random.Random(0))
+    retrier = Retrier(counters, random.Random(0))
     async with httpx.AsyncClient(transport=ScriptedTransport(engines)) as http:
         store = OneVersion()
         table = EngineTable(
-            store, (), lambda url: EngineClient(url, http), time.monotonic, patience, make_limit=make_limit
+            store, (), lambda url: EngineClient(url, http), time.monotonic, retrier, make_limit=make_limit
         )
         router = JobEngines(
             table,
             store,
             JOB,
             max_staleness=1,
-            patience=patience,
+            retrier=retrier,
             counters=counters,
             clock=time.monotonic,
             leaving=leaving,

@@ -23,11 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis
-
 from gspo_core.types import Split
 from services.bus import Append, Bus
 from services.queue_records import EpisodeLease
+from services.redis_client import RedisClient
 from services.redis_server import RedisServer, connect
 from services.store import Claim, Store
 
@@ -64,7 +63,7 @@ against 9). Segments that are appended together share both, so workers should ap
 
 @dataclass
 class Bench:
-    redis: Redis
+    redis: RedisClient
     url: str
     bus: Bus
     claim: Claim
@@ -113,7 +112,7 @@ async def timed(clients: Sequence[Callable[[], Awaitable[int]]], num_segments: i
     return (num_segments - left) / (time.perf_counter() - started)
 
 
-async def connected(url: str, count: int) -> list[Redis]:
+async def connected(url: str, count: int) -> list[RedisClient]:
     connections = [connect(url) for _ in range(count)]
     await asyncio.gather(*(one.ping() for one in connections))
     return connections
@@ -122,7 +121,7 @@ async def connected(url: str, count: int) -> list[Redis]:
 async def raw_round(bench: Bench, num_clients: int, batch: int, payload: bytes, num_segments: int) -> float:
     connections = await connected(bench.url, num_clients)
 
-    def client(redis: Redis) -> Callable[[], Awaitable[int]]:
+    def client(redis: RedisClient) -> Callable[[], Awaitable[int]]:
         async def call() -> int:
             if batch == 1:
                 await redis.xadd("raw", {"s": "0:0:0", "d": payload})

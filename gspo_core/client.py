@@ -402,10 +402,12 @@ class Client:
         """Events after `after`, until the job is over: those that are kept, then live. None: from now on.
 
         A connection that breaks is opened again after the last event that came through: none is missing, none comes
-        twice. Raises Unreachable when that fails many times in a row, or when there is no API to begin with.
+        twice. Raises Unreachable when that fails many times in a row, or when there is no API to begin with, and
+        ApiError when the API goes on saying that it cannot answer now.
         ``on_wait`` is told when a connection was lost, with how often in a row it has failed.
         """
         failures, was_connected = 0, False
+        retry_after_s: float | None = None
         while True:
             try:
                 for event in self._stream(job_id, after):
@@ -418,10 +420,11 @@ class Client:
                     yield event
             except (self._httpx.TransportError, _Later) as error:
                 is_nobody = isinstance(error, self._httpx.ConnectError) and not was_connected
+                retry_after_s = error.retry_after_s if isinstance(error, _Later) else None
                 if is_nobody or failures >= STREAM_RETRIES:
-                    raise _unreachable(self._http, error) from error
+                    raise (error.answer if isinstance(error, _Later) else _unreachable(self._http, error)) from error
             on_wait(failures)
-            self._sleep(_delay(failures))
+            self._sleep(_delay(failures, retry_after_s))
             failures += 1
 
     def _stream(self, job_id: str, after: str | None) -> Iterator[Event | None]:
@@ -431,7 +434,7 @@ class Client:
             if answer.status_code != 200:
                 answer.read()
                 if answer.status_code in RETRIED:
-                    raise _Later(f"status {answer.status_code}")
+                    raise _Later(_api_error(answer), _retry_after_s(answer))
                 raise _api_error(answer)
             yield from parse_events(answer.iter_lines())
 
@@ -463,6 +466,7 @@ class Client:
                 is_nobody = isinstance(error, self._httpx.ConnectError | self._httpx.UnsupportedProtocol)
                 if is_last or is_nobody:
                     raise _unreachable(self._http, error) from error
+                wait_s = _delay(attempt)
             else:
                 if answer.is_success:
                     return _json(answer)
@@ -470,12 +474,18 @@ class Client:
                 is_under_way = answer.status_code == 409 and "retry-after" in answer.headers
                 if is_last or not (is_under_way or answer.status_code in RETRIED):
                     raise _api_error(answer)
-            self._sleep(_delay(attempt))
+                wait_s = _delay(attempt, _retry_after_s(answer))
+            self._sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
 
 
 class _Later(Exception):
     """The API is there, but cannot answer now."""
+
+    def __init__(self, answer: ApiError, retry_after_s: float | None) -> None:
+        super().__init__(str(answer))
+        self.answer = answer
+        self.retry_after_s = retry_after_s
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[Event | None]:
@@ -541,8 +551,16 @@ def _texts(filters: Mapping[str, str | float]) -> dict[str, str]:
     return {"limit": "100"} | {name: str(value) for name, value in filters.items()}
 
 
-def _delay(attempt: int) -> float:
-    return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0**attempt)
+def _delay(attempt: int, retry_after_s: float | None = None) -> float:
+    """Doubled every time, beginning with what the API asks for."""
+    first_s = FIRST_DELAY_S if retry_after_s is None else max(FIRST_DELAY_S, retry_after_s)
+    return min(LONGEST_DELAY_S, first_s * 2.0**attempt)
+
+
+def _retry_after_s(answer: httpx.Response) -> float | None:
+    """The header in seconds; a date, which our API never sends, counts as none."""
+    text = answer.headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() else None
 
 
 def _unreachable(http: httpx.Client, error: Exception) -> Unreachable:

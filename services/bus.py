@@ -22,11 +22,10 @@ import time
 from collections.abc import Callable, Sequence
 from uuid import uuid4
 
-from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 from zlib_ng.zlib_ng import crc32
 
 from gspo_core.types import EpisodeKey, Split
+from services.away import RedisFault
 from services.functions import Functions
 from services.keys import bus_keys, job_key, service_key, service_keys
 from services.leases import BeatWatch
@@ -45,7 +44,7 @@ from services.queue_records import (
     read_lease,
     read_ready,
 )
-from services.redis_client import MAX_BLOCK_MS
+from services.redis_client import MAX_BLOCK_MS, RedisClient
 from services.refusals import Conflict, Fenced, Full, Gap
 
 __all__ = [
@@ -77,7 +76,9 @@ _REASON = re.compile(r"trained|evaluated|dropped_[a-z0-9_]{1,40}")
 class Bus:
     """``lease_s``: a worker whose beat stands still for so long loses its episodes to whoever calls ``reap``."""
 
-    def __init__(self, redis: Redis, *, lease_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, redis: RedisClient, *, lease_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._functions = Functions(redis)
         self._redis = self._functions.redis
         self._watch = BeatWatch(lease_s, clock)
@@ -139,7 +140,7 @@ class Bus:
         """Whether the server was wiped since, and its clock is behind: it will not reach that position for long."""
         try:
             info = await self._redis.xinfo_stream(stream)
-        except ResponseError:
+        except RedisFault:
             return False  # nothing was appended yet
         return _numbers(info["last-generated-id"].decode()) < _numbers(position)
 

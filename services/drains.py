@@ -8,19 +8,19 @@ asking twice is asking once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
-from redis.asyncio import Redis
-
+from services.away import Away
 from services.keys import service_key
-from services.redis_client import unless_away
+from services.redis_client import RedisClient
 
 LOOK_S = 2.0
 _WISHES = service_key("drains")
 
 
 class Drains:
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: RedisClient) -> None:
         # Replies are bytes; the client's types allow for more.
         self._redis: Any = redis
 
@@ -37,10 +37,10 @@ class Drains:
     async def wait(self, process: str, stop: asyncio.Event) -> None:
         """Sets ``stop`` when the process is asked to leave. While Redis is away nobody can ask."""
         while True:
-            with unless_away():
+            with contextlib.suppress(Away):
                 if await self.is_asked(process):
                     break
             await asyncio.sleep(LOOK_S)
         stop.set()
-        with unless_away():
+        with contextlib.suppress(Away):
             await self._redis.hdel(_WISHES, process)

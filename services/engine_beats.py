@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Collection
 from typing import Any, Protocol
 
+from services.away import Away
 from services.engine_client import EngineClient, EngineError
-from services.redis_client import unless_away
 
 # A beat is a tenth of the lease: an engine that loads weights may miss some.
 BEATS_PER_LEASE = 10
@@ -43,7 +43,7 @@ class EngineBeats:
 
     async def beat(self, engine: EngineClient) -> None:
         """Registers ``engine`` if it answers."""
-        with contextlib.suppress(EngineError, TimeoutError), unless_away():
+        with contextlib.suppress(EngineError, TimeoutError, Away):
             async with asyncio.timeout(_ANSWER_S):
                 info = await engine.model_info()
             await self._store.register_engine(engine_record(engine.url, info))

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from redis.asyncio import Redis
-
 from services.keys import service_key
-from services.redis_client import MAX_BLOCK_MS
+from services.redis_client import MAX_BLOCK_MS, RedisClient
 
 # A stream of orders; who has taken which; what came back.
 _ORDERS, _CLAIMS, _ANSWERS = (service_key(name) for name in ("errands", "errand_claims", "errand_answers"))
@@ -50,7 +48,7 @@ class Errand:
 
 
 class Errands:
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: RedisClient) -> None:
         # Replies are bytes; the client's types allow for more.
         self._redis: Any = redis
 

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.exceptions import ResponseError
-
+from services.away import RedisFault
 from services.keys import BUS_KEYS, JOB_KEYS, SERVICE_KEYS
+from services.redis_client import RedisClient
 from services.refusals import BY_WORD
 
 # Raise it with every change of the .lua files that is released: servers keep the highest version they were given.
@@ -42,7 +41,7 @@ class LibraryTooOld(RuntimeError):
 class Functions:
     """Calls functions by name and turns error replies into ``Refused`` errors."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: RedisClient) -> None:
         # The types of its replies allow for every protocol and decoding; ours are bytes.
         self.redis: Any = redis
 
@@ -62,13 +61,13 @@ class Functions:
         """The reply of ``gspo_<name>``. A server that lost the library (a new one, say) is given it again."""
         try:
             return await self._fcall(name, keys, args)
-        except ResponseError as error:
+        except RedisFault as error:
             if "Function not found" not in str(error):
                 raise _refusal(error) from None
         await self.load()
         try:
             return await self._fcall(name, keys, args)
-        except ResponseError as error:
+        except RedisFault as error:
             raise _refusal(error) from None
 
     async def _fcall(self, name: str, keys: Sequence[str | bytes], args: Sequence[str | bytes | int | float]) -> Any:
@@ -77,7 +76,7 @@ class Functions:
     async def _held_version(self) -> tuple[int, str] | None:
         try:
             version, digest = await self._fcall("version", (), ())
-        except ResponseError as error:
+        except RedisFault as error:
             if "Function not found" in str(error):
                 return None
             if "unknown command" in str(error).lower():
@@ -105,7 +104,7 @@ def _lua_names(name: str, names: Sequence[str]) -> str:
     return f"local {name} = {{{listed}}}"
 
 
-def _refusal(error: ResponseError) -> Exception:
+def _refusal(error: RedisFault) -> Exception:
     word, _, detail = str(error).partition(" ")
     kind = BY_WORD.get(word)
     return kind(detail) if kind else error

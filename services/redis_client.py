@@ -1,59 +1,69 @@
 """The one way to connect to Redis.
 
-Duty: a client with our timeouts and retries. The rule: what it sends again after a lost reply must not matter twice, so
-only reads, our functions and single idempotent commands go through it. It starts and examines no server.
+Duty: a client with our timeouts, our retries and our errors. The rules: what it sends again after a lost reply must not
+matter twice, so only reads, our functions and single idempotent commands go through it; and it raises nothing but the
+exceptions of ``services.away``, after its own retries. It starts and examines no server.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import redis.asyncio
+from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import (
-    BusyLoadingError,
-    ClusterDownError,
-    ConnectionError,
-    MasterDownError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    ResponseError,
-    TimeoutError,
-    TryAgainError,
-)
+from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
+
+from services.away import translate
 
 SOCKET_TIMEOUT_S = 10.0
 # A blocked read that lasts as long as the timeout of its socket is taken for a lost reply.
 MAX_BLOCK_MS = 5000
-_NOT_NOW = (
-    *(ConnectionError, TimeoutError, OutOfMemoryError, ReadOnlyError),
-    *(ClusterDownError, MasterDownError, TryAgainError),
-)
-# Of errors that the client library has no class for: what it was asked is refused beside a full disk, without replicas,
-# while another script runs.
-_NOT_NOW_WORDS = ("MISCONF", "NOREPLICAS", "BUSY")
 
 
-def is_away(error: BaseException) -> bool:
-    """Whether Redis cannot be reached, or answers and refuses for a while: its memory is full, it is a replica now."""
-    if isinstance(error, _NOT_NOW):
-        return True
-    return isinstance(error, ResponseError) and str(error).partition(" ")[0] in _NOT_NOW_WORDS
+class RedisClient(redis.asyncio.Redis):
+    """Raises Away, or RedisFault, wherever the library raises an error of its own."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> RedisPipeline:
+        return RedisPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+
+    def pubsub(self, **options: Any) -> NoReturn:
+        """Its messages would come past the translation; streams do what we need."""
+        raise NotImplementedError("use streams")
+
+    def monitor(self) -> NoReturn:
+        raise NotImplementedError("monitor the server with its own command line")
 
 
-@contextlib.contextmanager
-def unless_away() -> Iterator[None]:
-    """Leaves the block when Redis is away, and says nothing."""
-    try:
-        yield
-    except Exception as error:
-        if not is_away(error):
-            raise
+class RedisPipeline(Pipeline):
+    """Raises as ``RedisClient`` does."""
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        try:
+            replies: list[Any] = await super().execute(raise_on_error)
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+        return [translate(reply) if isinstance(reply, RedisError) else reply for reply in replies]
+
+    async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().immediate_execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+
+    def annotate_exception(self, exception: Exception, number: int, command: Any) -> None:
+        """In a note: the library would put it before the word that says what is wrong."""
+        exception.add_note(f"command {number} of a pipeline: {command[0]}")
 
 
-def connect(url: str, *, max_connections: int = 512, wait_s: float | None = None) -> redis.asyncio.Redis:
+def connect(url: str, *, max_connections: int = 512, wait_s: float | None = None) -> RedisClient:
     """An asyncio client; replies are bytes. Close it with ``await client.aclose()``.
 
     A command whose reply is lost is sent again, for about ten seconds. Every blocked read holds one of the connections.
@@ -72,4 +82,6 @@ def connect(url: str, *, max_connections: int = 512, wait_s: float | None = None
         retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=1.0), 16),
         retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
     )
-    return redis.asyncio.Redis.from_pool(pool)
+    client = RedisClient(connection_pool=pool)
+    client.auto_close_connection_pool = True
+    return client

@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import redis
-import redis.asyncio
 from redis.exceptions import RedisError, ResponseError
 
+from services.away import RedisFault
 from services.redis_child import RedisChild, RedisUnsuitable
-from services.redis_client import connect
+from services.redis_client import RedisClient, connect
 from services.settings import load_settings
 from services.telemetry import get_logger
 
@@ -174,11 +174,11 @@ def _weaknesses(client: redis.Redis) -> list[str]:
         return [_UNREADABLE.format(error=error)]
 
 
-async def warn_if_weaker(client: redis.asyncio.Redis) -> list[str]:
+async def warn_if_weaker(client: RedisClient) -> list[str]:
     """What the server of a running process does not promise; it is logged once, at the start."""
     try:
         found = _judge({name: (await client.config_get(name)).get(name) for name in _EXAMINED})
-    except ResponseError as error:
+    except RedisFault as error:
         found = [_UNREADABLE.format(error=error)]
     _warn(found)
     return found

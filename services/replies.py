@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from redis.asyncio import Redis
-
 from services.functions import Functions
 from services.keys import service_keys
+from services.redis_client import RedisClient
 
 KEPT_S = 24 * 3600.0
 LEASE_S = 30.0
@@ -33,7 +32,7 @@ class Begun:
 class Replies:
     """``now`` is in seconds and the same for all processes, more or less."""
 
-    def __init__(self, redis: Redis, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, redis: RedisClient, now: Callable[[], float] = time.time) -> None:
         self._functions = Functions(redis)
         self._keys = service_keys()
         self._now = now

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from redis.asyncio import Redis
 
 from gspo_core.types import WeightsManifest
 from services.event_log import Event, EventLog
@@ -45,6 +44,7 @@ from services.keys import job_key, job_keys
 from services.leases import BeatWatch
 from services.metric_series import MetricSeries
 from services.rebuild import Rebuild, encode_description
+from services.redis_client import RedisClient
 from services.refusals import Conflict, Fenced, Missing
 from services.room import write_when_there_is_room
 from services.versions import Version, VersionTable
@@ -78,7 +78,7 @@ class Store:
 
     def __init__(
         self,
-        redis: Redis,
+        redis: RedisClient,
         *,
         lease_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,

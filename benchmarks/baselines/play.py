@@ -26,8 +26,8 @@ from services.rollout.attempt import Attempt
 from services.rollout.counters import Counters
 from services.rollout.ledger import Ledger
 from services.rollout.outbox import Outbox
-from services.rollout.patience import Patience
 from services.rollout.policy import Sampled, VersionSpan
+from services.rollout.retry import Retrier
 from services.rollout.setting import Order, Setting
 
 JOB = "baselines"
@@ -183,7 +183,7 @@ async def _play(
             outbox=_Shelf(assembler),
             records=_NoRecords(),
             token="",
-            patience=Patience(counters, random.Random(0)),
+            retrier=Retrier(counters, random.Random(0)),
             counters=counters,
             clock=time.monotonic,
             leaving=asyncio.Event(),

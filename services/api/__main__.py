@@ -21,9 +21,9 @@ from services.api.app import create_app
 from services.api.audit import Audit
 from services.api.context import Backend
 from services.api.document import V1
-from services.api.errors import REDIS_AWAY
 from services.api.http_protocol import BoundedHttp
 from services.api.key_ring import KeyRing
+from services.away import Away
 from services.bus import Bus
 from services.environment_registry import Registry
 from services.process import run_until_signalled
@@ -66,7 +66,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
     async with connect(redis_url, max_connections=MAX_CONNECTIONS, wait_s=WAIT_S) as redis, connect(redis_url) as news:
         store = Store(redis, lease_s=settings.lease_s, jobs_dir=settings.data_dir / "jobs")
         # A server that cannot hold our functions ends this process with the reason; one that is away does not.
-        with contextlib.suppress(*REDIS_AWAY):
+        with contextlib.suppress(Away, TimeoutError):
             async with asyncio.timeout(FIRST_CONTACT_S):
                 await store.load_functions()
                 await warn_if_weaker(redis)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
-from redis.asyncio import Redis
 
 from gspo_core.outbound import Network
 from services.api.codecs import Codecs
@@ -25,6 +24,7 @@ from services.api.traffic import Traffic
 from services.bus import Bus
 from services.environment_registry import Registry
 from services.errands import Errands
+from services.redis_client import RedisClient
 from services.replies import Replies
 from services.store import Store
 
@@ -36,7 +36,7 @@ class Backend:
     store: Store
     bus: Bus
     jobs_dir: Path
-    redis: Redis
+    redis: RedisClient
     registry: Registry | None = None
     """None: nothing can be registered."""
     networks: tuple[Network, ...] = ()
@@ -64,7 +64,7 @@ class Context:
     """None: the only keys are those of the settings."""
     errands: Errands
     exports: Exports
-    redis: Redis
+    redis: RedisClient
     replies: Replies
     registry: Registry | None = None
     networks: tuple[Network, ...] = ()

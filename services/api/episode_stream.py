@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.api.episode_views import EpisodeDetail
-from services.api.errors import REDIS_AWAY
 from services.api.history import EpisodeNotKept, GroupNotKept
 from services.api.sse import RETRY_MS, frame
+from services.away import Away
 
 _POSITION = re.compile(r"([0-9]{1,9})-([0-9]{1,12})")
 # How soon a segment that was appended is shown.
@@ -63,7 +63,7 @@ async def frames(
     yield b"retry: %d\n\n" % RETRY_MS
     seen: Any = None
     quiet_since = clock()
-    with contextlib.suppress(*REDIS_AWAY):
+    with contextlib.suppress(Away):
         while not stopping.is_set():
             now = await look()
             if seen is None or now != seen:

@@ -13,15 +13,13 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from gspo_core.problems import MAX_PROBLEMS, Problem, problems_of, spell
 from gspo_core.spec import JobSpec
 from services.api.history import EpisodeNotKept, GroupNotKept
+from services.api.unavailable import unavailable
 from services.batch_log import DamagedBatchLog
 from services.environment_registry import EnvironmentNotFound
 from services.keys import InvalidJobId
@@ -40,8 +38,6 @@ TYPES: Mapping[int, str] = {
 # What clients that retry conflicts by themselves must be told: repeating this one changes nothing.
 FINAL = {"x-should-retry": "false"}
 RETRY_AFTER_S = 1
-# Redis loads its log again after a restart, or is away: one answer for all of it.
-REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, TimeoutError)
 
 
 class ApiError(HTTPException):
@@ -115,12 +111,6 @@ def internal() -> ApiError:
     return ApiError(500, "internal", "something broke inside the service; the log has it under this request id")
 
 
-def redis_unavailable() -> ApiError:
-    """503: nothing can be read or written now."""
-    message = "Redis does not answer; nothing was lost, try again"
-    return ApiError(503, "redis_unavailable", message, headers={"Retry-After": str(RETRY_AFTER_S)})
-
-
 def install(app: FastAPI) -> None:
     """Gives what the framework refuses the one shape; all other errors pass up to `services.api.requests`."""
 
@@ -139,11 +129,9 @@ def translate(error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):
         return _from_framework(error)
-    if isinstance(error, REDIS_AWAY):
-        return redis_unavailable()
-    if _refuses_writes(error):
-        message = "Redis takes nothing new: its memory or its disk is full; its operator has to make room"
-        return ApiError(503, "redis_full", message, headers={"Retry-After": str(RETRY_AFTER_S)})
+    later = unavailable(error)
+    if later is not None:
+        return ApiError(503, later.code, later.message, headers={"Retry-After": str(RETRY_AFTER_S)})
     for kind, (status, code, param) in _TRANSLATED.items():
         if isinstance(error, kind):
             return ApiError(status, code, str(error), param=param, headers=FINAL if status == 409 else None)
@@ -161,12 +149,6 @@ _TRANSLATED: Mapping[type[Exception], tuple[int, str, str | None]] = {
     EpisodeNotKept: (404, "episode_not_found", "member"),
     DamagedBatchLog: (404, "batch_log_damaged", None),
 }
-
-
-def _refuses_writes(error: Exception) -> bool:
-    return isinstance(error, OutOfMemoryError | ReadOnlyError) or (
-        isinstance(error, ResponseError) and str(error).startswith("MISCONF ")
-    )
 
 
 def _from_framework(error: HTTPException) -> ApiError:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from services.api.errors import REDIS_AWAY
+from services.away import Away
 from services.cancelling import cancel_all
 from services.leases import BeatWatch
 from services.store import Store
@@ -29,7 +29,7 @@ class Presence:
     async def run(self) -> None:
         """Look again and again, until cancelled."""
         while True:
-            with contextlib.suppress(*REDIS_AWAY):
+            with contextlib.suppress(Away):
                 await self.members()
             await asyncio.sleep(self._lease_s / LOOKS_PER_LEASE)
 

@@ -24,9 +24,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.access import Caller
-from services.api.errors import FINAL, REDIS_AWAY, ApiError
+from services.api.errors import FINAL, ApiError
 from services.api.requests import MAX_BODY_BYTES
 from services.archives import MAX_PACKED_BYTES
+from services.away import Away
 from services.cancelling import cancel_all
 from services.replies import LEASE_S, Begun, Replies
 
@@ -107,7 +108,7 @@ class RepeatMiddleware:
             async with _renewed(replies, name, owner):
                 answer = await _whole_answer(self._app, scope, receive)
         except Exception:
-            with contextlib.suppress(*REDIS_AWAY):
+            with contextlib.suppress(Away):
                 await replies.drop(name, owner)
             raise
         if answer.status < 300 and len(answer.body) <= MAX_REPLY_BYTES:
@@ -153,7 +154,7 @@ async def _renewed(replies: Replies, name: str, owner: str) -> AsyncIterator[Non
     async def renew() -> None:
         while True:
             await asyncio.sleep(LEASE_S / 3)
-            with contextlib.suppress(*REDIS_AWAY):
+            with contextlib.suppress(Away):
                 await replies.renew(name, owner)
 
     renewing = asyncio.create_task(renew(), name="renewing a request")

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from redis.asyncio import Redis
-
 from services.jobs import new_job_id
 from services.keys import service_key
+from services.redis_client import RedisClient
 
 WINDOW_S = 600.0
 MAX_NOTES = 1000
@@ -23,7 +22,7 @@ _NOTES = service_key("resent")
 
 
 class Resent:
-    def __init__(self, redis: Redis, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, redis: RedisClient, now: Callable[[], float] = time.time) -> None:
         # Replies are bytes; the client's types allow for more.
         self._redis: Any = redis
         self._now = now

@@ -12,8 +12,8 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from services.api.errors import REDIS_AWAY
 from services.api.tails import Tail, Tails
+from services.away import Away
 from services.store import Event, Store
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -47,7 +47,7 @@ class EventStream:
         """From the first event after `after`; without it, the newest status and then what happens from now on."""
         yield b"retry: %d\n\n" % RETRY_MS
         # The status of the answer is out by now. A client that is cut comes back by itself and hears what is wrong.
-        with contextlib.suppress(*REDIS_AWAY):
+        with contextlib.suppress(Away):
             if after is None:
                 newest = await self._newest_status()
                 if newest is not None:

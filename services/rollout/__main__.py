@@ -11,8 +11,7 @@ import sys
 import time
 from functools import partial
 
-from redis.exceptions import NoPermissionError
-
+from services.away import NotPermitted
 from services.bus import Bus
 from services.cancelling import cancel_all
 from services.drains import Drains
@@ -93,7 +92,7 @@ async def functions_there(bus: Bus) -> None:
     while True:
         try:
             return await bus.load_functions()
-        except NoPermissionError:
+        except NotPermitted:
             get_logger().info("waiting for the API or a trainer to load the functions", wait_s=wait_s)
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, FUNCTIONS_WAIT_S[1])

@@ -207,7 +207,7 @@ class Attempt:
             setting.counters.add("worlds/not_kept")
             return
         snapshot = Snapshot(ledger.attempt, ledger.num_segments, data)
-        await setting.patience.keep_trying(setting.records.save_snapshot, key, setting.token, snapshot)
+        await setting.retrier.keep_trying(setting.records.save_snapshot, key, setting.token, snapshot)
         self._kept_turn = turn
 
     async def _conclude(self, stop: StopReason) -> Outcome:

@@ -18,8 +18,8 @@ from gspo_core.types import CacheMode, WeightsManifest
 from services.engine_client import EngineClient, EngineError, EngineRejected, Generation
 from services.rollout.counters import Counters
 from services.rollout.in_flight import InFlightLimit
-from services.rollout.patience import Patience
 from services.rollout.policy import Drained, InvalidAnswer, Sampled, VersionSpan
+from services.rollout.retry import Retrier
 from services.telemetry import get_logger
 
 # How often the table of engines is read again. New weights come a second or more apart; spans tell the truth meanwhile.
@@ -124,13 +124,13 @@ class EngineTable:
         urls: Collection[str],
         connect: Callable[[str], EngineClient],
         clock: Callable[[], float],
-        patience: Patience,
+        retrier: Retrier,
         *,
         silence_s: float = SILENCE_S,
         make_limit: Callable[[], InFlightLimit] = InFlightLimit,
     ) -> None:
         self._store = store
-        self._patience = patience
+        self._retrier = retrier
         self._make_limit = make_limit
         self._static_urls = tuple(urls)
         self._connect = connect
@@ -150,7 +150,7 @@ class EngineTable:
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        records = await self._patience.try_once(self._store.engines)
+        records = await self._retrier.try_once(self._store.engines)
         if records is not None:  # else what was known before holds on
             self._update(records)
         await asyncio.gather(*(self._read_label(engine) for engine in self._engines.values()))
@@ -233,7 +233,7 @@ class JobEngines:
         job: str,
         *,
         max_staleness: int,
-        patience: Patience,
+        retrier: Retrier,
         counters: Counters,
         clock: Callable[[], float],
         leaving: asyncio.Event,
@@ -243,7 +243,7 @@ class JobEngines:
         self._store = store
         self._job = job
         self._max_staleness = max_staleness
-        self._patience = patience
+        self._retrier = retrier
         self._counters = counters
         self._clock = clock
         self._leaving = leaving
@@ -262,9 +262,9 @@ class JobEngines:
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        current = await self._patience.try_once(self._store.current_version, self._job)
+        current = await self._retrier.try_once(self._store.current_version, self._job)
         if current is not None and current.version not in self._steps:
-            manifests = await self._patience.keep_trying(self._store.versions, self._job)
+            manifests = await self._retrier.keep_trying(self._store.versions, self._job)
             self._steps = {manifest.version: manifest.step for manifest in manifests}
             self._published = current
         self._avoided.clear()
@@ -332,7 +332,7 @@ class JobEngines:
                 self._counters.add(f"engine/{type(error).__name__}")
                 get_logger().warning("engine failed", job=self._job, url=engine.url, error=str(error))
             self._avoided.add(engine)
-            await self._patience.pause(num_failures)
+            await self._retrier.pause(num_failures)
             num_failures += 1
 
     async def _choose(self, prefer_engine: str) -> Engine:

@@ -76,7 +76,7 @@ class Episode:
                     past = await self._restart(max(ledger.num_sampled, _num_sampled(past.record)))
                     if self._num_failures > self._order.limits.retries:
                         return await self._give_up()
-                await self._setting.patience.pause(self._num_failures)
+                await self._setting.retrier.pause(self._num_failures)
             else:
                 self._setting.counters.episode_finished(outcome.stop_reason, ledger)
                 return outcome.stop_reason
@@ -144,7 +144,7 @@ class Episode:
     async def _resume(self) -> Past:
         """What is durable of this attempt if it can be gone on from, else a new attempt."""
         setting, environment = self._setting, self._order.environment
-        payloads = await setting.patience.keep_trying(setting.records.read_episode, self._order.key)
+        payloads = await setting.retrier.keep_trying(setting.records.read_episode, self._order.key)
         try:
             record = [decode(payload) for payload in payloads]
         except SegmentRejected as error:
@@ -173,7 +173,7 @@ class Episode:
 
     async def _snapshot(self) -> Snapshot | None:
         records, key = self._setting.records, self._order.key
-        kept = await self._setting.patience.keep_trying(records.read_snapshot, key)
+        kept = await self._setting.retrier.keep_trying(records.read_snapshot, key)
         return kept if kept is not None and kept.attempt == self._attempt else None
 
     async def _rewind(self, record: Sequence[Segment], num_kept: int, world: World) -> Past:
@@ -192,7 +192,7 @@ class Episode:
         setting.counters.add("tokens/thrown_away", num_sampled)
         note = self._timings.last_note or self._order.lease.note
         again = [to_append(segment, note) for segment in kept]
-        await setting.patience.keep_trying(setting.records.restart, key, setting.token, self._attempt, again)
+        await setting.retrier.keep_trying(setting.records.restart, key, setting.token, self._attempt, again)
         return Past()
 
     async def _give_up(self) -> StopReason:

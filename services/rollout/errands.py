@@ -16,16 +16,14 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from gspo_core.env import InvalidEnvironment
+from services.away import Away, RedisFault
 from services.children import die_with_parent
 from services.environment_registry import EnvironmentNotFound
 from services.errands import Errand, Errands
 from services.host_server import HostOrder, child_variables
 from services.host_sites import Sites
 from services.host_venv import Interpreters
-from services.rollout.patience import UNREACHABLE
 from services.telemetry import get_logger
 
 # An examination plays some dozens of episodes.
@@ -56,11 +54,11 @@ class ErrandRunner:
                 await self._room.acquire()  # given back by the errand: what does not fit is left to other workers
                 try:
                     position, errand = await self._errands.next(position, self._worker)
-                except UNREACHABLE:
+                except Away:
                     self._room.release()
                     await asyncio.sleep(AWAY_S)
                     continue
-                except RedisError as error:  # a role that may not: episodes are played all the same
+                except RedisFault as error:  # a role that may not: episodes are played all the same
                     self._room.release()
                     get_logger().error("errands cannot be taken", error=str(error))
                     await asyncio.sleep(REFUSED_S)
@@ -73,7 +71,7 @@ class ErrandRunner:
     async def _do(self, errand: Errand) -> None:
         try:
             answer = await self._answer(errand.order)
-            with contextlib.suppress(*UNREACHABLE):  # who asked is told that there was no answer
+            with contextlib.suppress(Away):  # who asked is told that there was no answer
                 await self._errands.answer(errand, answer)
         except Exception:
             get_logger().exception("errand failed", errand=errand.id)

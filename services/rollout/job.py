@@ -113,7 +113,7 @@ class JobRollout:
     async def _others_wait(self) -> bool:
         if len(self._held) > self._limit():
             return True  # another job is owed a place
-        return bool(await self._setting.patience.try_once(self._bus.num_queued, self._job))
+        return bool(await self._setting.retrier.try_once(self._bus.num_queued, self._job))
 
     async def run(self) -> None:
         """Cancelled, it hands nothing back: then the lease is lost, or nobody waits for it any more."""
@@ -159,7 +159,7 @@ class JobRollout:
     async def _lease(self, limit: int) -> list[EpisodeLease]:
         setting = self._setting
         try:
-            return await setting.patience.keep_trying(self._bus.lease, self._job, self._worker, setting.token, limit)
+            return await setting.retrier.keep_trying(self._bus.lease, self._job, self._worker, setting.token, limit)
         except Fenced:
             return []  # the worker's beat learns of it too, and ends everything
 
@@ -174,19 +174,19 @@ class JobRollout:
             return  # still held: handed back with the others
         except Interrupted:
             setting.counters.add("episodes/interrupted")
-            await setting.patience.keep_trying(self._bus.interrupt, self._job, setting.token, [lease.key])
+            await setting.retrier.keep_trying(self._bus.interrupt, self._job, setting.token, [lease.key])
         except Fenced:
             setting.counters.add("episodes/fenced")
         except Gap:
             # The server lost what it had acknowledged; a new lease says what it still has.
             setting.counters.add("episodes/rolled_back")
-            await setting.patience.keep_trying(self._bus.hand_back, self._job, setting.token, [lease.key])
+            await setting.retrier.keep_trying(self._bus.hand_back, self._job, setting.token, [lease.key])
         except Exception as error:
             # Only a defect of ours comes here. After three such leases the queue gives the episode up.
             setting.counters.add("episodes/broken")
             get_logger().exception("episode broken", episode=str(lease.key))
             reason = f"{type(error).__name__}: {error}"
-            await setting.patience.keep_trying(self._bus.fail, lease.key, setting.token, reason)
+            await setting.retrier.keep_trying(self._bus.fail, lease.key, setting.token, reason)
         self._held.discard(lease.key)
         self._wake.set()
 
@@ -199,7 +199,7 @@ class JobRollout:
         if not keys:
             return
         with contextlib.suppress(Fenced):  # the job, or its groups, are gone: nothing to give
-            await setting.patience.keep_trying(self._bus.hand_back, self._job, setting.token, keys)
+            await setting.retrier.keep_trying(self._bus.hand_back, self._job, setting.token, keys)
             setting.counters.add("episodes/handed_back", len(keys))
             get_logger().info("handed back", job=self._job, num_episodes=len(keys))
         self._held.clear()

@@ -17,7 +17,7 @@ from typing import Protocol
 from gspo_core.codec import encode
 from gspo_core.types import Segment
 from services.bus import Append
-from services.rollout.patience import Patience
+from services.rollout.retry import Retrier
 
 # One call blocks the server while it runs; several short ones let others in between.
 MAX_CALL_BYTES = 4 * 1024 * 1024
@@ -51,11 +51,11 @@ class _Parcel:
 class Outbox:
     """For the episodes of one job under one worker token."""
 
-    def __init__(self, bus: Appends, job: str, token: str, patience: Patience) -> None:
+    def __init__(self, bus: Appends, job: str, token: str, retrier: Retrier) -> None:
         self._bus = bus
         self._job = job
         self._token = token
-        self._patience = patience
+        self._retrier = retrier
         self._waiting: list[_Parcel] = []
         self._sender: _Parcel | None = None
         self._next_call = 0.0
@@ -118,7 +118,7 @@ class Outbox:
     async def _send(self, parcels: Sequence[_Parcel]) -> Exception | None:
         appends = [append for parcel in parcels for append in parcel.appends]
         try:
-            await self._patience.keep_trying(self._bus.append, self._job, self._token, appends)
+            await self._retrier.keep_trying(self._bus.append, self._job, self._token, appends)
         except Exception as failure:
             return failure
         return None

@@ -19,9 +19,9 @@ from gspo_core.types import EpisodeKey, Split
 from services.bus import Append, EpisodeLease, Snapshot
 from services.rollout.counters import Counters
 from services.rollout.outbox import Outbox
-from services.rollout.patience import Patience
 from services.rollout.policy import Policy
 from services.rollout.quarantine import Quarantine
+from services.rollout.retry import Retrier
 from services.tracing import NoSpans, Spans
 
 
@@ -50,7 +50,7 @@ class Setting:
     outbox: Outbox
     records: EpisodeRecords
     token: str
-    patience: Patience
+    retrier: Retrier
     counters: Counters
     clock: Callable[[], float]
     """Monotonic seconds."""

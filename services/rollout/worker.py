@@ -25,7 +25,7 @@ from services.rollout.engines import SILENCE_S, EngineTable, JobEngines
 from services.rollout.job import JobRollout
 from services.rollout.loading import JobNotServable, LoadedJob
 from services.rollout.outbox import Outbox
-from services.rollout.patience import Patience
+from services.rollout.retry import Retrier
 from services.rollout.setting import Setting
 from services.rollout.shares import Want, divide
 from services.store import Store
@@ -83,9 +83,9 @@ class Worker:
         self._load = load
         self._clock = clock
         self.counters = Counters()
-        self._patience = Patience(self.counters, rng)
+        self._retrier = Retrier(self.counters, rng)
         self._table = EngineTable(
-            store, config.engine_urls, connect, clock, self._patience, silence_s=config.engine_silence_s
+            store, config.engine_urls, connect, clock, self._retrier, silence_s=config.engine_silence_s
         )
         self._jobs: dict[str, JobRollout] = {}
         self._leaving: dict[str, asyncio.Event] = {}
@@ -95,7 +95,7 @@ class Worker:
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when ``stop`` is set and every episode is finished or handed back."""
         while not stop.is_set():
-            token = await self._patience.keep_trying(self._bus.join, self._config.name)
+            token = await self._retrier.keep_trying(self._bus.join, self._config.name)
             get_logger().info("joined", worker=self._config.name)
             try:
                 await self._work(token, stop)
@@ -104,7 +104,7 @@ class Worker:
                 get_logger().warning("lease lost: joining again", worker=self._config.name)
             else:
                 with contextlib.suppress(Fenced):
-                    await self._patience.keep_trying(self._bus.leave, self._config.name, token)
+                    await self._retrier.keep_trying(self._bus.leave, self._config.name, token)
         get_logger().info("left", worker=self._config.name, **self.counters.snapshot())
 
     async def _work(self, token: str, stop: asyncio.Event) -> None:
@@ -124,14 +124,14 @@ class Worker:
 
     async def _beat(self, token: str) -> None:
         while True:
-            await self._patience.keep_trying(self._bus.beat, self._config.name, token)
+            await self._retrier.keep_trying(self._bus.beat, self._config.name, token)
             await asyncio.sleep(self._config.lease_s / BEATS_PER_LEASE)
 
     async def _reap(self) -> None:
         """Finds workers that died: any worker of a job does it for all."""
         while True:
             for job in list(self._jobs):
-                num_requeued = await self._patience.keep_trying(self._bus.reap, job)
+                num_requeued = await self._retrier.keep_trying(self._bus.reap, job)
                 if num_requeued:
                     self.counters.add("episodes/requeued_from_the_dead", num_requeued)
                     get_logger().warning("requeued from the dead", job=job, num_episodes=num_requeued)
@@ -142,7 +142,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as serving:
                 while not stop.is_set():
-                    running = set(await self._patience.keep_trying(self._store.running_jobs))
+                    running = set(await self._retrier.keep_trying(self._store.running_jobs))
                     for job in running - self._leaving.keys():
                         self._leaving[job] = asyncio.Event()
                         serving.create_task(self._serve(job, token, self._leaving[job]), name=job)
@@ -178,7 +178,7 @@ class Worker:
             log.info("no longer serving")
 
     async def _serve_once(self, job: str, token: str, leaving: asyncio.Event) -> None:
-        record = await self._patience.keep_trying(self._store.get_job, job)
+        record = await self._retrier.keep_trying(self._store.get_job, job)
         loaded = await self._load(record.spec, self.counters.add)
         try:
             await self._describe(job, loaded)
@@ -195,7 +195,7 @@ class Worker:
         self.counters.add("jobs/not_servable")
         health = {"worker": self._config.name, "healthy": False, "error": error}
         with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone
-            await self._patience.keep_trying(self._store.add_event, job, "env.health", health)
+            await self._retrier.keep_trying(self._store.add_event, job, "env.health", health)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RELOAD_S):
                 await leaving.wait()
@@ -203,7 +203,7 @@ class Worker:
     async def _describe(self, job: str, loaded: LoadedJob) -> None:
         for index, environment in enumerate(loaded.environments):
             mine = environment.describe()
-            held = await self._patience.keep_trying(self._store.describe_environment, job, index, mine)
+            held = await self._retrier.keep_trying(self._store.describe_environment, job, index, mine)
             if held != mine:
                 get_logger().warning("another worker sees another environment", job=job, index=index, held=held)
 
@@ -213,7 +213,7 @@ class Worker:
             self._store,
             job,
             max_staleness=loaded.spec.rollout.max_staleness,
-            patience=self._patience,
+            retrier=self._retrier,
             counters=self.counters,
             clock=self._clock,
             leaving=leaving,
@@ -222,10 +222,10 @@ class Worker:
         setting = Setting(
             codec=loaded.codec,
             policy=engines,
-            outbox=Outbox(self._bus, job, token, self._patience),
+            outbox=Outbox(self._bus, job, token, self._retrier),
             records=self._bus,
             token=token,
-            patience=self._patience,
+            retrier=self._retrier,
             counters=self.counters,
             clock=self._clock,
             leaving=leaving,
@@ -252,7 +252,7 @@ class Worker:
     async def _tell_health(self, job: str, health: Mapping[str, Any]) -> None:
         with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone
             told = {"worker": self._config.name, **health}
-            await self._patience.keep_trying(self._store.add_event, job, "env.health", told)
+            await self._retrier.keep_trying(self._store.add_event, job, "env.health", told)
         await self._report_once()
 
     async def _report(self) -> None:
@@ -267,7 +267,7 @@ class Worker:
             await asyncio.sleep(REPORT_S)
 
     async def _report_once(self) -> None:
-        await self._patience.keep_trying(self._store.register_worker, self._record())
+        await self._retrier.keep_trying(self._store.register_worker, self._record())
 
     def _record(self) -> Mapping[str, Any]:
         return {

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from redis.exceptions import OutOfMemoryError
-
 from gspo_core.staleness import groups_admissible
 from gspo_core.types import Split
+from services.away import OutOfMemory
 from services.bus import Bus, Full
 from services.store import Claim
 from services.trainer.lineage import Lineage
@@ -90,7 +89,7 @@ class Admission:
                     await self._dispatch(lineage.num_dispatched, self._max_bytes)
                 else:
                     await self._dispatch_when_there_is_room(lineage.num_dispatched)
-            except (Full, OutOfMemoryError):
+            except (Full, OutOfMemory):
                 break
             lineage.num_dispatched += 1
 
@@ -104,7 +103,7 @@ class Admission:
         while True:
             try:
                 await self._dispatch(group)
-            except OutOfMemoryError as error:
+            except OutOfMemory as error:
                 if not is_told:
                     await self._alert(
                         "redis_full", f"no room for group {group}: the job goes on when there is ({error})"

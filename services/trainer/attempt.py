@@ -11,11 +11,12 @@ import contextlib
 from collections.abc import Callable
 
 from gspo_core.spec import JobSpec
+from services.away import Away, CredentialsRefused
 from services.bus import Bus, Fenced
 from services.engine_client import open_http
 from services.jobs import HANDED_OVER
-from services.redis_client import connect, is_away
-from services.room import lacks_room
+from services.redis_client import connect
+from services.room import NoRoom, raising_no_room
 from services.settings import Settings
 from services.store import CancelManner, Claim, JobNotFound, StatusReason, Store
 from services.telemetry import get_logger
@@ -50,7 +51,8 @@ class Attempt:
         """``stop`` ends it where it is, ``leaving`` at a step boundary, saved."""
         try:
             ill = IllEnvironments(self._store, self._claim)
-            await first_to_end(self._run.run(), ill.run(), self._watch(stop, leaving))
+            with raising_no_room():
+                await first_to_end(self._run.run(), ill.run(), self._watch(stop, leaving))
         except Exception as error:
             return end_of(error)
         if self._run.has_left:
@@ -84,9 +86,9 @@ def end_of(error: Exception) -> End:
             return End("claim_lost")
         case AttemptFailed():
             return End("attempt_failed", error.code, str(error))
-        case _ if is_away(error):
+        case Away() | CredentialsRefused():
             return End.because("released", AWAY)
-        case _ if lacks_room(error):
+        case NoRoom():
             return End.because("released", NO_ROOM)
         case JobFailure():
             reason = StatusReason(error.code, str(error))

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from services.room import lacks_room
+from services.room import NoRoom, raising_no_room
 from services.telemetry import get_logger
 
 T = TypeVar("T")
@@ -30,10 +30,9 @@ class PatientDisk:
         is_told = False
         while True:
             try:
-                result = await attempt()
-            except Exception as error:
-                if not lacks_room(error):
-                    raise
+                with raising_no_room():
+                    result = await attempt()
+            except NoRoom as error:
                 if not is_told:
                     message = f"no room for {what}: the job goes on when there is ({error})"
                     get_logger().warning("disk full", what=what, error=str(error))

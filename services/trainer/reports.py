@@ -18,7 +18,7 @@ import msgspec
 from gspo_core.objective import Alarm
 from gspo_core.types import StepReport, WeightsManifest
 from services.durable import append_line
-from services.room import lacks_room
+from services.room import NoRoom, raising_no_room
 from services.store import Claim, Store
 from services.telemetry import get_logger
 from services.trainer.alarms import ADVICE, Alarms, RunAlarm
@@ -77,13 +77,14 @@ class Reports:
         append_line(self._metrics_path, msgspec.json.encode(record))
         for listener in list(self._listeners):
             try:
-                listener.add(step, metrics)
+                with raising_no_room():
+                    listener.add(step, metrics)
+            except NoRoom as error:  # which passes
+                get_logger().warning(
+                    "not told of a step", listener=type(listener).__name__, step=step, error=str(error)
+                )
             except Exception as error:
-                name = type(listener).__name__
-                if lacks_room(error):  # which passes
-                    get_logger().warning("not told of a step", listener=name, step=step, error=str(error))
-                    continue
-                get_logger().error("told nothing more", listener=name, error=str(error))
+                get_logger().error("told nothing more", listener=type(listener).__name__, error=str(error))
                 self._listeners.remove(listener)
 
 

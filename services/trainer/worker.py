@@ -16,11 +16,11 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from gspo_core.spec import JobSpec
+from services.away import Away
 from services.bus import Bus, Fenced
 from services.cancelling import cancel_all
 from services.jobs import fits
-from services.redis_client import is_away, unless_away
-from services.room import lacks_room
+from services.room import NoRoom, raising_no_room
 from services.store import Claim, JobNotFound, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.attempt_messages import End
@@ -81,7 +81,7 @@ class TrainerWorker:
                 self._attempts.is_ready()
         finally:
             await cancel_all([announcing], again_after_s=0.1)
-            with unless_away():
+            with contextlib.suppress(Away):
                 await self._release_what_was_left()
                 await self._store.remove_trainer(self._name)
 
@@ -89,7 +89,7 @@ class TrainerWorker:
         """So that people see who trains, also while nothing is to be trained."""
         record = {"id": self._name, "kind": "trainer", **self._capabilities}
         while True:
-            with unless_away():
+            with contextlib.suppress(Away):
                 await self._store.register_trainer(record)
             await asyncio.sleep(self.beat_s)
 
@@ -97,9 +97,7 @@ class TrainerWorker:
         try:
             await self._release_what_was_left()
             return await self._store.claim_job(self._name, unfit=self._unfit, lost_first=True)
-        except Exception as error:
-            if not is_away(error):
-                raise
+        except Away as error:
             get_logger().warning("Redis is away", error=str(error))
             return None
 
@@ -114,17 +112,17 @@ class TrainerWorker:
         log = get_logger().bind(job=claim.job_id, epoch=claim.epoch)
         log.info("claimed")
         try:
-            await self._tell(claim, await self._attempt(claim, stop, leaving))
+            with raising_no_room():
+                await self._tell(claim, await self._attempt(claim, stop, leaving))
         except RanksLost:
             raise
         except (Fenced, JobNotFound):  # a server that was wiped knows neither
             log.warning("the claim was lost; what this process did since then has no effect")
-        except Exception as error:
-            if is_away(error) or lacks_room(error):
-                self._left[claim.job_id] = claim, AWAY if is_away(error) else NO_ROOM
-                log.warning("the job is left to whoever claims it next", error=f"{type(error).__name__}: {error}")
-            else:
-                log.exception("the end of the job could not be told; it is left to whoever claims it next")
+        except (Away, NoRoom) as error:
+            self._left[claim.job_id] = claim, AWAY if isinstance(error, Away) else NO_ROOM
+            log.warning("the job is left to whoever claims it next", error=f"{type(error).__name__}: {error}")
+        except Exception:
+            log.exception("the end of the job could not be told; it is left to whoever claims it next")
 
     async def _attempt(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> End:
         job = await self._store.get_job(claim.job_id)
@@ -170,9 +168,9 @@ class TrainerWorker:
         try:
             if groups := await self._bus.open_groups(claim.job_id):
                 await self._bus.commit(claim.job_id, claim.token, 0, groups, reason="dropped_job_over")
+        except (Fenced, JobNotFound, Away):
+            raise
         except Exception as error:
-            if is_away(error) or isinstance(error, Fenced | JobNotFound):
-                raise
             get_logger().warning("the queue could not be emptied", job=claim.job_id, error=str(error))
 
     async def _beat(self, claim: Claim) -> None:
@@ -186,7 +184,8 @@ class TrainerWorker:
             try:
                 for job in await self._store.give_up_lost_jobs(claim.job_id):
                     get_logger().warning("the trainer of another job was lost; that job waits for one", job=job)
+            except Away:
+                pass
             except Exception as error:  # trouble of another job is no reason to end this one
-                if not is_away(error):
-                    get_logger().warning("other jobs could not be looked at", error=f"{type(error).__name__}: {error}")
+                get_logger().warning("other jobs could not be looked at", error=f"{type(error).__name__}: {error}")
             await asyncio.sleep(self.beat_s)

@@ -13,10 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import redis
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
+from services.away import Away, RedisFault
 from services.jobs import JobStatus
 from services.keys import job_key
 from services.store import JobNotFound, Store
@@ -24,7 +21,7 @@ from tests.chaos.damage import damage_newest
 from tests.chaos.disk import Disk
 from tests.chaos.processes import Process
 from tests.chaos.stack import LEASE_S, Stack
-from tests.chaos.watch import Watch
+from tests.chaos.watch import Watch, impatient
 
 # Of the trainers that are killed: so many only lose the process of their attempt.
 ATTEMPT_SHARE = 0.3
@@ -90,8 +87,8 @@ class Faults:
     async def _owner(self, rng: random.Random) -> tuple[str, Process] | None:
         """A running job and the trainer that has it."""
         owners = []
-        with contextlib.suppress(RedisError, OSError, TimeoutError):
-            async with Redis.from_url(self._stack.redis_url, protocol=2, socket_timeout=2.0, retry=None) as client:
+        with contextlib.suppress(Away, RedisFault):
+            async with impatient(self._stack.redis_url) as client:
                 for job in self._running():
                     name = await client.hget(job_key(job, "trainer"), "trainer")
                     pid = int(name.rpartition(b"-")[2]) if name else 0
@@ -154,9 +151,9 @@ class Faults:
 
     async def _flushall(self, rng: random.Random) -> Outcome:
         try:
-            async with Redis.from_url(self._stack.redis_url, protocol=2, socket_timeout=2.0, retry=None) as client:
+            async with impatient(self._stack.redis_url) as client:
                 await client.flushall()
-        except (redis.RedisError, OSError):
+        except (Away, RedisFault):
             return "Redis does not answer"
         return Hit("redis", self._running())
 
@@ -214,8 +211,8 @@ class Faults:
         return Hit(trainer.name, [job], damaged or "there was no checkpoint")
 
     async def _is_open(self, job: str) -> bool:
-        with contextlib.suppress(RedisError, OSError, TimeoutError, JobNotFound):
-            async with Redis.from_url(self._stack.redis_url, protocol=2, socket_timeout=2.0, retry=None) as client:
+        with contextlib.suppress(Away, RedisFault, JobNotFound):
+            async with impatient(self._stack.redis_url) as client:
                 return not JobStatus((await Store(client).get_job(job)).status).is_terminal
         return False
 

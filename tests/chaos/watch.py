@@ -14,16 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
+from services.away import Away, RedisFault
 from services.bus import Bus
 from services.job_directory import JobDirectory
 from services.jobs import JobStatus
+from services.redis_client import RedisClient
 from tests.chaos.processes import stamp
 
 LOOK_S = 0.05
 SAMPLE_S = 0.5
+
+
+def impatient(redis_url: str) -> RedisClient:
+    """A client that does not wait for a server that is away."""
+    client: RedisClient = RedisClient.from_url(redis_url, protocol=2, socket_timeout=2.0, retry=None)
+    return client
 
 
 @dataclass
@@ -106,8 +111,8 @@ class Watch:
     async def _sample(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_S)
-            with contextlib.suppress(RedisError, OSError, TimeoutError):
-                async with Redis.from_url(self._redis_url(), protocol=2, socket_timeout=2.0, retry=None) as redis:
+            with contextlib.suppress(Away, RedisFault):
+                async with impatient(self._redis_url()) as redis:
                     for job in self.running():
                         self._write(kind="counters", job=job.id, counters=await Bus(redis).counters(job.id))
 

@@ -28,8 +28,8 @@ from services.bus import Bus, EpisodeLease
 from services.keys import job_key
 from services.rollout.counters import Counters
 from services.rollout.outbox import Outbox
-from services.rollout.patience import Backoff, Patience
 from services.rollout.policy import Sampled, VersionSpan
+from services.rollout.retry import Backoff, Retrier
 from services.rollout.setting import Order, Setting
 
 JOB = "job_rollout"
@@ -188,14 +188,14 @@ class Table:
 
 def make_setting(table: Table, codec: HermesCodec, policy: Any) -> Setting:
     counters = Counters()
-    patience = Patience(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.002))
+    retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.002))
     return Setting(
         codec=codec,
         policy=policy,
-        outbox=Outbox(table.bus, JOB, table.token, patience),
+        outbox=Outbox(table.bus, JOB, table.token, retrier),
         records=table.bus,
         token=table.token,
-        patience=patience,
+        retrier=retrier,
         counters=counters,
         clock=time.monotonic,
         leaving=asyncio.Event(),

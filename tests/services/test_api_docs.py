@@ -53,6 +53,7 @@ def test_every_error_code_is_on_the_page_and_no_other():
         r'\(\d{3}, "(\w+)"',
         r'40[45]: \("(\w+)"',
         r'Problem\(\s*"(\w+)"',
+        r'Unavailable\(\s*"(\w+)"',
         r'"extra_forbidden": "(\w+)", "missing": "(?:\w+)"',
         r'"missing": "(\w+)"',
         r'\.get\(kind, "(\w+)"\)',

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from services.api.requests import MAX_BODY_BYTES
+from services.redis_client import RedisClient
 from services.redis_server import RedisServer, connect
 from services.store import Store
 from tests.services.api_kit import JSON, SPEC, application, error_of, http_to
@@ -131,7 +131,7 @@ class BrokenStore(Store):
 
 
 async def test_failures_of_ours_are_500_and_tell_nothing_of_the_inside(
-    redis_client: redis.asyncio.Redis, capsys: pytest.CaptureFixture[str]
+    redis_client: RedisClient, capsys: pytest.CaptureFixture[str]
 ):
     async with application(BrokenStore(redis_client)) as app, http_to(app) as http:
         answer = await http.get("/v1/jobs/job_1")
@@ -148,8 +148,8 @@ def own_redis(tmp_path: Path) -> RedisServer:
     return RedisServer.spawn(tmp_path)
 
 
-def impatient(url: str) -> redis.asyncio.Redis:
-    return redis.asyncio.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0))
+def impatient(url: str) -> RedisClient:
+    return RedisClient.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0))
 
 
 async def test_without_redis_every_route_answers_503_and_comes_back(own_redis: RedisServer, tmp_path: Path):

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 import pytest
 from redis import Redis
-from redis.exceptions import ResponseError
 
 from gspo_core.types import EpisodeKey, Split
 from services import functions
+from services.away import RedisFault
 from services.bus import Bus
 from services.queue_records import Append, Snapshot, Stage
 from services.redis_server import RedisServer, connect
@@ -486,5 +486,5 @@ def test_the_comparison_finds_functions_that_are_broken(
     with Redis.from_url(model.url) as redis:
         redis.function_load(mutated, replace=True)  # it is a program, only not the right one
     monkeypatch.setattr(functions, "library", lambda: (mutated, "0" * len(digest)))
-    with pytest.raises((AssertionError, ResponseError, ExceptionGroup)):
+    with pytest.raises((AssertionError, RedisFault, ExceptionGroup)):
         compare(model)

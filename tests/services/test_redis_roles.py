@@ -16,11 +16,11 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError
-from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import AuthenticationError
 from redis.retry import Retry as BlockingRetry
 
 from gspo_core.types import Split, WeightFile, WeightsManifest
+from services.away import CredentialsRefused, NotPermitted
 from services.bus import Append, Bus, Snapshot
 from services.drains import Drains
 from services.errands import Errands
@@ -157,7 +157,7 @@ async def test_the_api_asks_and_a_rollout_worker_answers_under_their_roles(as_us
 async def test_nobody_can_do_anything_else(as_user: As, user: str) -> None:
     client = as_user(user)
     for command in FORBIDDEN.values():
-        with pytest.raises(NoPermissionError):
+        with pytest.raises(NotPermitted):
             await client.execute_command(*command)
 
 
@@ -165,14 +165,14 @@ async def test_a_rollout_worker_calls_its_own_functions_only(as_user: As) -> Non
     await Bus(as_user("gspo-trainer")).load_functions()
     worker = as_user("gspo-rollout")
     for name in re.findall(r'register\("(dispatch|commit|claim|set_status|publish_version|restore_job)"', library()[0]):
-        with pytest.raises(NoPermissionError):
+        with pytest.raises(NotPermitted):
             await worker.execute_command("FCALL", f"gspo_{name}", 0)
     for command in (
         ("FUNCTION", "LOAD", "REPLACE", library()[0]),
         ("UNLINK", "gspo:{job}:job"),
         ("CONFIG", "GET", "*"),
     ):
-        with pytest.raises(NoPermissionError):
+        with pytest.raises(NotPermitted):
             await worker.execute_command(*command)
 
 
@@ -191,7 +191,7 @@ async def test_a_server_takes_the_file_at_its_start(server_binary: Path, tmp_pat
             assert await Store(api).list_jobs() == []
         async with connect(child.url) as nobody:
             nobody.set_retry(Retry(NoBackoff(), 0))
-            with pytest.raises(RedisConnectionError, match="Authentication required"):
+            with pytest.raises(CredentialsRefused, match="Authentication required"):
                 await nobody.ping()
     finally:
         child.close()

@@ -22,8 +22,8 @@ from services.engine_client import EngineClient, EngineError, EngineRejected, En
 from services.rollout import engines as engines_module
 from services.rollout.counters import Counters
 from services.rollout.engines import EngineTable, JobEngines
-from services.rollout.patience import Backoff, Patience
 from services.rollout.policy import Sampled
+from services.rollout.retry import Backoff, Retrier
 from tests.services.rollout_kit import until
 
 JOB = "job_a"
@@ -62,14 +62,14 @@ class Place:
 
     def worker(self, *, in_place: bool = False, urls: tuple[str, ...] = ()) -> Worker:
         counters = Counters()
-        patience = Patience(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.01))
-        table = EngineTable(self, urls, lambda url: EngineClient(url, self.http), time.monotonic, patience, silence_s=5)
+        retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.01))
+        table = EngineTable(self, urls, lambda url: EngineClient(url, self.http), time.monotonic, retrier, silence_s=5)
         engines = JobEngines(
             table,
             self,
             JOB,
             max_staleness=1,
-            patience=patience,
+            retrier=retrier,
             counters=counters,
             clock=time.monotonic,
             leaving=asyncio.Event(),

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from gspo_core.chat import ForkReason, HermesCodec
 from gspo_core.env import Environment, EnvironmentFailed, Observation, Start
 from gspo_core.types import Outcome, Segment, Split, StopReason, Trajectory
+from services.away import Away, AwayReason
 from services.bus import Append, Fenced, Gap
 from services.engine_client import EngineRejected
 from services.rollout.episode import Episode
@@ -542,7 +543,7 @@ async def test_a_broken_connection_is_answered_by_sending_the_same_again(
             await table.bus.append(job, token, appends)
             if self.num_lost < 3:
                 self.num_lost += 1
-                raise ConnectionError("the reply is lost")
+                raise Away(AwayReason.UNREACHABLE, "the reply is lost")
 
     play = await Play.prepare(table, codec, [speech.call("add", amount=2), speech.say("done")])
     play.setting.outbox._bus = Blinking()  # type: ignore[assignment]
@@ -586,7 +587,7 @@ async def test_a_cancellation_that_the_redis_client_swallows_still_ends_the_loop
 
     async def keep_asking() -> None:
         while True:
-            await setting.patience.keep_trying(table.redis.ping)
+            await setting.retrier.keep_trying(table.redis.ping)
 
     for number in range(50):
         asking = asyncio.create_task(keep_asking())

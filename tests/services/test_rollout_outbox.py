@@ -7,14 +7,14 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from redis.exceptions import ResponseError
 
 from gspo_core.types import EpisodeKey, Outcome, StopReason
+from services.away import RedisFault
 from services.bus import Append, Gap
 from services.rollout.counters import Counters
 from services.rollout.ledger import Ledger
 from services.rollout.outbox import Outbox
-from services.rollout.patience import Patience
+from services.rollout.retry import Retrier
 
 
 class Remembering:
@@ -36,7 +36,7 @@ class Remembering:
 
 
 def outbox(bus: Remembering) -> Outbox:
-    return Outbox(bus, "job_a", "token", Patience(Counters(), random.Random(0)))
+    return Outbox(bus, "job_a", "token", Retrier(Counters(), random.Random(0)))
 
 
 def append(box: Outbox, group: int) -> asyncio.Task[None]:
@@ -56,7 +56,7 @@ async def test_all_whose_segments_went_are_woken_at_once() -> None:
     assert bus.calls == [[0], list(range(1, 500))]
 
 
-@pytest.mark.parametrize("failure", [Gap("refused"), ResponseError("ERR something that nobody foresaw")])
+@pytest.mark.parametrize("failure", [Gap("refused"), RedisFault("ERR something that nobody foresaw")])
 async def test_a_refused_episode_fails_alone(failure: Exception) -> None:
     box = outbox(bus := Remembering(3, failure=failure))
     tasks = [append(box, group) for group in range(6)]

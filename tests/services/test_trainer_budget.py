@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError
 
 from gspo_core.spec import JobSpec
 from gspo_core.types import Split, WeightFile, WeightsManifest
+from services.away import OutOfMemory
 from services.bus import Append, Bus, Fenced
 from services.store import CancelManner, Claim, Store
 from services.trainer.admission import BYTES_PER_TOKEN
@@ -83,7 +83,7 @@ async def test_a_server_whose_memory_is_full_is_waited_for(
     before = await settings.config_get("maxmemory*")
     await settings.config_set("maxmemory-policy", "noeviction", "maxmemory", "1")
     try:
-        with pytest.raises(OutOfMemoryError):
+        with pytest.raises(OutOfMemory):
             await bus.dispatch(job, token, 8, size=1, split=Split.TRAIN, task_index=0)
         admitting = asyncio.create_task(run._admission.admit())
         async with asyncio.timeout(60):

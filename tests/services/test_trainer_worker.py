@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 from gspo_core.spec import JobSpec
+from services.away import Away, AwayReason, OutOfMemory, RedisFault
 from services.bus import Bus
 from services.jobs import HANDED_OVER, Job
 from services.store import Claim, JobStatus, StatusReason, Store
@@ -74,7 +73,7 @@ async def test_what_breaks_the_queue_does_not_hide_why_the_job_ended(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: object) -> list[int]:
-        raise ResponseError("user_function:649: Missing bytes in input")
+        raise RedisFault("user_function:649: Missing bytes in input")
 
     monkeypatch.setattr(Bus, "open_groups", broken)
     job = await end_of_a_job_whose_run_raises(store, ValueError("the same garbage"), JobStatus.RUNNING)
@@ -86,7 +85,7 @@ async def test_what_breaks_the_queue_does_not_hide_why_the_job_ended(
 
 async def test_a_redis_that_was_away_fails_no_job(store: Store, new_client: Callable[[], Redis]) -> None:
     clock = [0.0]
-    job = await end_of_a_job_whose_run_raises(store, RedisConnectionError("away"), JobStatus.RUNNING)
+    job = await end_of_a_job_whose_run_raises(store, Away(AwayReason.UNREACHABLE), JobStatus.RUNNING)
     assert (await store.get_job(job)).status is JobStatus.RUNNING
     heir = Store(new_client(), lease_s=10.0, clock=lambda: clock[0])
     claim = None
@@ -100,10 +99,10 @@ async def test_a_redis_that_was_away_fails_no_job(store: Store, new_client: Call
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        (RedisConnectionError("away"), "redis_unavailable"),
-        (OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), "redis_unavailable"),
-        (ReadOnlyError("You can't write against a read only replica."), "redis_unavailable"),
-        (ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), "redis_unavailable"),
+        (Away(AwayReason.UNREACHABLE), "redis_unavailable"),
+        (OutOfMemory(AwayReason.OOM, "command not allowed when used memory > 'maxmemory'."), "redis_unavailable"),
+        (Away(AwayReason.READONLY, "You can't write against a read only replica."), "redis_unavailable"),
+        (Away(AwayReason.MISCONF, "Errors writing to the AOF file: No space left on device"), "redis_unavailable"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
@@ -133,7 +132,7 @@ async def test_a_job_that_could_not_be_released_is_released_when_redis_is_back(
 ) -> None:
     monkeypatch.setattr("services.trainer.race.CLEANING_UP_S", 0.02)
 
-    class Away(Store):
+    class Once(Store):
         """Has the replies of ``store``; the first release is not among them."""
 
         num_asked = 0
@@ -141,16 +140,16 @@ async def test_a_job_that_could_not_be_released_is_released_when_redis_is_back(
         async def release_job(self, job: str, token: str, cause: StatusReason = HANDED_OVER) -> None:
             self.num_asked += 1
             if self.num_asked == 1:
-                raise RedisConnectionError("still away")
+                raise Away(AwayReason.UNREACHABLE)
             await super().release_job(job, token, cause)
 
-    away = Away(store._functions.redis)
+    away = Once(store._functions.redis)
     job, stop, claims = await store.create_job(SPEC), asyncio.Event(), list[Claim]()
 
     def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
         claims.append(claim)
         is_last = len(claims) == 2
-        error = ValueError("the end") if is_last else RedisConnectionError("away")
+        error = ValueError("the end") if is_last else Away(AwayReason.UNREACHABLE)
         return FailingRun(claim, store, [JobStatus.RUNNING], error, stop if is_last else asyncio.Event())
 
     async with asyncio.timeout(DEADLINE_S):

@@ -9,8 +9,9 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from services.api.context import ContextOf
-from services.api.errors import ApiError, redis_unavailable
+from services.api.errors import ApiError
 from services.api.views import ReadyView
+from services.away import Away, AwayReason
 
 router = APIRouter(tags=["operations"])
 
@@ -37,7 +38,7 @@ async def readyz(context: ContextOf) -> ReadyView:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             members = await context.presence.members()
     except TimeoutError:
-        raise redis_unavailable() from None
+        raise Away(AwayReason.UNREACHABLE) from None
     # Who was asked to leave is not missed.
     lost = [one for one in members if not one["alive"] and not one.get("draining")]
     degraded = [f"the {one['role']} process {one['id']} has stopped" for one in lost]

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
 from services.api.context import Context, ContextOf
+from services.away import Away, AwayReason
 from services.jobs import Job, JobStatus
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -45,8 +46,11 @@ SHOWN = {
 async def exposition(context: ContextOf) -> Response:
     """Counts of jobs, processes, groups by fate and requests; what rollout workers did and where their time went; the
     progress of the fifty newest open jobs."""
-    async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-        families = await _families(context)
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            families = await _families(context)
+    except TimeoutError:
+        raise Away(AwayReason.UNREACHABLE) from None
     registry = CollectorRegistry()
     registry.register(_Gathered(families))
     text = generate_latest(registry) + generate_latest(context.traffic.registry)

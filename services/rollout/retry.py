@@ -1,6 +1,6 @@
-"""How a worker waits for what is away for a while: Redis restarting, an engine loading, a network that blinks.
+"""How a rollout worker waits for what is away for a while: Redis restarting, an engine loading, a network that blinks.
 
-Rule: only what says "not reachable" or "not now" is tried again; an answer, also a refusal, is never asked for twice.
+The rule: only ``Away`` is tried again. Any other answer, a refusal included, is final, and is never asked for twice.
 The wait doubles up to a bound and carries jitter, so that a thousand episodes do not come back in one instant.
 """
 
@@ -12,20 +12,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from redis.exceptions import ClusterDownError, OutOfMemoryError, ReadOnlyError, ResponseError, TryAgainError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-
+from services.away import Away
 from services.rollout.counters import Counters
 from services.telemetry import get_logger
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-UNREACHABLE = (RedisConnectionError, RedisTimeoutError, ConnectionError, TimeoutError)
-# What a server says that takes no writes for a while: its memory or its disk is full, it is a replica now, or busy.
-_NOT_NOW = (OutOfMemoryError, ReadOnlyError, TryAgainError, ClusterDownError)
-_NOT_NOW_WORDS = ("MISCONF", "NOREPLICAS", "BUSY ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +31,8 @@ class Backoff:
         return float(min(self.max_s, self.first_s * 2 ** min(attempt, 16))) * (1 - random_share / 2)
 
 
-class Patience:
-    """Tries again for as long as it takes; who waits is cancelled from outside."""
+class Retrier:
+    """Tries again for as long as it takes; a caller that should not wait is cancelled from outside."""
 
     def __init__(self, counters: Counters, rng: random.Random, backoff: Backoff | None = None) -> None:
         self._counters = counters
@@ -53,30 +45,23 @@ class Patience:
         while True:
             try:
                 return await _cancellable(call(*args, **kwargs))
-            except UNREACHABLE:
-                self._counters.add("redis/retries")
-            except ResponseError as error:
-                self._bear(error, attempt)
+            except Away as error:
+                self._note(error, is_first=not attempt)
             await self.pause(attempt)
             attempt += 1
 
     async def try_once(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """The answer of ``call``, or None when there is none now: for what is asked again soon anyway."""
+        """The answer of ``call``, or None when there is none now: for a question that is soon asked again anyway."""
         try:
             return await _cancellable(call(*args, **kwargs))
-        except UNREACHABLE:
-            self._counters.add("redis/retries")
-        except ResponseError as error:
-            self._bear(error, 1)
+        except Away as error:
+            self._note(error, is_first=False)
         return None
 
-    def _bear(self, error: ResponseError, attempt: int) -> None:
-        """Raises what is no "not now"."""
-        if not (isinstance(error, _NOT_NOW) or str(error).startswith(_NOT_NOW_WORDS)):
-            raise error
-        self._counters.add("redis/not_now")
-        if not attempt:
-            get_logger().warning("Redis takes no writes: waiting", error=str(error))
+    def _note(self, error: Away, *, is_first: bool) -> None:
+        self._counters.add("redis/not_now" if error.has_answered else "redis/retries")
+        if error.has_answered and is_first:
+            get_logger().warning("Redis refuses for a while: waiting", error=str(error))
 
     async def pause(self, attempt: int) -> None:
         await asyncio.sleep(self._backoff.wait_s(attempt, self._rng.random()))
