@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from pydantic import ValidationError
 
@@ -25,8 +24,9 @@ from services.batch_log import BatchLog
 from services.bus import Bus
 from services.cancelling import cancel_all
 from services.drains import Drains
-from services.engine_beats import EngineBeats
-from services.engine_client import EngineClient, open_http
+from services.engine_beats import ANSWER_S, EngineBeats
+from services.engines.kinds import open_engines
+from services.engines.protocol import Connect, info_calls
 from services.health import Health
 from services.process import run_until_signalled
 from services.process_group import in_own_thread
@@ -101,7 +101,7 @@ async def train(settings: Settings, stop: asyncio.Event, place: Place, followers
         raise SystemExit("GSPO_REDIS_URL is not set: a trainer needs the Redis of its installation")
     if settings.wandb_project is not None:
         require_wandb()
-    async with connect(settings.redis_url) as redis, open_http() as http:
+    async with connect(settings.redis_url) as redis, open_engines() as engine_at:
         bus = Bus(redis, lease_s=settings.lease_s)
         store = Store(
             redis,
@@ -114,9 +114,10 @@ async def train(settings: Settings, stop: asyncio.Event, place: Place, followers
         await warn_if_weaker(redis)
         await store.rebuild()
 
-        begin = partial(make_run, settings, bus, store, http, place, followers)
+        begin = partial(make_run, settings, bus, store, engine_at, place, followers)
         name = f"trainer-{socket.gethostname()}-{os.getpid()}"
-        beats = EngineBeats(store, [EngineClient(url, http) for url in settings.engine_urls], lease_s=settings.lease_s)
+        engines = info_calls(map(engine_at, settings.engine_urls), ANSWER_S)
+        beats = EngineBeats(store, engines, lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
         leaving = asyncio.Event()
         asking = asyncio.create_task(Drains(redis).wait(name, leaving), name="drain")
@@ -141,7 +142,7 @@ def make_run(
     settings: Settings,
     bus: Bus,
     store: Store,
-    http: httpx.AsyncClient,
+    engine_at: Connect,
     place: Place,
     followers: Followers | None,
     claim: Claim,
@@ -157,7 +158,7 @@ def make_run(
         claim.token,
         weights,
         settings.engine_urls,
-        lambda url: EngineClient(url, http),
+        engine_at,
         num_wanted=spec.resources.num_engines,
         sync=spec.rollout.weight_sync,
         transport=make_transport(spec),

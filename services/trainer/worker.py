@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from gspo_core.spec import JobSpec
 from services.bus import Fenced
 from services.cancelling import cancel_all
+from services.fleet_records import TrainerRecord
 from services.jobs import fits
 from services.redis_client import is_away, unless_away
 from services.room import lacks_room
@@ -94,7 +95,7 @@ class TrainerWorker:
 
     async def _announce(self) -> None:
         """So that people see who trains, also while nothing is to be trained."""
-        record = {"id": self._name, "kind": "trainer", **self._capabilities}
+        record = TrainerRecord(id=self._name, **self._capabilities)
         while True:
             with unless_away():
                 await self._store.register_trainer(record)
