@@ -65,6 +65,6 @@ async def test_a_paused_job_stays_paused(stage: Stage) -> None:
 
 
 def test_what_other_jobs_suffer_from_is_not_said() -> None:
-    worker = {"id": "w", "jobs": ["a", "b"], "ill_environments": {"b": {"x:Y": "gone"}}}
+    worker = WorkerRecord(id="w", jobs=("a", "b"), ill_environments={"b": {"x:Y": "gone"}})
     assert complaint_of("a", [worker]) is None
-    assert complaint_of("b", [worker, {"id": "trainer"}]) == "x:Y fails at 1 of 1 workers; w: gone"
+    assert complaint_of("b", [worker, WorkerRecord(id="idle")]) == "x:Y fails at 1 of 1 workers; w: gone"
