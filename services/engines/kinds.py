@@ -6,6 +6,7 @@ one; ``KIND+http://host:port`` names another. Where engines are and who may use 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
@@ -36,6 +37,16 @@ async def open_engines(*, max_connections: int = 512) -> AsyncIterator[Connect]:
             return kinds[kind_of(address)](address)
 
         yield connect
+
+
+def engine_is_ready(address: str) -> bool:
+    """For a caller that has no event loop."""
+
+    async def ask() -> bool:
+        async with open_engines() as connect:
+            return await connect(address).is_ready()
+
+    return asyncio.run(ask())
 
 
 def kind_of(address: str) -> str:
