@@ -28,7 +28,8 @@ import httpx
 import torch
 
 from services.children import die_with_parent
-from services.engine_client import EngineClient, PauseMode, open_http
+from services.engine_client import EngineClient, open_http
+from services.engines.protocol import PauseMode
 
 VOCAB_SIZE = 600
 CONCURRENCIES = (1, 8, 32, 128)

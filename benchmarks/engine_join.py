@@ -23,8 +23,9 @@ from pathlib import Path
 from benchmarks.engine import Engine as EmbeddedProcess
 from benchmarks.engine import make_model
 from services.bus import Bus
-from services.engine_beats import EngineBeats
+from services.engine_beats import ANSWER_S, EngineBeats
 from services.engine_client import EngineClient, open_http
+from services.engines.protocol import info_calls
 from services.local.sglang import SGLangProcess
 from services.redis_server import RedisServer, connect
 from services.rollout.counters import Counters
@@ -91,7 +92,7 @@ async def join(redis_url: str, root: Path, model_dir: Path, first: str, late: st
             run(asyncio.create_task(call(router, number, late, answered)))
         await asyncio.sleep(1.0)
         began = time.perf_counter()
-        run(asyncio.create_task(EngineBeats(store, [client(late)], lease_s=30.0).run()))
+        run(asyncio.create_task(EngineBeats(store, info_calls([client(late)], ANSWER_S), lease_s=30.0).run()))
         seen: dict[str, float] = {}
         while not answered.done():
             for name, urls in (("bound", engines.bound()), ("ready", [one.url for one in engines.ready()])):

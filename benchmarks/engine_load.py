@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from gspo_core.types import WeightFile, WeightsManifest
 from services.engine.scripted import ScriptedEngine, ScriptedTransport
 from services.engine_client import EngineClient
+from services.fleet_records import EngineRecord, EngineReport, EngineState
 from services.rollout.counters import Counters
 from services.rollout.engines import EngineTable, JobEngines
 from services.rollout.in_flight import InFlightLimit
@@ -52,8 +52,10 @@ class OneVersion:
     def __init__(self) -> None:
         self.manifest = WeightsManifest(JOB, 0, 1, 0, (WeightFile("w", 1, "0" * 64),))
 
-    async def engines(self) -> list[dict[str, Any]]:
-        return [{"id": url, "url": url, "job": JOB, "state": "ready"} for url in (f"http://{name}" for name in SIZES)]
+    async def engines(self) -> list[EngineRecord]:
+        ready = EngineReport(EngineState.READY)
+        urls = [f"http://{name}" for name in SIZES]
+        return [EngineRecord(id=url, url=url, job=JOB, report=ready) for url in urls]
 
     async def current_version(self, job: str) -> WeightsManifest:
         return self.manifest

@@ -31,7 +31,8 @@ from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.bus import Bus
 from services.children import die_with_parent
-from services.engine_client import EngineClient, Generation, open_http
+from services.engine_client import EngineClient, open_http
+from services.engines.protocol import Generation
 from services.host_local import LocalHosts
 from services.host_venv import Interpreters
 from services.redis_server import RedisServer, connect

@@ -23,6 +23,8 @@ from functools import cache, cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
+from gspo_core.engine_label import EngineLabel
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -427,7 +429,7 @@ class WeightsManifest:
     @property
     def label(self) -> str:
         """What an engine that holds these weights must report."""
-        return f"{self.job}/{self.epoch}/{self.version}"
+        return str(EngineLabel(self.job, self.epoch, self.version))
 
 
 @dataclass(frozen=True, slots=True)

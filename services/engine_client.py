@@ -1,8 +1,9 @@
-"""How every part of the system talks to an engine: SGLang's HTTP protocol (0.5.19 and later), by exact token ids.
+"""SGLang as an engine: its HTTP protocol (0.5.19 and later), by exact token ids. The embedded engine speaks it too.
 
 Rule: a 200 is not success. Every answer is checked (ids and log-probs aligned, version spans tile the output) and an
 answer that breaks a rule is refused whole, never repaired: a wrong log-prob would be trained on.
-What a client can know is said by the type of the error. Nothing here retries, routes, or decides when weights change.
+SGLang's paths, versions and refusals stay in this module; callers see the types of ``protocol`` and ``errors``.
+Nothing here retries, routes, or decides when weights change.
 """
 
 from __future__ import annotations
@@ -13,55 +14,43 @@ import functools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import msgspec
 
 from gspo_core.types import MAX_LOGPROB
 from services.engine_http import EngineHttp, EngineTransport
+from services.engines.errors import EngineDirty, EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
+from services.engines.protocol import (
+    Capabilities,
+    Connect,
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    Generation,
+    PauseMode,
+    Span,
+)
 from services.http_line import Answer
 from services.token_ids import TokenIds
-
-PauseMode = Literal["abort", "retract", "in_place"]
-FinishReason = Literal["stop", "length", "abort"]
 
 _CONNECT_TIMEOUT_S = 5.0
 _CONTROL_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT = httpx.Timeout(_CONTROL_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
 _ABORT_TIMEOUT_S = 2.0
 _REPAIR_TIMEOUT_S = 10.0
-# Refusals by whatever stands before an engine that say nothing of the request: timed out, too early, too many.
+# Refusals by a proxy in front of an engine that say nothing of the request: timed out, too early, too many.
 _NOT_NOW = frozenset({408, 425, 429})
 # A paused engine lets a request wait for as long as the pause lasts, so a generate call has no deadline of its own.
 _GENERATE_TIMEOUT = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
 # SGLang's text when new weights are in place although the call failed, and when no weight was touched.
 _REPLACED_BUT_FAILED = "Weights were updated"
 _NOTHING_REPLACED = "Failed to get weights iterator"
-
-
-class EngineError(Exception):
-    """Something about an engine; the subclasses say what may be done next."""
-
-
-class EngineUnavailable(EngineError):
-    """No usable answer: not reachable, connection lost, busy, or 5xx. Another try is a new request, maybe elsewhere."""
-
-
-class EngineRejected(EngineError):
-    """The engine refused this call (4xx) and is as it was before. The same call will be refused again."""
-
-
-class EngineProtocolError(EngineError):
-    """The engine answered something that breaks the protocol; its tokens must not be used."""
-
-
-class EngineDirty(EngineError):
-    """Nobody can say which weights the engine holds. Only a full, verified load clears this."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,41 +86,10 @@ class EngineProfile:
         return ".".join(map(str, self.version))
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """``output_ids[start:end]`` were sampled under the weights that the engine calls ``label``."""
-
-    label: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What an engine sampled for one request. ``logprobs`` are those of softmax(logits / temperature) in float32."""
-
-    output_ids: list[int]
-    logprobs: list[float]
-    spans: tuple[Span, ...]
-    """Tile ``output_ids`` without gaps; empty spans are left out."""
-    finish_reason: FinishReason
-    cached_tokens: int
-    num_retractions: int = 0
-    rid: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """A snapshot of everybody's requests; a paused engine may give an old one (``age_s``, where it says when)."""
-
-    num_running: int
-    num_waiting: int
-    age_s: float
-
-
 class _Load(msgspec.Struct):
     num_running_reqs: int
     num_waiting_reqs: int
+    num_used_tokens: int = 0
     timestamp: float | None = None
 
 
@@ -190,6 +148,13 @@ def open_http(*, max_connections: int = 512) -> httpx.AsyncClient:
     return EngineHttp(EngineTransport(max_connections), _GENERATE_TIMEOUT)
 
 
+@contextlib.asynccontextmanager
+async def open_sglang(max_connections: int) -> AsyncIterator[Connect]:
+    """Connects to engines while it is open; all of them share one pool."""
+    async with open_http(max_connections=max_connections) as http:
+        yield lambda url: EngineClient(url, http)
+
+
 class EngineClient:
     """One engine. Calls may overlap freely; the connection pool belongs to the caller."""
 
@@ -206,6 +171,7 @@ class EngineClient:
         self._http = http
         self._vocab_size = vocab_size
         self._keys = {False: api_key, True: admin_api_key or api_key}
+        self._has_weight_sessions: bool | None = None
 
     async def generate(
         self,
@@ -301,16 +267,17 @@ class EngineClient:
             if isinstance(lost.__cause__, httpx.ConnectError):
                 raise
             raise EngineDirty(f"{self.url}: no answer to a weight load: {lost}") from lost
-        held = (await self.model_info()).get("weight_version")
+        held = (await self.info()).label
         if held != label:
             raise EngineDirty(f"{self.url}: holds weights {held!r} after a load of {label!r}")
 
     async def begin_weight_update(self) -> None:
-        """Tensors follow. Asked for by 0.5.21 and later."""
-        await self._call("POST", "/begin_weight_update", {}, admin=True)
+        if await self._asks_for_sessions():
+            await self._call("POST", "/begin_weight_update", {}, admin=True)
 
     async def end_weight_update(self) -> None:
-        await self._call("POST", "/end_weight_update", {}, admin=True)
+        if await self._asks_for_sessions():
+            await self._call("POST", "/end_weight_update", {}, admin=True)
 
     async def join_weight_group(
         self, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
@@ -352,6 +319,16 @@ class EngineClient:
     async def leave_weight_group(self, name: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": name}, admin=True)
 
+    async def info(self) -> EngineInfo:
+        found = await self.model_info()
+        architectures = found.get("architectures")
+        return EngineInfo(
+            label=_text_or_none(found.get("weight_version")) or "",
+            model_path=_text_or_none(found.get("model_path")),
+            model_type=_text_or_none(found.get("model_type")),
+            architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else None,
+        )
+
     async def model_info(self) -> dict[str, Any]:
         return await self._json("/model_info")
 
@@ -361,6 +338,16 @@ class EngineClient:
 
     async def profile(self) -> EngineProfile:
         return EngineProfile.parse(str((await self.server_info()).get("version")))
+
+    async def capabilities(self) -> Capabilities:
+        profile = await self.profile()
+        self._has_weight_sessions = profile.has_weight_sessions  # another version may run at this address by now
+        return Capabilities(f"SGLang {profile}", profile.names_versions, advice="0.5.19 and later do")
+
+    async def _asks_for_sessions(self) -> bool:
+        if self._has_weight_sessions is None:
+            self._has_weight_sessions = (await self.profile()).has_weight_sessions
+        return self._has_weight_sessions
 
     async def loads(self) -> dict[str, Any]:
         return await self._json("/v1/loads")
@@ -377,6 +364,7 @@ class EngineClient:
         return EngineLoad(
             num_running=sum(one.num_running_reqs for one in answer.loads),
             num_waiting=sum(one.num_waiting_reqs for one in answer.loads),
+            num_held_tokens=sum(one.num_used_tokens for one in answer.loads),
             age_s=max(0.0, now - taken),
         )
 
@@ -424,19 +412,22 @@ class EngineClient:
             or ([entry[1] for entry in meta.output_token_logprobs] != output_ids and "log-probs of other ids")
             or (not all(-math.inf < logprob <= MAX_LOGPROB for logprob in logprobs) and "log-probs out of range")
             or (self._has_foreign_ids(output_ids) and "ids outside the vocabulary")
-            or (not _tile(meta.weight_versions, len(output_ids)) and f"spans {meta.weight_versions}")
         )
         if broken:
             raise EngineProtocolError(f"{self.url}: answer of {len(output_ids)} tokens with {broken}")
-        return Generation(
-            output_ids=output_ids,
-            logprobs=logprobs,
-            spans=tuple(Span(s.version, s.start, s.end) for s in meta.weight_versions if s.end > s.start),
-            finish_reason=self._read_finish(meta.finish_reason),
-            cached_tokens=meta.cached_tokens,
-            num_retractions=meta.num_retractions,
-            rid=rid,
-        )
+        finish_reason = self._read_finish(meta.finish_reason)
+        try:
+            return Generation(
+                output_ids=output_ids,
+                logprobs=logprobs,
+                spans=tuple(Span(s.version, s.start, s.end) for s in meta.weight_versions if s.end != s.start),
+                finish_reason=finish_reason,
+                cached_tokens=meta.cached_tokens,
+                num_retractions=meta.num_retractions,
+                rid=rid,
+            )
+        except EngineProtocolError as error:
+            raise EngineProtocolError(f"{self.url}: {error}") from error
 
     def _has_foreign_ids(self, output_ids: list[int]) -> bool:
         return bool(output_ids) and not 0 <= min(output_ids) <= max(output_ids) < (self._vocab_size or math.inf)
@@ -509,13 +500,8 @@ def _sampling_params(
     return msgspec.Raw(msgspec.json.encode(params))
 
 
-def _tile(spans: Sequence[_WireSpan], length: int) -> bool:
-    position = 0
-    for span in spans:
-        if span.start != position or span.end < span.start:
-            return False
-        position = span.end
-    return position == length
+def _text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _error_text(content: bytes) -> str:

@@ -1,8 +1,8 @@
-"""Does this address sample as a job relies on? A few short requests before an engine is bound to a job.
+"""Checks by a few short requests that an engine samples as a job relies on, before it is bound to one.
 
-Rule: what can be seen is looked at, not believed: temperature, stop tokens, request ids, separate caches, control
-calls. A router in between that drops a field shows here; in a training run it would only drift. It says nothing about
-weights, which the parity gate compares, and changes nothing but the engine's cache.
+Rule: every promise that can be observed is tested, not believed: temperature, stop tokens, request ids, separate
+caches, control calls. A router in between that drops a field is found here; in a training run it would only cause
+drift. Weights are not checked (the parity gate compares them), and nothing but the engine's cache changes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 
-from services.engine_client import EngineClient, EngineProtocolError, EngineRejected
+from services.engines.errors import EngineProtocolError, EngineRejected
+from services.engines.protocol import Engine
 
 # In every vocabulary, and no prefix of anything that is asked elsewhere.
 _PROMPT = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
@@ -22,7 +23,7 @@ _NUM_SAMPLES = 8
 _MIN_GAP = 0.5
 
 
-async def problem_of(client: EngineClient) -> str | None:
+async def problem_of(client: Engine) -> str | None:
     """Why nothing may be trained on what is sampled there, or None. Raises EngineUnavailable."""
     try:
         return await _control(client) or await _caches(client) or await _temperature(client) or await _stops(client)
@@ -30,7 +31,7 @@ async def problem_of(client: EngineClient) -> str | None:
         return f"it fails the self-test: {error}"
 
 
-async def _control(client: EngineClient) -> str | None:
+async def _control(client: Engine) -> str | None:
     try:
         await client.abort(uuid.uuid4().hex)
     except EngineRejected as error:
@@ -38,7 +39,7 @@ async def _control(client: EngineClient) -> str | None:
     return None
 
 
-async def _caches(client: EngineClient) -> str | None:
+async def _caches(client: Engine) -> str | None:
     """Requests of two versions must not share keys and values."""
     for _ in range(2):
         answer = await client.generate(
@@ -49,7 +50,7 @@ async def _caches(client: EngineClient) -> str | None:
     return None
 
 
-async def _temperature(client: EngineClient) -> str | None:
+async def _temperature(client: Engine) -> str | None:
     """Gaps between log-probs shrink with the temperature, whatever the logits are."""
     asks = [
         client.generate(_PROMPT, max_new_tokens=1, temperature=_TEMPERATURE, stop_token_ids=[])
@@ -67,12 +68,12 @@ async def _temperature(client: EngineClient) -> str | None:
     )
 
 
-async def _logprob_at_one(client: EngineClient, token_id: int) -> float:
+async def _logprob_at_one(client: Engine, token_id: int) -> float:
     logprobs, _ = await client.score([*_PROMPT, token_id])
     return logprobs[-1]
 
 
-async def _stops(client: EngineClient) -> str | None:
+async def _stops(client: Engine) -> str | None:
     first = await _greedy(client, [])
     again = await _greedy(client, first[:1])
     if again[:1] == first[:1] and len(again) > 1:
@@ -80,6 +81,6 @@ async def _stops(client: EngineClient) -> str | None:
     return None
 
 
-async def _greedy(client: EngineClient, stop_token_ids: Sequence[int]) -> list[int]:
+async def _greedy(client: Engine, stop_token_ids: Sequence[int]) -> list[int]:
     answer = await client.generate(_PROMPT, max_new_tokens=3, temperature=0.0, stop_token_ids=stop_token_ids)
     return answer.output_ids

@@ -21,7 +21,8 @@ from pydantic import BaseModel
 
 from gspo_core.types import WeightsManifest
 from services.event_log import Event, EventLog
-from services.fleet import Fleet
+from services.fleet import Everyone, Fleet
+from services.fleet_records import EngineRecord, EngineReport, TrainerRecord, WorkerRecord
 from services.functions import Functions
 from services.job_directory import JobDirectory
 from services.job_table import JobTable
@@ -296,16 +297,15 @@ class Store:
 
     # Engines, trainers and workers. The dead are forgotten after a while.
 
-    async def register_engine(self, record: Mapping[str, Any]) -> None:
-        """``record["id"]`` names the engine. Repeat it: every call raises the engine's ``beats``."""
+    async def register_engine(self, record: EngineRecord) -> None:
+        """Repeat it: every call raises the engine's ``beats``."""
         await self._fleet.enlist("engine", record)
 
     async def remove_engine(self, engine_id: str) -> None:
         await self._fleet.delist("engine", engine_id)
 
-    async def engines(self) -> list[dict[str, Any]]:
-        """The records, each with ``beats`` and ``job``, the one it is bound to or None, what its owner said, and
-        ``draining`` for one that drains."""
+    async def engines(self) -> list[EngineRecord]:
+        """All that have registered, by id."""
         return await self._fleet.engines()
 
     async def drain_engine(self, engine_id: str, wanted: bool = True) -> None:
@@ -317,39 +317,38 @@ class Store:
         """Bind an engine to the job. False: it serves another job. Raises Fenced, Missing (no such engine)."""
         return await self._fleet.bind(job, token, engine_id)
 
-    async def mark_engine(self, job: str, token: str, engine_id: str, state: Mapping[str, Any]) -> bool:
-        """What the job's owner says of an engine that it holds (``state``, ``label``, measurements); False: not its."""
-        return await self._fleet.mark(job, token, engine_id, state)
+    async def mark_engine(self, job: str, token: str, engine_id: str, report: EngineReport) -> bool:
+        """What the job's owner says of an engine that it holds; False: it does not hold it."""
+        return await self._fleet.mark(job, token, engine_id, report)
 
     async def unbind_engine(self, job: str, token: str, engine_id: str) -> None:
         """Give an engine back; one that this owner does not hold is left alone."""
         await self._fleet.unbind(job, token, engine_id)
 
-    async def register_trainer(self, record: Mapping[str, Any]) -> None:
-        """``record["id"]`` names the trainer, the rest says what it can do. Repeat it like a worker."""
+    async def register_trainer(self, record: TrainerRecord) -> None:
+        """Repeat it: every call raises the trainer's ``beats``."""
         await self._fleet.enlist("trainer", record)
 
     async def remove_trainer(self, trainer: str) -> None:
         await self._fleet.delist("trainer", trainer)
 
-    async def processes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-        """Trainers, workers and engines, as the three methods for them give each, in one look."""
-        found = await self._fleet.everyone()
-        return found["trainer"], found["worker"], found["engine"]
+    async def processes(self) -> Everyone:
+        """Trainers, workers and engines, in one look."""
+        return await self._fleet.everyone()
 
-    async def trainers(self) -> list[dict[str, Any]]:
-        """The records, each with ``beats``."""
+    async def trainers(self) -> list[TrainerRecord]:
+        """All that have registered, by id."""
         return await self._fleet.trainers()
 
-    async def register_worker(self, record: Mapping[str, Any]) -> None:
-        """``record["id"]`` names the worker. Repeat it: every call raises the worker's ``beats``."""
+    async def register_worker(self, record: WorkerRecord) -> None:
+        """Repeat it: every call raises the worker's ``beats``."""
         await self._fleet.enlist("worker", record)
 
     async def remove_worker(self, worker: str) -> None:
         await self._fleet.delist("worker", worker)
 
-    async def workers(self) -> list[dict[str, Any]]:
-        """The records, each with ``beats``."""
+    async def workers(self) -> list[WorkerRecord]:
+        """All that have registered, by id."""
         return await self._fleet.workers()
 
     # Metrics

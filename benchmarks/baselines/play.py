@@ -22,11 +22,12 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Segment, Split
 from services.bus import EpisodeLease, Snapshot
 from services.engine.sampling import request_seed
+from services.engines.protocol import Generation, Span
 from services.rollout.attempt import Attempt
 from services.rollout.counters import Counters
 from services.rollout.ledger import Ledger
 from services.rollout.outbox import Outbox
-from services.rollout.policy import Sampled, VersionSpan
+from services.rollout.policy import Sampled
 from services.rollout.retry import Retrier
 from services.rollout.setting import Order, Setting
 
@@ -111,8 +112,9 @@ class _Round:
             some = [one for one in asked if one[0] == version]
             answers = self._sampler.generate(version, [one[1] for one in some], some[0][2])
             for (*_, future), answer in zip(some, answers, strict=True):
-                spans = [VersionSpan(version, 0, len(answer.ids))]
-                future.set_result(Sampled(answer.ids, answer.logprobs, spans, "baselines"))
+                spans = (Span(str(version), 0, len(answer.ids)),)
+                generation = Generation(answer.ids, answer.logprobs, spans)
+                future.set_result(Sampled(generation, [version], "baselines"))
 
 
 class _Seat:

@@ -1,7 +1,7 @@
 """``python -m services.engine.announce URL...``: makes engines known that no process was configured with.
 
-Beside an SGLang server or an embedded engine, for as long as this runs and the engine answers, jobs may bind it; when
-it is stopped, the engine is taken off the list. An engine itself knows nothing of Redis.
+Runs beside an engine of any kind. For as long as both run, jobs may bind the engine; when this is stopped, the engine
+is taken off the list. An engine itself knows nothing of Redis.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from services.engine_beats import EngineBeats
-from services.engine_client import EngineClient, open_http
+from services.engine_beats import ANSWER_S, EngineBeats
+from services.engines.kinds import open_engines
+from services.engines.protocol import info_calls
 from services.process import run_until_signalled
 from services.redis_server import connect
 from services.settings import load_settings
@@ -25,12 +26,11 @@ async def announce(urls: Sequence[str], stop: asyncio.Event) -> None:
     configure_logging("announce", level=settings.log_level, log_format=settings.log_format)
     if settings.redis_url is None:
         raise SystemExit("GSPO_REDIS_URL is not set: engines are announced in the Redis of an installation")
-    async with connect(settings.redis_url) as redis, open_http() as http:
+    async with connect(settings.redis_url) as redis, open_engines() as engine_at:
         store = Store(redis, lease_s=settings.lease_s)
         await store.load_functions()
-        beating = asyncio.create_task(
-            EngineBeats(store, [EngineClient(url, http) for url in urls], lease_s=settings.lease_s).run()
-        )
+        engines = info_calls(map(engine_at, urls), ANSWER_S)
+        beating = asyncio.create_task(EngineBeats(store, engines, lease_s=settings.lease_s).run())
         get_logger().info("announcing", urls=list(urls))
         await stop.wait()
         beating.cancel()

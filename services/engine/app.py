@@ -1,9 +1,10 @@
-"""The HTTP face of the embedded engine: SGLang's paths, status codes and bodies.
+"""The HTTP face of the embedded engine: paths, status codes and bodies of the default engine protocol.
 
-Rule: every answer has the shape that a real SGLang 0.5.23 gives, so that one client serves both. Different on purpose,
-and never to a caller's harm: an abort matches the request id exactly (SGLang matches live ids by prefix), also reaches
-requests that were posted while paused, and never loses sampled tokens; ``/health`` does not generate; a weight load
-reads and checks the whole checkpoint first, so wrong shapes are a 400 and not the end of the process.
+Rule: every answer has the shape that the server which defines the protocol gives (``docs/engines.md`` names it), so
+that one client serves both. Different on purpose, and never to a caller's harm: an abort matches the request id exactly
+(that server matches live ids by prefix), also reaches requests that were posted while paused, and never loses sampled
+tokens; ``/health`` does not generate; a weight load reads and checks the whole checkpoint first, so wrong shapes are a
+400 and not the end of the process.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class _Handlers:
         try:
             await self._engine.update_weights(Path(body.model_path), body.weight_version, flush_cache=body.flush_cache)
         except CheckpointRejected as error:
-            # SGLang's own words for a failure before any weight was touched; clients tell by them.
+            # The protocol has no code for a failure before any weight was touched; clients tell it by these words.
             return _updated(False, f"Failed to get weights iterator: {error}")
         except CacheNotFlushed:
             return _updated(False, _NOT_FLUSHED)

@@ -3,7 +3,7 @@
 Rule: the numbers are those of transformers. Its implementation loads the checkpoint and is compared with this one
 before the engine serves; a model that this forward does not reproduce is refused, not served approximately.
 What is different is speed: projections are fused and stored transposed, the tokens of all requests are packed without
-padding, and a decode step reads the cache in place. Covers Qwen3, Qwen2 and Llama shapes; all else is SGLang's work.
+padding, and a decode step reads the cache in place. Covers Qwen3, Qwen2 and Llama shapes; others need another engine.
 
 Shapes by suffix (leading dimension): N packed tokens, B requests, T tokens of one request. Behind it come heads, head
 dimension, hidden or vocabulary size, as the code shows.
@@ -29,7 +29,7 @@ _MAX_DEVIATION = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 
 
 class UnsupportedModel(Exception):
-    """The embedded engine cannot serve this model; use SGLang."""
+    """The embedded engine cannot serve this model; use another kind of engine."""
 
 
 class Prefill(NamedTuple):

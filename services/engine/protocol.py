@@ -1,4 +1,4 @@
-"""SGLang's request and response bodies, as far as the embedded engine speaks them.
+"""Request and response bodies of the default engine protocol, as far as the embedded engine speaks them.
 
 Rule: what the engine cannot do exactly it refuses with a clean 400 and a reason; it never guesses and never ignores a
 parameter that shapes the distribution. That includes input that ends the process of a real engine. Nothing is executed
@@ -19,7 +19,7 @@ import msgspec
 from services.engine.sampling import request_seed
 from services.engine.scheduler import Request
 
-# In SGLang's order, which its refusal of unknown keys shows.
+# In the order that the protocol's refusal of unknown keys shows.
 _SAMPLING_KEYS = (
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex"),

@@ -201,7 +201,7 @@ class Scheduler:
         self._record(ids_B.tolist(), logprobs_B.tolist())
 
     def load(self) -> dict[str, Any]:
-        """A snapshot in SGLang's words."""
+        """A snapshot, named as in the protocol's ``/v1/loads``."""
         num_used = int(self._rows["num_cached"][: len(self.running)].sum())
         num_waiting_tokens = sum(len(request.prompt) + len(request.output_ids) for request in self.waiting)
         return {

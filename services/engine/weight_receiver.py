@@ -1,4 +1,4 @@
-"""The engine's end of a process group: weights that are sent to it, in the calls and the order of SGLang.
+"""The engine's end of a process group: weights that are sent to it, by the calls of the default engine protocol.
 
 Rule: tensors are received into memory of their own and checked; only when all of a call have come and fit does the
 engine switch, between two steps. So a sending that breaks off, or is abandoned by its caller, leaves the old weights,

@@ -24,6 +24,7 @@ from typing import IO, Self
 import httpx
 
 from services.children import die_with_parent
+from services.engines.kinds import engine_is_ready
 from services.ports import free_port, kept_port
 from services.redis_server import RedisServer, RedisUnsuitable
 from services.settings import SettingsError
@@ -130,7 +131,7 @@ class Stack:
             self._spawn("rollout", [], environment, name=f"rollout-{number}")
         self._wait_until_answering(f"{self.api_url}/healthz", "api")
         for url in self.engine_url.split(","):
-            self._wait_until_answering(f"{url}/ready", "engine")
+            self._wait_until_ready(url)
 
     def _start_redis(self) -> None:
         try:
@@ -169,6 +170,16 @@ class Stack:
                 pass
             time.sleep(POLL_S)
         raise StackError(f"{name} did not answer at {url} within {START_TIMEOUT_S:.0f} s; see {self.log_dir}")
+
+    def _wait_until_ready(self, address: str) -> None:
+        """Of whatever kind the engine is."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self.check()
+            if engine_is_ready(address):
+                return
+            time.sleep(POLL_S)
+        raise StackError(f"the engine {address} was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}")
 
     def check(self) -> None:
         """Raise when a process has died, with the end of its log."""

@@ -15,7 +15,7 @@ from services.away import NotPermitted
 from services.bus import Bus
 from services.cancelling import cancel_all
 from services.drains import Drains
-from services.engine_client import EngineClient, open_http
+from services.engines.kinds import open_engines
 from services.environment_registry import Registry
 from services.errands import Errands
 from services.health import Health
@@ -43,7 +43,7 @@ FUNCTIONS_WAIT_S = (0.5, 8.0)
 async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) -> None:
     if settings.redis_url is None:
         raise SystemExit("GSPO_REDIS_URL is not set: a rollout worker needs the Redis of its installation")
-    async with connect(settings.redis_url) as redis, open_http(max_connections=config.max_connections) as http:
+    async with connect(settings.redis_url) as redis, open_engines(max_connections=config.max_connections) as engine_at:
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
         await functions_there(bus)
         interpreters = Interpreters(settings.data_dir / "venvs", settings.env_install)
@@ -55,7 +55,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
             config,
             bus,
             store,
-            lambda url: EngineClient(url, http),
+            engine_at,
             partial(load_job, boot=sites.booting(boot_for(settings))),
             clock=time.monotonic,
             rng=random.Random(),

@@ -2,8 +2,8 @@
 
 Rule: the label on an engine's answer decides, not what this worker believed when it asked: every span must name
 this job, and its version goes into the record. An answer that names anything else is thrown away and counted.
-An engine that its owner calls dirty is asked nothing, whatever label it shows. Engines are bound and given new weights
-elsewhere; here they are only watched and asked.
+An engine that its trainer calls dirty is asked nothing, whatever label it shows. Engines are bound and given new
+weights elsewhere; here they are only watched and asked.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gspo_core.engine_label import EngineLabel, NotALabel
 from gspo_core.types import CacheMode, WeightsManifest
-from services.engine_client import EngineClient, EngineError, EngineRejected, Generation
+from services.engines.errors import EngineError, EngineRejected, NoSuchKind
+from services.engines.protocol import Connect, Engine, Generation, info_within
+from services.fleet_records import EngineRecord, EngineState
 from services.rollout.counters import Counters
 from services.rollout.in_flight import InFlightLimit
-from services.rollout.policy import Drained, InvalidAnswer, Sampled, VersionSpan
+from services.rollout.policy import Drained, InvalidAnswer, Sampled
 from services.rollout.retry import Retrier
 from services.telemetry import get_logger
 
@@ -35,27 +38,22 @@ MAX_IMBALANCE = 8
 SILENCE_S = 120.0
 
 
-_UNUSABLE = frozenset({"joining", "dirty", "gone"})
-
-
 @dataclass(eq=False, slots=True)
-class Engine:
+class WatchedEngine:
     """One engine as this worker sees it."""
 
     url: str
-    client: EngineClient
-    label: str = ""
-    """``job/epoch/version`` of the weights that it holds; empty while it does not answer."""
-    state: str = ""
-    """What its owner says; empty when nobody does."""
-    holder: str | None = None
-    """The job that it is bound to, where that is known."""
+    client: Engine
+    label: EngineLabel | None = None
+    """Of the weights that it holds; None while it does not answer or serves no job."""
+    record: EngineRecord | None = None
+    """None for an engine that is not registered."""
     draining: bool = False
     """It gets no new requests; those that it has go on to their end."""
     in_flight: set[asyncio.Task[Generation]] = field(default_factory=set)
     """Requests of this worker."""
     num_waiting: int = 0
-    """Requests of anybody that waited in it when it was last asked."""
+    """Requests of all workers that waited in it when it was last asked."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
     num_promised: int = 0
     """Requests of this worker that may begin here and have not yet."""
@@ -69,12 +67,8 @@ class Engine:
         return len(self.in_flight)
 
     @property
-    def job(self) -> str:
-        return self.label.partition("/")[0]
-
-    @property
-    def version(self) -> int:
-        return parse_label(self.label)[1]
+    def is_switching(self) -> bool:
+        return self.record is not None and self.record.state is EngineState.SWITCHING
 
     @property
     def has_room(self) -> bool:
@@ -86,29 +80,23 @@ class Engine:
         return self.num_requests + self.num_promised + self.num_wanted
 
     def serves(self, job: str) -> bool:
-        is_ours = self.job == job and self.holder in (None, job)
-        return is_ours and not self.draining and self.state not in _UNUSABLE
+        if self.label is None or self.label.job != job or self.draining:
+            return False
+        if (record := self.record) is None:
+            return True
+        return record.job in (None, job) and (record.state is None or record.state.may_be_asked)
 
     def abandon(self) -> None:
-        """It left the table or fell silent: who waits for its answer asks elsewhere."""
+        """It left the table or fell silent: the requests in it go elsewhere."""
         abandoned, self.in_flight = self.in_flight, set()
         for answer in abandoned:
             answer.cancel()
 
 
-def parse_label(label: str) -> tuple[str, int]:
-    """Job and version of an engine label; raises ``InvalidAnswer`` for anything that is none."""
-    job, _, rest = label.partition("/")
-    epoch, _, version = rest.partition("/")
-    if not (job and epoch.isdecimal() and version.isdecimal()):
-        raise InvalidAnswer(f"an engine that serves a job is labelled JOB/EPOCH/VERSION, not {label!r}")
-    return job, int(version)
-
-
 class Versions(Protocol):
     """What is read of the store."""
 
-    async def engines(self) -> list[dict[str, Any]]: ...
+    async def engines(self) -> list[EngineRecord]: ...
 
     async def current_version(self, job: str) -> WeightsManifest | None: ...
 
@@ -122,7 +110,7 @@ class EngineTable:
         self,
         store: Versions,
         urls: Collection[str],
-        connect: Callable[[str], EngineClient],
+        connect: Connect,
         clock: Callable[[], float],
         retrier: Retrier,
         *,
@@ -136,7 +124,9 @@ class EngineTable:
         self._connect = connect
         self._clock = clock
         self._silence_s = silence_s
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, WatchedEngine] = {}
+        self._unknown: set[str] = set()
+        """Addresses that name no kind of engine which this worker knows."""
         self._asked_load_at = -LOAD_S
 
     def num_requests(self) -> dict[str, int]:
@@ -158,10 +148,11 @@ class EngineTable:
             self._asked_load_at = self._clock()
             await asyncio.gather(*(_read_load(engine) for engine in self._engines.values() if engine.label))
 
-    async def _read_label(self, engine: Engine) -> None:
-        label = await _label_of(engine)
+    async def _read_label(self, engine: WatchedEngine) -> None:
+        info = await info_within(engine.client, LABEL_TIMEOUT_S)
+        label = EngineLabel.parse_or_none(info.label) if info else None
         if label != engine.label:
-            get_logger().info("engine", url=engine.url, label=label, before=engine.label)
+            get_logger().info("engine", url=engine.url, label=str(label or ""), before=str(engine.label or ""))
         engine.label = label
         if label:
             engine.last_answer = self._clock()
@@ -169,40 +160,40 @@ class EngineTable:
             engine.abandon()
             engine.last_answer = self._clock()
 
-    def _update(self, records: Sequence[Mapping[str, Any]]) -> None:
-        urls = {*self._static_urls, *(str(record["url"]) for record in records if record.get("url"))}
+    def _update(self, records: Sequence[EngineRecord]) -> None:
+        by_url = {record.url: record for record in records if record.url}
+        urls = {*self._static_urls, *by_url}
         for url in self._engines.keys() - urls:
             self._engines.pop(url).abandon()
-        for url in sorted(urls - self._engines.keys()):
-            self._engines[url] = Engine(url, self._connect(url), last_answer=self._clock(), limit=self._make_limit())
-        by_url = {str(record.get("url")): record for record in records}
+        for url in sorted(urls - self._engines.keys() - self._unknown):
+            self._add(url)
         for url, engine in self._engines.items():
-            record = by_url.get(url, {})
-            engine.draining = bool(record.get("draining"))
-            self._hear(engine, str(record.get("state") or ""), record.get("job"))
+            record = by_url.get(url)
+            engine.draining = record is not None and record.draining
+            self._hear(engine, record)
 
-    def _hear(self, engine: Engine, state: str, holder: str | None) -> None:
-        was_usable, job = engine.serves(engine.job), engine.job
-        engine.state, engine.holder = state, holder
+    def _add(self, url: str) -> None:
+        try:
+            client = self._connect(url)
+        except NoSuchKind as error:
+            self._unknown.add(url)
+            get_logger().warning("engine left out", url=url, reason=str(error))
+            return
+        self._engines[url] = WatchedEngine(url, client, last_answer=self._clock(), limit=self._make_limit())
+
+    def _hear(self, engine: WatchedEngine, record: EngineRecord | None) -> None:
+        job = engine.label.job if engine.label else ""
+        was_usable = engine.serves(job)
+        engine.record = record
         if was_usable and not engine.serves(job) and self.serving(job):
             # Others serve; alone, what it holds may well survive its mending.
             engine.abandon()
 
-    def serving(self, job: str) -> list[Engine]:
+    def serving(self, job: str) -> list[WatchedEngine]:
         return [engine for engine in self._engines.values() if engine.serves(job)]
 
 
-async def _label_of(engine: Engine) -> str:
-    try:
-        async with asyncio.timeout(LABEL_TIMEOUT_S):
-            label = str((await engine.client.model_info()).get("weight_version") or "")
-        parse_label(label)
-    except (EngineError, InvalidAnswer, TimeoutError):
-        return ""
-    return label
-
-
-async def _read_load(engine: Engine) -> None:
+async def _read_load(engine: WatchedEngine) -> None:
     """Good enough to give it no more than it runs. Nothing is learned from a pause."""
     try:
         async with asyncio.timeout(LABEL_TIMEOUT_S):
@@ -210,7 +201,7 @@ async def _read_load(engine: Engine) -> None:
     except (EngineError, TimeoutError):
         return
     engine.num_waiting = load.num_waiting
-    if engine.state != "switching" and load.age_s <= LOAD_S:
+    if not engine.is_switching and load.age_s <= LOAD_S:
         engine.limit.report(num_ours=engine.num_requests, num_running=load.num_running, num_waiting=load.num_waiting)
 
 
@@ -219,7 +210,7 @@ class _Turn:
     """A request that waits for an engine with room."""
 
     prefer_engine: str
-    engine: asyncio.Future[Engine | None]
+    engine: asyncio.Future[WatchedEngine | None]
     """None: the worker leaves."""
 
 
@@ -251,7 +242,7 @@ class JobEngines:
         self._steps: Mapping[int, int] = {}
         """Version -> step, for the versions that the store knows."""
         self._published: WeightsManifest | None = None
-        self._avoided: set[Engine] = set()
+        self._avoided: set[WatchedEngine] = set()
         self._queue: deque[_Turn] = deque()
         """In the order in which they came."""
 
@@ -270,12 +261,12 @@ class JobEngines:
         self._avoided.clear()
         self._serve_queue()
 
-    def usable(self) -> list[Engine]:
+    def usable(self) -> list[WatchedEngine]:
         """Engines within ``max_staleness`` steps of the published version, the least busy for its size first."""
         return sorted((one for one in self._table.serving(self._job) if self._is_fresh(one)), key=self._rank)
 
-    def _rank(self, engine: Engine) -> tuple[bool, bool, float]:
-        return engine in self._avoided, engine.state == "switching", engine.num_claims / engine.limit.value
+    def _rank(self, engine: WatchedEngine) -> tuple[bool, bool, float]:
+        return engine in self._avoided, engine.is_switching, engine.num_claims / engine.limit.value
 
     def has_room(self) -> bool:
         """Whether an episode that starts now would be served at once, as far as is known.
@@ -285,12 +276,12 @@ class JobEngines:
         engines = [engine for engine in self.usable() if engine.has_room]
         return not self._queue and any(not (one.num_waiting and one.num_requests) for one in engines)
 
-    def _is_fresh(self, engine: Engine) -> bool:
+    def _is_fresh(self, engine: WatchedEngine) -> bool:
         published = self._published
-        if published is None or engine.version > published.version:
+        if published is None or engine.label is None or engine.label.version > published.version:
             return True  # published after we last looked
         # A later step than the published one belongs to a line that a recovery gave up.
-        step = self._steps.get(engine.version)
+        step = self._steps.get(engine.label.version)
         return step is not None and 0 <= published.step - step <= self._max_staleness
 
     async def sample(
@@ -312,7 +303,7 @@ class JobEngines:
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 stop_token_ids=sorted(stop_token_ids),
-                extra_key=(key := engine.label),
+                extra_key=(key := str(engine.label)),
             )
             try:
                 try:
@@ -335,7 +326,7 @@ class JobEngines:
             await self._retrier.pause(num_failures)
             num_failures += 1
 
-    async def _choose(self, prefer_engine: str) -> Engine:
+    async def _choose(self, prefer_engine: str) -> WatchedEngine:
         """Waits for an engine with room, behind those who came before."""
         if not self._queue and (free := self._free_engine(prefer_engine)):
             return free
@@ -355,7 +346,7 @@ class JobEngines:
         engine.num_promised -= 1
         return engine
 
-    def _free_engine(self, prefer_engine: str) -> Engine | None:
+    def _free_engine(self, prefer_engine: str) -> WatchedEngine | None:
         """For who need not wait."""
         engines = self.usable()
         for engine in engines:
@@ -387,11 +378,11 @@ class JobEngines:
         for full in [engine for engine in engines if self._queue and not engine.has_room]:
             full.limit.reached()
 
-    def _engine_for(self, preferred_url: str, engines: Sequence[Engine]) -> Engine | None:
+    def _engine_for(self, preferred_url: str, engines: Sequence[WatchedEngine]) -> WatchedEngine | None:
         """The preferred one, also when room is yet to come, unless it is far busier than the idlest; else that one."""
         idlest = min((engine for engine in engines if engine.has_room), key=self._rank)
         preferred = next((one for one in engines if one.url == preferred_url), None)
-        if preferred is None or preferred in self._avoided or preferred.state == "switching":
+        if preferred is None or preferred in self._avoided or preferred.is_switching:
             return idlest
         excess = min(MAX_IMBALANCE, preferred.limit.value / 4)
         if (preferred.num_claims - excess) / preferred.limit.value > idlest.num_claims / idlest.limit.value:
@@ -401,21 +392,26 @@ class JobEngines:
         preferred.num_wanted += 1
         return None
 
-    def _checked(self, generation: Generation, engine: Engine, key: str, held_s: float) -> Sampled:
-        spans = []
-        for span in generation.spans:
-            job, version = parse_label(span.label)
-            if job != self._job:
-                raise InvalidAnswer(f"{engine.url} sampled with weights of {span.label} for job {self._job}")
-            spans.append(VersionSpan(version, span.start, span.end))
+    def _checked(self, generation: Generation, engine: WatchedEngine, key: str, held_s: float) -> Sampled:
+        versions = [self._version_of(span.label, engine.url) for span in generation.spans]
         # In place, tokens of a later version stand on keys and values of an earlier one.
         is_stale = self._in_place and any(span.label != key for span in generation.spans)
         mode = CacheMode.STALE if is_stale else CacheMode.FRESH
-        return Sampled(generation.output_ids, generation.logprobs, spans, engine.url, mode, held_s)
+        return Sampled(generation, versions, engine.url, mode, held_s)
+
+    def _version_of(self, text: str, url: str) -> int:
+        """Raises InvalidAnswer for the label of anything but this job's weights."""
+        try:
+            label = EngineLabel.parse(text)
+        except NotALabel as error:
+            raise InvalidAnswer(str(error)) from error
+        if label.job != self._job:
+            raise InvalidAnswer(f"{url} sampled with weights of {label} for job {self._job}")
+        return label.version
 
 
-async def _answer_of(engine: Engine, request: Coroutine[Any, Any, Generation]) -> Generation | None:
-    """What ``request`` returns, or None when the engine was abandoned first."""
+async def _answer_of(engine: WatchedEngine, request: Coroutine[Any, Any, Generation]) -> Generation | None:
+    """The result of ``request``, or None when the engine was abandoned first."""
     answer = asyncio.create_task(request)
     engine.in_flight.add(answer)
     try:

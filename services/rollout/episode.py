@@ -17,7 +17,7 @@ from gspo_core.codec import SegmentRejected, decode
 from gspo_core.env import EnvironmentFailed
 from gspo_core.types import Outcome, Segment, Spent, StopReason
 from services.bus import Snapshot
-from services.engine_client import EngineRejected
+from services.engines.errors import EngineRejected
 from services.hosted import HostedSession, SessionLost
 from services.refusals import Conflict, Refused
 from services.rollout.attempt import Attempt

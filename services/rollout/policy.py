@@ -1,7 +1,8 @@
-"""What an episode needs of whoever samples for it.
+"""What an episode needs of the policy that samples for it.
 
-Rule: an answer says of every token which version sampled it; tokens of an unknown version do not become an answer.
-This module holds the shapes only: `engines` finds an engine and asks it.
+Rule: an answer names for every token the version that sampled it; tokens of an unknown version do not become an answer.
+That spans tile the tokens is checked once, when the ``Generation`` is built. This module holds the shapes only:
+`engines` finds an engine and asks it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gspo_core.types import CacheMode
+from services.engines.protocol import Generation
 
 
 class Drained(Exception):
@@ -38,24 +40,26 @@ class VersionSpan:
 class Sampled:
     """One answer of an engine: tokens, their log-probs as sampled, and who sampled them."""
 
-    output_ids: Sequence[int]
-    logprobs: Sequence[float]
-    spans: Sequence[VersionSpan]
+    generation: Generation
+    versions: Sequence[int]
+    """The version of each of the generation's spans."""
     engine_id: str
     cache_mode: CacheMode = CacheMode.FRESH
     held_s: float = 0.0
     """Time in which no engine could take the request; it does not count against the episode."""
 
-    def __post_init__(self) -> None:
-        if len(self.output_ids) != len(self.logprobs):
-            raise InvalidAnswer(f"{len(self.output_ids)} sampled tokens with {len(self.logprobs)} log-probs")
-        position = 0
-        for span in self.spans:
-            if span.start != position or span.end < span.start:
-                raise InvalidAnswer(f"version spans leave a gap or overlap at token {position}: {list(self.spans)}")
-            position = span.end
-        if position != len(self.output_ids):
-            raise InvalidAnswer(f"version spans cover {position} of {len(self.output_ids)} sampled tokens")
+    @property
+    def output_ids(self) -> Sequence[int]:
+        return self.generation.output_ids
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        return self.generation.logprobs
+
+    @property
+    def spans(self) -> list[VersionSpan]:
+        named = zip(self.versions, self.generation.spans, strict=True)
+        return [VersionSpan(version, span.start, span.end) for version, span in named]
 
 
 class Policy(Protocol):

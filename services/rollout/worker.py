@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.bus import Bus, Fenced
-from services.engine_client import EngineClient
+from services.engines.protocol import Connect
+from services.fleet_records import WorkerRecord
 from services.jobs import JobNotFound
 from services.refusals import Refused
 from services.rollout.counters import Counters
@@ -69,7 +70,7 @@ class Worker:
         config: WorkerConfig,
         bus: Bus,
         store: Store,
-        connect: Callable[[str], EngineClient],
+        connect: Connect,
         load: Callable[[str, Callable[[str], None]], Awaitable[LoadedJob]],
         *,
         clock: Callable[[], float],
@@ -269,21 +270,20 @@ class Worker:
     async def _report_once(self) -> None:
         await self._retrier.keep_trying(self._store.register_worker, self._record())
 
-    def _record(self) -> Mapping[str, Any]:
-        return {
-            "id": self._config.name,
-            "kind": "rollout",
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "draining": self._is_draining,
-            "jobs": sorted(self._jobs),
-            "num_episodes": self._num_episodes(),
-            "max_episodes": self._config.max_episodes,
-            "environment_capacity": {job: rollout.capacity for job, rollout in self._jobs.items()},
-            "engine_requests": self._table.num_requests(),
-            "ill_environments": {job: ill for job, one in self._jobs.items() if (ill := one.ill_environments)},
-            "counters": self.counters.snapshot(),
-        }
+    def _record(self) -> WorkerRecord:
+        return WorkerRecord(
+            id=self._config.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            draining=self._is_draining,
+            jobs=tuple(sorted(self._jobs)),
+            num_episodes=self._num_episodes(),
+            max_episodes=self._config.max_episodes,
+            environment_capacity={job: rollout.capacity for job, rollout in self._jobs.items()},
+            engine_requests=self._table.num_requests(),
+            ill_environments={job: ill for job, one in self._jobs.items() if (ill := one.ill_environments)},
+            counters=dict(self.counters.snapshot()),
+        )
 
     def _num_episodes(self) -> int:
         return sum(rollout.num_episodes for rollout in self._jobs.values())

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from gspo_core.spec import JobSpec
 from services.away import Away, CredentialsRefused
 from services.bus import Bus, Fenced
-from services.engine_client import open_http
+from services.engines.kinds import open_engines
 from services.jobs import HANDED_OVER
 from services.redis_client import connect
 from services.room import NoRoom, raising_no_room
@@ -109,7 +109,7 @@ async def run_attempt(
 ) -> End:
     """The whole attempt, with connections of its own."""
     assert settings.redis_url is not None, "the worker has looked"
-    async with connect(settings.redis_url) as redis, open_http() as http:
+    async with connect(settings.redis_url) as redis, open_engines() as engine_at:
         bus = Bus(redis, lease_s=settings.lease_s)
         store = Store(
             redis,
@@ -122,7 +122,7 @@ async def run_attempt(
         try:
             spec = JobSpec.model_validate_json((await store.get_job(claim.job_id)).spec)
             told = listeners(settings, claim.job_id, spec)
-            run = make_run(settings, bus, store, http, claim, spec, told, lambda: make(spec))
+            run = make_run(settings, bus, store, engine_at, claim, spec, told, lambda: make(spec))
         except Exception as error:
             return end_of(error)
         try:

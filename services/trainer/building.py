@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import httpx
 import torch
 
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from services.batch_log import BatchLog
 from services.bus import Bus
-from services.engine_client import EngineClient
+from services.engines.protocol import Connect
 from services.settings import Settings
 from services.store import Claim, Store
 from services.trainer.attempt_messages import Capabilities
@@ -40,7 +39,7 @@ def make_run(
     settings: Settings,
     bus: Bus,
     store: Store,
-    http: httpx.AsyncClient,
+    engine_at: Connect,
     claim: Claim,
     spec: JobSpec,
     listeners: Sequence[WandbRun],
@@ -56,7 +55,7 @@ def make_run(
         claim.token,
         weights,
         settings.engine_urls,
-        lambda url: EngineClient(url, http),
+        engine_at,
         num_wanted=spec.resources.num_engines,
         sync=spec.rollout.weight_sync,
         transport=make_transport(spec),

@@ -1,8 +1,8 @@
 """One engine on its way from one version to the next: pause, load, verify, resume, each with a deadline.
 
     JOINING -> PAUSING -> LOADING -> RESUMING -> READY    a load verifies the label that the engine then names
-    nobody can tell what it holds -> DIRTY                paused, routed nowhere, loaded anew
-    no connection                 -> GONE                 started again it would hold other weights
+    unknown weights -> DIRTY                              paused, routed nowhere, loaded anew
+    no connection   -> GONE                               started again it would hold other weights
 
 Rule: ``continue`` is only sent to an engine that holds what its label says. DIRTY is left by a full, verified load and
 by nothing else. Which engine is to hold what is decided in `engines`.
@@ -14,26 +14,18 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from services.engine_client import EngineClient, EngineDirty, EngineError, EngineRejected, EngineUnavailable, PauseMode
+from gspo_core.engine_label import EngineLabel
+from services.engines.errors import EngineDirty, EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
+from services.engines.protocol import Engine, PauseMode
+from services.fleet_records import EngineState
 from services.telemetry import get_logger
 from services.trainer.weight_transport import WeightTransport
 
 T = TypeVar("T")
 WeightSync = Literal["retract", "in_place"]
-
-
-class EngineState(StrEnum):
-    JOINING = "joining"
-    PAUSING = "pausing"
-    LOADING = "loading"
-    RESUMING = "resuming"
-    READY = "ready"
-    DIRTY = "dirty"
-    GONE = "gone"
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class SwitchCosts:
 class BoundEngine:
     """An engine that this job holds."""
 
-    client: EngineClient
+    client: Engine
     state: EngineState = EngineState.JOINING
     label: str = ""
     """Of the weights that it holds for certain; empty while that is unknown."""
@@ -76,8 +68,8 @@ class BoundEngine:
 
     @property
     def version(self) -> int:
-        """Of what it holds; only where that is known."""
-        return int(self.label.rpartition("/")[2])
+        """Of the weights that it holds; only where that is known."""
+        return EngineLabel.parse(self.label).version
 
     def distrust(self, state: EngineState, reason: str) -> None:
         """What it holds is unknown from now on."""
@@ -126,7 +118,7 @@ async def still_holds(engine: BoundEngine, deadlines: Deadlines) -> bool:
     """Asks a READY engine whether it is still what it was: one that was restarted holds its first weights again."""
     label = engine.label
     try:
-        held = (await _within(deadlines.answer_s, engine.client.model_info(), "model_info")).get("weight_version")
+        held = (await _within(deadlines.answer_s, engine.client.info(), "info")).label
     except EngineUnavailable as error:
         engine.distrust(EngineState.GONE, str(error))
         return False
@@ -140,11 +132,11 @@ async def still_holds(engine: BoundEngine, deadlines: Deadlines) -> bool:
 
 
 async def _mode(engine: BoundEngine, label: str, sync: WeightSync, deadlines: Deadlines) -> PauseMode:
-    """How to pause: what runs there for this job survives, what belongs to somebody else is ended."""
+    """How to pause: requests of this job survive, those of another one are ended."""
     if engine.state is EngineState.READY:
         return sync
-    held = str((await _within(deadlines.answer_s, engine.client.model_info(), "model_info")).get("weight_version"))
-    is_ours = held.partition("/")[0] == label.partition("/")[0]
+    held = EngineLabel.parse_or_none((await _within(deadlines.answer_s, engine.client.info(), "info")).label)
+    is_ours = held is not None and held.job == EngineLabel.parse(label).job
     return "retract" if is_ours and sync == "retract" else "abort"
 
 
@@ -164,10 +156,9 @@ async def _go_on(engine: BoundEngine, before: str, reason: str, deadlines: Deadl
 
 async def _held_tokens(engine: BoundEngine, deadlines: Deadlines) -> int:
     try:
-        loads = (await _within(deadlines.answer_s, engine.client.loads(), "loads"))["loads"]
-    except (EngineRejected, KeyError):
+        return (await _within(deadlines.answer_s, engine.client.load(), "load")).num_held_tokens
+    except (EngineRejected, EngineProtocolError):
         return 0
-    return sum(int(load.get("num_used_tokens", 0)) for load in loads)
 
 
 def _count(costs: SwitchCosts, mode: PauseMode, held_tokens: int, paused_s: float) -> None:
@@ -179,7 +170,7 @@ def _count(costs: SwitchCosts, mode: PauseMode, held_tokens: int, paused_s: floa
 
 
 async def _within(seconds: float, call: Awaitable[T], what: str) -> T:
-    """A deadline that passes leaves nobody knowing what the engine did."""
+    """After a deadline has passed it is unknown what the engine did."""
     try:
         async with asyncio.timeout(seconds):
             return await call

@@ -17,16 +17,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from gspo_core.types import WeightsManifest
-from services.engine_beats import engine_record
-from services.engine_client import EngineClient, EngineError, EngineProfile, EngineUnavailable
 from services.engine_probe import problem_of
+from services.engines.errors import EngineError, EngineUnavailable, NoSuchKind
+from services.engines.protocol import Capabilities, Connect, Engine, EngineInfo
+from services.fleet_records import EngineRecord, EngineReport, EngineState
 from services.leases import BeatWatch
 from services.store import Store
 from services.telemetry import get_logger
-from services.trainer.engine_switch import BoundEngine, Deadlines, EngineState, WeightSync, still_holds, switch
+from services.trainer.engine_switch import BoundEngine, Deadlines, WeightSync, still_holds, switch
 from services.trainer.needs import Needs
 from services.trainer.race import first_to_end
 from services.trainer.staging import Staging
@@ -56,7 +56,7 @@ class Engines:
         token: str,
         weights: WeightStore,
         urls: Sequence[str],
-        connect: Callable[[str], EngineClient],
+        connect: Connect,
         *,
         num_wanted: int = 1,
         sync: WeightSync = "retract",
@@ -84,7 +84,7 @@ class Engines:
         self._draining: set[str] = set()
         """Engines that are to be left alone."""
         self._changed = asyncio.Condition()
-        self._told: dict[str, Mapping[str, Any]] = {}
+        self._told: dict[str, EngineReport] = {}
 
     async def publish(self, manifest: WeightsManifest) -> None:
         """Let the engines move to ``manifest`` as soon as they can."""
@@ -221,8 +221,8 @@ class Engines:
             elif not is_fine:
                 await self._tell(engine)
         records = await self._store.engines()
-        await self._drain({str(record["id"]) for record in records if record.get("draining")})
-        records = [record for record in records if record["id"] not in self._draining]
+        await self._drain({record.id for record in records if record.draining})
+        records = [record for record in records if record.id not in self._draining]
         for url in await self._needs.surplus(records, [engine.url for engine in self._serving()]):
             get_logger().info("engine given to a job that has too few", engine=url)
             await self._give_back(url)
@@ -240,43 +240,48 @@ class Engines:
         for url in changed & self._bound.keys():
             await self._tell(self._bound[url])
 
-    async def _free(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
+    async def _free(self, records: Iterable[EngineRecord]) -> list[str]:
         """Engines that live and are bound to nobody else, in an order that differs between jobs."""
-        known = {str(record["id"]): record for record in records if record.get("url")}
+        known = {record.id: record for record in records if record.url}
         urls = {*self._static_urls, *(url for url, record in known.items() if self._lives(url, record))}
         urls -= self._draining
         others = await self._needs.others_lack(known.values())
-        free = sorted(url for url in urls - self._bound.keys() if known.get(url, {}).get("job") in (None, self._job))
+        taken = {url for url, record in known.items() if record.job not in (None, self._job)}
+        free = sorted(urls - self._bound.keys() - taken)
         return free[: max(0, len(free) - others)] if len(self._bound) >= self._num_wanted else free
 
-    def _lives(self, url: str, record: Mapping[str, Any]) -> bool:
-        return not self._presence.stands_still(url, record.get("beats"))
+    def _lives(self, url: str, record: EngineRecord) -> bool:
+        return not self._presence.stands_still(url, record.beats)
 
     async def _take(self, url: str) -> None:
-        client = self._connect(url)
         try:
+            client = self._connect(url)
             async with asyncio.timeout(_ANSWER_S):
-                info, profile = await client.model_info(), await client.profile()
+                info, capabilities = await client.info(), await client.capabilities()
+        except NoSuchKind as error:
+            return self._refuse(url, str(error))
         except (EngineError, TimeoutError):
             return
-        problem = await self._problem_of(client, info, profile)
-        if problem:
-            if self._unfit.get(url) != problem:
-                get_logger().warning("engine does not fit", engine=url, reason=problem)
-            self._unfit[url] = problem
-            return
+        if problem := await self._problem_of(client, info, capabilities):
+            return self._refuse(url, problem)
         self._unfit.pop(url, None)
-        await self._store.register_engine(engine_record(url, info))
+        await self._store.register_engine(EngineRecord.of(url, info))
         if await self._store.bind_engine(self._job, self._token, url):
             self._bound[url] = engine = BoundEngine(client)
             get_logger().info("engine bound", engine=url, job=self._job)
             await self._tell(engine)
 
-    async def _problem_of(self, client: EngineClient, info: Mapping[str, Any], profile: EngineProfile) -> str | None:
+    def _refuse(self, url: str, problem: str) -> None:
+        if self._unfit.get(url) != problem:
+            get_logger().warning("engine does not fit", engine=url, reason=problem)
+        self._unfit[url] = problem
+
+    async def _problem_of(self, client: Engine, info: EngineInfo, capabilities: Capabilities) -> str | None:
         """Why this engine cannot serve the job."""
         assert self._target is not None
-        if not profile.names_versions:
-            return f"it is SGLang {profile}, and only 0.5.19 and later say which weights sampled a token"
+        if not capabilities.names_versions:
+            advice = f" ({capabilities.advice})" if capabilities.advice else ""
+            return f"it is {capabilities.software}, which does not say which weights sampled a token{advice}"
         if problem := await self._staging.unfit(self._target, info):
             return problem
         if not await client.is_ready():
@@ -296,15 +301,16 @@ class Engines:
         await self._store.unbind_engine(self._job, self._token, url)
 
     async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> None:
-        """What others see of it."""
-        state = "switching" if switching else "draining" if engine.url in self._draining else engine.state.value
-        said = {"state": state, "label": engine.label, "reason": engine.reason, **asdict(engine.costs)}
+        """Publishes how it is, when that has changed."""
+        is_draining = engine.url in self._draining
+        state = EngineState.SWITCHING if switching else EngineState.DRAINING if is_draining else engine.state
+        said = EngineReport(state, engine.label, engine.reason, **asdict(engine.costs))
         if self._told.get(engine.url) != said:
             self._told[engine.url] = said
             await self._store.mark_engine(self._job, self._token, engine.url, said)
 
 
-async def _is_idle(client: EngineClient) -> bool:
+async def _is_idle(client: Engine) -> bool:
     """One that is gone has nothing to do either; one that does not say is not idle."""
     try:
         async with asyncio.timeout(_ANSWER_S):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
+from services.fleet_records import WorkerRecord
 from services.jobs import IllegalTransition, JobStatus, StatusReason, default_reason
 from services.leases import BeatWatch
 from services.store import Claim, Store
@@ -37,7 +37,7 @@ class IllEnvironments:
 
     async def look(self) -> None:
         """Once."""
-        workers = [one for one in await self._store.workers() if not self._watch.stands_still(one["id"], one["beats"])]
+        workers = [one for one in await self._store.workers() if not self._watch.stands_still(one.id, one.beats)]
         complaint = complaint_of(self._claim.job_id, workers)
         job = await self._store.get_job(self._claim.job_id)
         if job.status is not JobStatus.RUNNING:
@@ -54,10 +54,10 @@ class IllEnvironments:
             await self._store.set_status(job, JobStatus.RUNNING, token=token, reason=reason)
 
 
-def complaint_of(job: str, workers: Iterable[Mapping[str, Any]]) -> str | None:
+def complaint_of(job: str, workers: Iterable[WorkerRecord]) -> str | None:
     """What the first worker that complains says of ``job``."""
-    serving = [one for one in workers if job in one.get("jobs", ())]
-    complaining = [(one["id"], ill) for one in serving if (ill := one.get("ill_environments", {}).get(job))]
+    serving = [one for one in workers if job in one.jobs]
+    complaining = [(one.id, ill) for one in serving if (ill := one.ill_environments.get(job))]
     if not complaining:
         return None
     worker, ill = complaining[0]

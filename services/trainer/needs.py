@@ -6,10 +6,10 @@ gives, from what all can see; who is given an engine is decided by who binds it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from gspo_core.spec import JobSpec
+from services.fleet_records import EngineRecord
 from services.store import Store
 
 
@@ -21,18 +21,18 @@ class Needs:
         self._wanted: dict[str, int] = {}
         """By the other jobs."""
 
-    async def others_lack(self, records: Iterable[Mapping[str, Any]]) -> int:
+    async def others_lack(self, records: Iterable[EngineRecord]) -> int:
         """Engines that other jobs have asked for and do not hold."""
         records = list(records)
         others = [job for job in await self._store.running_jobs() if job != self._job]
         return sum([max(0, await self._of(job) - _num_bound(records, job)) for job in others])
 
-    async def surplus(self, records: Sequence[Mapping[str, Any]], mine: Sequence[str]) -> list[str]:
+    async def surplus(self, records: Sequence[EngineRecord], mine: Sequence[str]) -> list[str]:
         """Which of ``mine`` to give away now: no more than is lacked elsewhere and not free already."""
         spare = len(mine) - self._num_wanted
         if spare <= 0:
             return []
-        num_free = sum(record.get("job") is None for record in records)
+        num_free = sum(record.job is None for record in records)
         lacked = await self.others_lack(records) - num_free
         return sorted(mine)[: max(0, min(spare, lacked))]
 
@@ -43,5 +43,5 @@ class Needs:
         return self._wanted[job]
 
 
-def _num_bound(records: Iterable[Mapping[str, Any]], job: str) -> int:
-    return sum(record.get("job") == job for record in records)
+def _num_bound(records: Iterable[EngineRecord], job: str) -> int:
+    return sum(record.job == job for record in records)

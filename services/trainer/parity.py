@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.batch import TrainSequence
+from gspo_core.engine_label import EngineLabel
 from gspo_core.types import Branch, CacheMode, Group
-from services.engine_client import EngineError
+from services.engines.errors import EngineError
 from services.telemetry import get_logger
 from services.trainer.engine_switch import BoundEngine
 from services.trainer.failure import JobFailure
@@ -184,7 +185,7 @@ class ParityGate:
             f"{engine.url} does not hold {label}: on real tokens it differs from the trainer by k3 = {found:.3g} per "
             f"token, more than rollout.max_engine_k3 ({self._max_k3:g})"
         )
-        self._distrusted.add((engine.url, int(label.rpartition("/")[2])))
+        self._distrusted.add((engine.url, EngineLabel.parse(label).version))
         if engine.url in self._suspects:
             raise engine_mismatch(f"{reason}, also after its weights were loaded anew")
         self._suspects.add(engine.url)

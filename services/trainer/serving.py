@@ -14,8 +14,9 @@ from functools import partial
 from services.bus import Bus
 from services.cancelling import cancel_all
 from services.drains import Drains
-from services.engine_beats import EngineBeats
-from services.engine_client import EngineClient, open_http
+from services.engine_beats import ANSWER_S, EngineBeats
+from services.engines.kinds import open_engines
+from services.engines.protocol import info_calls
 from services.health import Health
 from services.redis_server import connect, warn_if_weaker
 from services.settings import Settings
@@ -37,7 +38,7 @@ async def serve(
     settings: Settings, stop: asyncio.Event, attempts: Attempts, capabilities: Mapping[str, str | int]
 ) -> None:
     assert settings.redis_url is not None
-    async with connect(settings.redis_url) as redis, open_http() as http:
+    async with connect(settings.redis_url) as redis, open_engines() as engine_at:
         bus = Bus(redis, lease_s=settings.lease_s)
         store = Store(
             redis,
@@ -51,7 +52,8 @@ async def serve(
         await store.rebuild()
 
         name = f"trainer-{socket.gethostname()}-{os.getpid()}"
-        beats = EngineBeats(store, [EngineClient(url, http) for url in settings.engine_urls], lease_s=settings.lease_s)
+        engines = info_calls(map(engine_at, settings.engine_urls), ANSWER_S)
+        beats = EngineBeats(store, engines, lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
         leaving = asyncio.Event()
         asking = asyncio.create_task(Drains(redis).wait(name, leaving), name="drain")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gspo_core.types import WeightsManifest
+from services.engines.protocol import EngineInfo
 from services.weights import WeightStore
 
 # What of a config.json decides the shapes of the tensors.
@@ -35,16 +35,17 @@ class Staging:
             self._staged = manifest.label, self._weights.path(manifest.version)
         return self._staged[1]
 
-    async def unfit(self, manifest: WeightsManifest, engine_info: Mapping[str, Any]) -> str | None:
+    async def unfit(self, manifest: WeightsManifest, info: EngineInfo) -> str | None:
         """Why the engine cannot take this version, as far as can be seen from here; None if nothing speaks against it.
 
         An engine elsewhere may name a folder that is not here: then only its architecture is compared.
         """
-        return await asyncio.to_thread(self._unfit, manifest, dict(engine_info))
+        return await asyncio.to_thread(self._unfit, manifest, info)
 
-    def _unfit(self, manifest: WeightsManifest, info: Mapping[str, Any]) -> str | None:
+    def _unfit(self, manifest: WeightsManifest, info: EngineInfo) -> str | None:
         ours = _config(self._weights.path(manifest.version))
-        theirs = _config(Path(str(info.get("model_path")))) or {"architectures": info.get("architectures")}
+        theirs = _config(Path(info.model_path)) if info.model_path else {}
+        theirs = theirs or {"architectures": list(info.architectures) if info.architectures else None}
         for name in _SHAPES:
             mine, its = ours.get(name), theirs.get(name)
             if mine is not None and its is not None and mine != its:

@@ -17,7 +17,7 @@ import httpx
 from safetensors.torch import load_file
 from torch import Tensor
 
-from services.engine_client import EngineClient
+from services.engines.protocol import Engine
 from services.telemetry import get_logger
 from services.weight_group import WeightGroup
 
@@ -30,10 +30,10 @@ class WeightTransport(Protocol):
     def max_engines_at_once(self) -> int | None:
         """None: as many as the pool allows."""
 
-    async def load(self, engine: EngineClient, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
-        """As ``EngineClient.load_weights``, on a paused engine."""
+    async def load(self, engine: Engine, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
+        """As ``Engine.load_weights``, on a paused engine."""
 
-    async def forget(self, engine: EngineClient) -> None:
+    async def forget(self, engine: Engine) -> None:
         """It left, or was started again."""
 
 
@@ -42,10 +42,10 @@ class FromDisk:
 
     max_engines_at_once: int | None = None
 
-    async def load(self, engine: EngineClient, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
+    async def load(self, engine: Engine, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
         await engine.load_weights(path, label, flush_cache=flush, timeout_s=timeout_s)
 
-    async def forget(self, engine: EngineClient) -> None:
+    async def forget(self, engine: Engine) -> None:
         return
 
 
@@ -61,7 +61,7 @@ class ThroughGroup:
         self._failed: set[str] = set()
         """Engines whose next load is from disk."""
 
-    async def load(self, engine: EngineClient, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
+    async def load(self, engine: Engine, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
         if engine.url in self._failed:
             self._failed.discard(engine.url)
             get_logger().warning("from disk after a failed sending", engine=engine.url, label=label)
@@ -76,11 +76,11 @@ class ThroughGroup:
             await self.forget(engine)
             raise
 
-    async def forget(self, engine: EngineClient) -> None:
+    async def forget(self, engine: Engine) -> None:
         if group := self._groups.pop(engine.url, None):
             await group.close()
 
-    async def _group_of(self, engine: EngineClient) -> WeightGroup:
+    async def _group_of(self, engine: Engine) -> WeightGroup:
         if engine.url not in self._groups:
             host = await asyncio.to_thread(_address_towards, engine.url)
             self._groups[engine.url] = await WeightGroup.join(

@@ -19,6 +19,7 @@ from gspo_core.spec import JobSpec
 from services.away import Away
 from services.bus import Bus, Fenced
 from services.cancelling import cancel_all
+from services.fleet_records import TrainerRecord
 from services.jobs import fits
 from services.room import NoRoom, raising_no_room
 from services.store import Claim, JobNotFound, StatusReason, Store
@@ -87,7 +88,7 @@ class TrainerWorker:
 
     async def _announce(self) -> None:
         """So that people see who trains, also while nothing is to be trained."""
-        record = {"id": self._name, "kind": "trainer", **self._capabilities}
+        record = TrainerRecord(id=self._name, **self._capabilities)
         while True:
             with contextlib.suppress(Away):
                 await self._store.register_trainer(record)

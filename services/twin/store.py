@@ -8,16 +8,21 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from gspo_core.types import WeightsManifest
 from services.event_log import Event
+from services.fleet import Everyone
+from services.fleet_records import EngineRecord, EngineReport, ProcessRecord, TrainerRecord, WorkerRecord
 from services.jobs import InvalidCursor
 from services.refusals import Conflict, Fenced, Missing
 from services.twin.events import add_event, events_after, trim
 from services.twin.jobs import TwinJobs
 from services.versions import Version
 
+R = TypeVar("R", bound=ProcessRecord)
 _POSITION = re.compile(r"\d{1,16}(-\d{1,16})?")
 
 
@@ -104,11 +109,11 @@ class TwinStore(TwinJobs):
 
     # Engines, trainers and workers
 
-    async def register_engine(self, record: Mapping[str, Any]) -> None:
-        self._enlist("engine", record)
+    async def register_engine(self, record: EngineRecord) -> None:
+        _enlist(self._world.engines, record)
 
     async def remove_engine(self, engine_id: str) -> None:
-        self._world.fleet["engine"].pop(engine_id, None)
+        self._world.engines.pop(engine_id, None)
         self._world.bindings.pop(engine_id, None)
         self._world.engine_states.pop(engine_id, None)
         self._world.engine_drains.discard(engine_id)
@@ -116,19 +121,21 @@ class TwinStore(TwinJobs):
     async def drain_engine(self, engine_id: str, wanted: bool = True) -> None:
         (self._world.engine_drains.add if wanted else self._world.engine_drains.discard)(engine_id)
 
-    async def engines(self) -> list[dict[str, Any]]:
+    async def engines(self) -> list[EngineRecord]:
         jobs = {engine: job for engine, (job, *_) in self._world.bindings.items() if not self._is_void(job)}
         return [
-            record
-            | {"job": jobs.get(record["id"])}
-            | ({"draining": True} if record["id"] in self._world.engine_drains else {})
-            | (self._world.engine_states.get(record["id"], {}) if record["id"] in jobs else {})
-            for record in self._records("engine")
+            msgspec.structs.replace(
+                record,
+                job=jobs.get(name),
+                draining=name in self._world.engine_drains,
+                report=self._world.engine_states.get(name) if name in jobs else None,
+            )
+            for name, record in sorted(self._world.engines.items())
         ]
 
     async def bind_engine(self, job: str, token: str, engine_id: str) -> bool:
         found = self._owned(job, token, f"engine for job {job}")
-        if engine_id not in self._world.fleet["engine"]:
+        if engine_id not in self._world.engines:
             raise Missing(f"engine {engine_id}")
         wanted, held = (job, found.epoch, token), self._world.bindings.get(engine_id)
         if held not in (None, wanted) and not self._may_be_replaced(held, wanted):
@@ -147,10 +154,10 @@ class TwinStore(TwinJobs):
         bound = self._world.jobs.get(job)
         return bound is None or bound.finished_at is not None or not bound.trainer
 
-    async def mark_engine(self, job: str, token: str, engine_id: str, state: Mapping[str, Any]) -> bool:
+    async def mark_engine(self, job: str, token: str, engine_id: str, report: EngineReport) -> bool:
         if not self._is_bound_to(job, token, engine_id):
             return False
-        self._world.engine_states[engine_id] = json.loads(json.dumps(dict(state), allow_nan=False))
+        self._world.engine_states[engine_id] = EngineReport.from_json(report.to_json())
         return True
 
     async def unbind_engine(self, job: str, token: str, engine_id: str) -> None:
@@ -162,37 +169,26 @@ class TwinStore(TwinJobs):
         held = self._world.bindings.get(engine_id)
         return held is not None and (held[0], held[2]) == (job, token)
 
-    async def register_trainer(self, record: Mapping[str, Any]) -> None:
-        self._enlist("trainer", record)
+    async def register_trainer(self, record: TrainerRecord) -> None:
+        _enlist(self._world.trainers, record)
 
     async def remove_trainer(self, trainer: str) -> None:
-        self._world.fleet["trainer"].pop(trainer, None)
+        self._world.trainers.pop(trainer, None)
 
-    async def processes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-        return await self.trainers(), await self.workers(), await self.engines()
+    async def processes(self) -> Everyone:
+        return Everyone(await self.trainers(), await self.workers(), await self.engines())
 
-    async def trainers(self) -> list[dict[str, Any]]:
-        return self._records("trainer")
+    async def trainers(self) -> list[TrainerRecord]:
+        return [record for _, record in sorted(self._world.trainers.items())]
 
-    async def register_worker(self, record: Mapping[str, Any]) -> None:
-        self._enlist("worker", record)
+    async def register_worker(self, record: WorkerRecord) -> None:
+        _enlist(self._world.workers, record)
 
     async def remove_worker(self, worker: str) -> None:
-        self._world.fleet["worker"].pop(worker, None)
+        self._world.workers.pop(worker, None)
 
-    async def workers(self) -> list[dict[str, Any]]:
-        return self._records("worker")
-
-    def _enlist(self, kind: str, record: Mapping[str, Any]) -> None:
-        name = record.get("id")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"the record of an {kind} has a text under 'id', not {name!r}")
-        plain = json.loads(json.dumps(dict(record), allow_nan=False))
-        beats = self._world.fleet[kind].get(name, {}).get("beats", 0) + 1
-        self._world.fleet[kind][name] = plain | {"beats": beats}
-
-    def _records(self, kind: str) -> list[dict[str, Any]]:
-        return [dict(self._world.fleet[kind][name]) for name in sorted(self._world.fleet[kind])]
+    async def workers(self) -> list[WorkerRecord]:
+        return [record for _, record in sorted(self._world.workers.items())]
 
     # Metrics
 
@@ -210,3 +206,9 @@ class TwinStore(TwinJobs):
         found = self._world.jobs.get(job)
         steps = sorted(step for step in found.metrics if step >= from_step) if found else []
         return [{"step": step, **dict(sorted(found.metrics[step].items()))} for step in steps] if found else []
+
+
+def _enlist(known: dict[str, R], record: R) -> None:
+    before = known.get(record.id)
+    plain = type(record).from_json(record.to_json())
+    known[record.id] = msgspec.structs.replace(plain, beats=(before.beats if before else 0) + 1)

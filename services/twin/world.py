@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from gspo_core.types import Split, WeightsManifest
 from services.event_log import Event
+from services.fleet_records import EngineRecord, EngineReport, TrainerRecord, WorkerRecord
 from services.jobs import Attempt, CancelManner, DesiredState, JobStatus, StatusReason
 from services.queue_records import DeadLetter, Snapshot, Stage
 
@@ -132,11 +132,13 @@ class World:
         self.idempotency: dict[str, str] = {}
         self.lease_tokens: dict[str, str] = {}
         self.lease_beats: dict[str, int] = {}
-        self.fleet: dict[str, dict[str, dict[str, Any]]] = {"engine": {}, "worker": {}, "trainer": {}}
+        self.engines: dict[str, EngineRecord] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.trainers: dict[str, TrainerRecord] = {}
         self.bindings: dict[str, tuple[str, int, str]] = {}
         """Engine -> job, epoch and token of who it is bound to."""
         self.engine_drains: set[str] = set()
-        self.engine_states: dict[str, dict[str, Any]] = {}
+        self.engine_states: dict[str, EngineReport] = {}
         """What the owner of an engine said of it."""
         self.news = asyncio.Condition()
         """Told of every append and every event."""

@@ -21,7 +21,8 @@ import httpx
 import torch
 
 from services.children import die_with_parent
-from services.engine_client import EngineClient, Generation
+from services.engine_client import EngineClient
+from services.engines.protocol import Generation
 from services.ports import free_port
 
 NUM_VERSIONS = 3

@@ -36,7 +36,8 @@ from gspo_core.types import Outcome, Segment, StopReason
 from services.batch_log import BatchLog
 from services.bus import Append, Bus, EpisodeLease, Fenced
 from services.engine.scripted import ScriptedEngine, ScriptedTransport, language
-from services.engine_client import EngineClient, EngineError
+from services.engine_client import EngineClient
+from services.engines.errors import EngineError
 from services.store import Claim, JobNotFound, Store
 from services.trainer.building import make_learner
 from services.trainer.checkpoints import CheckpointStore

@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from gspo_core.env import Environment, PlainEnvironment
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Segment, Split
 from services.bus import Bus, EpisodeLease
+from services.engines.protocol import Generation, Span
 from services.keys import job_key
 from services.rollout.counters import Counters
 from services.rollout.outbox import Outbox
-from services.rollout.policy import Sampled, VersionSpan
+from services.rollout.policy import Sampled
 from services.rollout.retry import Backoff, Retrier
 from services.rollout.setting import Order, Setting
 
@@ -79,8 +80,17 @@ Answer = Sequence[int] | Callable[[list[int]], Awaitable["Sampled"]]
 
 def sampled(ids: Sequence[int], *spans: tuple[int, int, int], engine: str = "engine-0") -> Sampled:
     """``spans`` are (version, start, end); without any, version 0 sampled it all. Log-probs tell tokens apart."""
-    given = [VersionSpan(*span) for span in spans] or [VersionSpan(0, 0, len(ids))]
-    return Sampled(ids, [-0.001 * (1 + number) for number in range(len(ids))], given, engine)
+    return answer_of(ids, [-0.001 * (1 + number) for number in range(len(ids))], spans or [(0, 0, len(ids))], engine)
+
+
+def answer_of(
+    ids: Sequence[int], logprobs: Sequence[float], spans: Iterable[tuple[int, int, int]], engine: str, **rest: Any
+) -> Sampled:
+    """``spans`` are (version, start, end)."""
+    given = list(spans)
+    named = tuple(Span(f"job/1/{version}", start, end) for version, start, end in given)
+    versions = [version for version, _, _ in given]
+    return Sampled(Generation(list(ids), list(logprobs), named), versions, engine, **rest)
 
 
 @dataclass
@@ -120,11 +130,11 @@ class ScriptedPolicy:
 
 def _slice(whole: Sampled, begin: int, end: int) -> Sampled:
     spans = [
-        VersionSpan(span.version, max(span.start, begin) - begin, min(span.end, end) - begin)
+        (span.version, max(span.start, begin) - begin, min(span.end, end) - begin)
         for span in whole.spans
         if span.start < end and span.end > begin
     ]
-    return Sampled(whole.output_ids[begin:end], whole.logprobs[begin:end], spans, whole.engine_id)
+    return answer_of(whole.output_ids[begin:end], whole.logprobs[begin:end], spans, whole.engine_id)
 
 
 class Counter:

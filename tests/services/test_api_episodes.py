@@ -26,6 +26,7 @@ from services.api.routes.telemetry import SHOWN
 from services.api.transcript import token_texts
 from services.batch_log import BatchLog, LoggedBatch
 from services.bus import Append, Bus
+from services.fleet_records import WorkerRecord
 from services.store import Store
 from tests.services.api_kit import application, error_of, http_to, parse_frames
 from tests.services.recorded_job import GROUP_SIZE, REF, Player, RecordedJob, record_job, replies_of, write_model
@@ -287,7 +288,7 @@ async def test_prometheus_is_told_what_is_there(http: httpx.AsyncClient, store: 
 
 async def test_prometheus_is_told_what_workers_do_and_where_time_goes(http: httpx.AsyncClient, store: Store):
     counters = {"episodes/finished": 7, "time/engine_s": 12.5, "time/env_s": 0.25}
-    await store.register_worker({"id": "rollout-secret-host-1", "num_episodes": 3, "counters": counters})
+    await store.register_worker(WorkerRecord(id="rollout-secret-host-1", num_episodes=3, counters=counters))
     text = (await http.get("/metrics")).text
     (worker,) = set(re.findall(r'gspo_rollout_episodes{worker="(\w+)"} 3.0', text))
     assert f'gspo_rollout_total{{kind="episodes/finished",worker="{worker}"}} 7.0' in text
@@ -298,7 +299,7 @@ async def test_prometheus_is_told_what_workers_do_and_where_time_goes(http: http
 async def test_alarms_and_graphs_ask_for_labels_that_are_there(http: httpx.AsyncClient, store: Store, job: RecordedJob):
     """And none of ours is one that Prometheus writes itself: it would move ours away, and all jobs be one."""
     await store.register_worker(
-        {"id": "w-1", "num_episodes": 3, "counters": {"time/env_s": 0.25, "episodes/finished": 1}}
+        WorkerRecord(id="w-1", num_episodes=3, counters={"time/env_s": 0.25, "episodes/finished": 1})
     )
     await data(http, "/v1/jobs")
     families = text_string_to_metric_families((await http.get("/metrics")).text)

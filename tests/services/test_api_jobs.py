@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from gspo_core.spec import JobSpec
+from services.fleet_records import EngineRecord, WorkerRecord
 from services.jobs import JobStatus
 from services.store import Claim, Store
 from tests.services.api_kit import JSON, SPEC, application, error_of, http_to
@@ -298,9 +299,9 @@ async def test_metrics_of_a_job_without_steps_are_empty(http: httpx.AsyncClient)
 
 
 async def test_workers_and_engines_are_listed_with_whether_they_live(store: Store):
-    await store.register_worker({"id": "rollout-1"})
-    await store.register_worker({"id": "rollout-2"})
-    await store.register_engine({"id": "engine-1", "url": "http://127.0.0.1:1"})
+    await store.register_worker(WorkerRecord(id="rollout-1"))
+    await store.register_worker(WorkerRecord(id="rollout-2"))
+    await store.register_engine(EngineRecord(id="engine-1", url="http://127.0.0.1:1"))
     async with application(store, lease_s=0.5) as app, http_to(app) as http:
         beating = asyncio.create_task(_beat(store, "rollout-1"))
         async with asyncio.timeout(30):
@@ -316,7 +317,7 @@ async def test_workers_and_engines_are_listed_with_whether_they_live(store: Stor
 
 async def _beat(store: Store, worker: str) -> None:
     while True:
-        await store.register_worker({"id": worker})
+        await store.register_worker(WorkerRecord(id=worker))
         await asyncio.sleep(0.05)
 
 

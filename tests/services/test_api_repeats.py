@@ -21,6 +21,7 @@ from services.bus import Bus
 from services.environment_registry import Registry
 from services.errands import Errands
 from services.export import checkpoint_path
+from services.fleet_records import EngineRecord, WorkerRecord
 from services.host_sites import Sites
 from services.host_venv import Interpreters
 from services.keys import job_key
@@ -111,8 +112,8 @@ async def job(http: httpx.AsyncClient, store: Store, bus: Bus, jobs_dir: Path, t
     path = checkpoint_path(jobs_dir / job, 1, 10)
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(b"{}")
-    await store.register_worker({"id": "worker-0", "kind": "rollout"})
-    await store.register_engine({"id": "http://engine-0", "url": "http://engine-0"})
+    await store.register_worker(WorkerRecord(id="worker-0"))
+    await store.register_engine(EngineRecord(id="http://engine-0", url="http://engine-0"))
     await http.post("/v1/environments", json=ENV)
     return job
 

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 
 from gspo_core.types import Split
 from services.bus import Append, Bus
+from services.fleet_records import EngineRecord
 from services.redis_server import RedisServer
 from services.store import Claim, Store
 
@@ -87,7 +88,7 @@ async def test_the_late_writes_of_a_trainer_that_was_stopped_are_fenced(
     redis_server: RedisServer, redis_client: Redis, bus: Bus, store: Store
 ) -> None:
     job = (await store.create_job("{}")).id
-    await store.register_engine({"id": "engine"})
+    await store.register_engine(EngineRecord(id="engine"))
     heirs = Store(redis_client, lease_s=LEASE_S)
     async with zombie("trainer", redis_server.url, job) as sleeper:
         sleeper.stop()

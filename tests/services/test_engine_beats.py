@@ -9,8 +9,9 @@ import httpx
 import msgspec
 
 from services.api.presence import Presence
-from services.engine_beats import EngineBeats
+from services.engine_beats import ANSWER_S, EngineBeats
 from services.engine_client import EngineClient
+from services.engines.protocol import info_calls
 from services.store import Store
 from tests.services.rollout_kit import until
 
@@ -31,12 +32,12 @@ class Answering:
 async def test_an_idle_engine_counts_as_alive_until_it_stops_answering(store: Store, tmp_path: Path) -> None:
     engine = Answering()
     async with httpx.AsyncClient(transport=httpx.MockTransport(engine.answer)) as http:
-        beats = EngineBeats(store, [EngineClient("http://engine", http)], lease_s=LEASE_S)
+        beats = EngineBeats(store, info_calls([EngineClient("http://engine", http)], ANSWER_S), lease_s=LEASE_S)
         beating = asyncio.create_task(beats.run())
         presence = Presence(store, LEASE_S, asyncio.get_running_loop().time)
 
         async def alive() -> list[bool]:
-            return [member["alive"] for member in await presence.members()]
+            return [member.is_alive for member in await presence.members()]
 
         started = asyncio.get_running_loop().time()
         while asyncio.get_running_loop().time() - started < 2.5 * LEASE_S:  # idle for more than a lease
@@ -44,8 +45,8 @@ async def test_an_idle_engine_counts_as_alive_until_it_stops_answering(store: St
             await asyncio.sleep(0.05)
         assert await alive() == [True]
         (record,) = await store.engines()
-        assert record["weight_version"] == "default"
-        assert "api_key" not in record
+        assert record.weight_version == "default"
+        assert b"secret" not in record.to_json()
         engine.alive = False
 
         async def found_gone() -> bool:

@@ -24,6 +24,7 @@ from services.away import CredentialsRefused, NotPermitted
 from services.bus import Append, Bus, Snapshot
 from services.drains import Drains
 from services.errands import Errands
+from services.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
 from services.functions import library
 from services.redis_child import RedisChild
 from services.redis_client import connect
@@ -65,8 +66,8 @@ async def test_every_role_can_do_its_work(as_user: As, tmp_path: Path) -> None:
     trainer_redis = as_user("gspo-trainer")
     trainer, store = Bus(trainer_redis), Store(trainer_redis, jobs_dir=tmp_path / "jobs")
     await trainer.load_functions()
-    await store.register_trainer({"id": "t"})
-    await store.register_engine({"id": "e"})
+    await store.register_trainer(TrainerRecord(id="t"))
+    await store.register_engine(EngineRecord(id="e"))
     claim = await store.claim_job("t")
     assert claim is not None
     await train(trainer, store, claim)
@@ -100,7 +101,7 @@ async def train(bus: Bus, store: Store, claim: Claim) -> None:
 async def work(bus: Bus, store: Store, job: str) -> None:
     await bus.load_functions()  # finds them loaded
     token = await bus.join("w")
-    await store.register_worker({"id": "w"})
+    await store.register_worker(WorkerRecord(id="w"))
     assert await store.running_jobs() == [job]
     await store.get_job(job)
     await store.describe_environment(job, 0, {})

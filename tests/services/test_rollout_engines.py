@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from gspo_core.types import CacheMode, WeightFile, WeightsManifest
 from services.engine.scripted import Fault, ScriptedEngine, ScriptedTransport
-from services.engine_client import EngineClient, EngineError, EngineRejected, EngineUnavailable
+from services.engine_client import EngineClient
+from services.engines.errors import EngineError, EngineRejected, EngineUnavailable
+from services.fleet_records import EngineRecord, EngineReport, EngineState
 from services.rollout import engines as engines_module
 from services.rollout.counters import Counters
 from services.rollout.engines import EngineTable, JobEngines
@@ -39,11 +42,11 @@ class Place:
 
     transport: ScriptedTransport
     http: httpx.AsyncClient
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[EngineRecord] = field(default_factory=list)
     published: list[WeightsManifest] = field(default_factory=lambda: [manifest(0)])
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def engines(self) -> list[dict[str, Any]]:
+    async def engines(self) -> list[EngineRecord]:
         return self.records
 
     async def current_version(self, job: str) -> WeightsManifest | None:
@@ -57,8 +60,12 @@ class Place:
         engine.label = engine.shown_label = label
         self.transport.engines[name] = engine
         self.tasks.append(asyncio.create_task(engine.run()))
-        self.records.append({"id": f"http://{name}", "url": f"http://{name}", "job": JOB, "state": "ready"})
+        url = f"http://{name}"
+        self.records.append(EngineRecord(id=url, url=url, job=JOB, report=EngineReport(EngineState.READY)))
         return engine
+
+    def say(self, number: int, **changes: Any) -> None:
+        self.records[number] = msgspec.structs.replace(self.records[number], **changes)
 
     def worker(self, *, in_place: bool = False, urls: tuple[str, ...] = ()) -> Worker:
         counters = Counters()
@@ -131,8 +138,8 @@ async def test_what_is_not_ours_or_not_trusted_is_asked_nothing(place: Place) ->
         place.add("rebound"),
         place.add("stale", label=f"{JOB}/1/0"),
     ]
-    place.records[3]["state"] = "dirty"
-    place.records[4]["job"] = "job_b"
+    place.say(3, report=EngineReport(EngineState.DIRTY))
+    place.say(4, job="job_b")
     place.published = [manifest(version) for version in range(4)]
     ours.label = ours.shown_label = f"{JOB}/1/3"
     worker = place.worker()
@@ -179,7 +186,7 @@ async def test_requests_leave_an_engine_that_became_dirty_where_another_serves(p
     await dirty.pause("retract")
     place.add("other")
     await worker.until_usable(2)
-    place.records[0] = place.records[0] | {"state": "dirty"}
+    place.say(0, report=EngineReport(EngineState.DIRTY))
     assert (await call).engine_id == "http://other"
 
 
@@ -191,7 +198,7 @@ async def test_an_engine_that_drains_gets_nothing_new_and_ends_what_it_has(place
     await until(lambda: leaving.num_generated > 10)
     place.add("other")
     await worker.until_usable(2)
-    place.records[0] = place.records[0] | {"draining": True, "state": "draining"}
+    place.say(0, draining=True, report=EngineReport(EngineState.DRAINING))
     await worker.until_usable(1)
     assert {one.engine_id for one in await asyncio.gather(*(worker.ask(prefer="leaving") for _ in range(6)))} == {
         "http://other"
@@ -238,7 +245,7 @@ async def test_too_many_requests_is_no_word_about_the_request(status: int, error
 
 async def test_an_engine_that_is_in_no_table_any_more_has_no_owner_who_distrusts_it(place: Place) -> None:
     place.add("dirty")
-    place.records[0]["state"] = "dirty"
+    place.say(0, report=EngineReport(EngineState.DIRTY))
     worker = place.worker(urls=("http://dirty",))
     await until(lambda: bool(worker.table.num_requests()))
     await worker.table.refresh()
@@ -262,7 +269,7 @@ async def test_tokens_on_keys_of_an_earlier_version_are_marked(place: Place, in_
     answer = await call
     assert [span.version for span in answer.spans] == [0, 1]
     assert answer.cache_mode is (CacheMode.STALE if in_place else CacheMode.FRESH)
-    await until(lambda: worker.engines.usable()[0].label == f"{JOB}/1/1")
+    await until(lambda: str(worker.engines.usable()[0].label) == f"{JOB}/1/1")
     assert (await worker.ask()).cache_mode is CacheMode.FRESH
 
 

@@ -15,7 +15,7 @@ from gspo_core.env import Environment, EnvironmentFailed, Observation, Start
 from gspo_core.types import Outcome, Segment, Split, StopReason, Trajectory
 from services.away import Away, AwayReason
 from services.bus import Append, Fenced, Gap
-from services.engine_client import EngineRejected
+from services.engines.errors import EngineRejected
 from services.rollout.episode import Episode
 from services.rollout.policy import Drained, Sampled
 from services.rollout.setting import Order, Setting, episode_seed
@@ -26,6 +26,7 @@ from tests.services.rollout_kit import (
     ScriptedPolicy,
     Speech,
     Table,
+    answer_of,
     load_codec,
     make_order,
     make_setting,
@@ -254,7 +255,7 @@ async def test_the_clock_of_an_episode_stands_still_while_no_engine_can_answer(
             nonlocal now
             now += 100.0
             ids = speech.call("add", amount=1)
-            return Sampled(ids, [-0.1] * len(ids), sampled(ids).spans, "engine-0", held_s=held_s)
+            return answer_of(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "engine-0", held_s=held_s)
 
         return answer
 

@@ -7,14 +7,16 @@ import random
 import pytest
 
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
+from services.engines.errors import EngineProtocolError
 from services.rollout.ledger import Ledger, LedgerConflict
-from services.rollout.policy import InvalidAnswer, Sampled, VersionSpan
+from services.rollout.policy import Sampled
+from tests.services.rollout_kit import answer_of
 
 KEY = EpisodeKey("job", 3, 1)
 
 
 def answer(ids: list[int], *spans: tuple[int, int, int]) -> Sampled:
-    return Sampled(ids, [-0.5] * len(ids), [VersionSpan(*span) for span in spans], "engine")
+    return answer_of(ids, [-0.5] * len(ids), spans, "engine")
 
 
 def test_one_segment_per_version_and_the_observation_goes_with_the_first() -> None:
@@ -87,13 +89,13 @@ def test_a_prompt_that_rewrites_the_one_before_is_refused() -> None:
     ],
 )
 def test_spans_that_do_not_tile_the_output_are_refused(ids: list[int], spans: list[tuple[int, int, int]]) -> None:
-    with pytest.raises(InvalidAnswer):
+    with pytest.raises(EngineProtocolError):
         answer(ids, *spans)
 
 
 def test_a_missing_logprob_is_refused() -> None:
-    with pytest.raises(InvalidAnswer):
-        Sampled([1, 2], [-0.1], [VersionSpan(0, 0, 2)], "engine")
+    with pytest.raises(EngineProtocolError):
+        answer_of([1, 2], [-0.1], [(0, 0, 2)], "engine")
 
 
 def play(ledger: Ledger, rng: random.Random) -> list[Segment]:

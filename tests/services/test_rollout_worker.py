@@ -327,8 +327,8 @@ async def test_episodes_complete_and_every_recorded_token_is_what_was_sent(stage
     }
     assert max(trajectory.num_turns for trajectory in trajectories) > 2
     (record,) = await stage.store.workers()
-    assert record["counters"]["episodes/finished"] == 16
-    assert record["counters"]["tokens/sampled"] == sum(trajectory.num_actions for trajectory in trajectories)
+    assert record.counters["episodes/finished"] == 16
+    assert record.counters["tokens/sampled"] == sum(trajectory.num_actions for trajectory in trajectories)
 
 
 async def test_evaluation_episodes_are_played_on_held_out_tasks(stage: Stage) -> None:
@@ -650,7 +650,7 @@ async def test_a_job_whose_serving_fails_strands_no_episode_and_takes_no_places(
         await until(lambda: worker.counters["jobs/not_servable"] > 0)
         assert await stage.bus.num_queued(claim.job_id) + worker.counters["episodes/finished"] == 8
         record = worker._record()
-        assert (record["jobs"], record["environment_capacity"], record["num_episodes"]) == ([], {}, 0)
+        assert (record.jobs, record.environment_capacity, record.num_episodes) == ((), {}, 0)
 
 
 async def test_an_environment_that_only_fails_is_quarantined_said_to_be_ill_and_recovers(
@@ -672,7 +672,7 @@ async def test_an_environment_that_only_fails_is_quarantined_said_to_be_ill_and_
         await until(is_ill)
         assert "No such file" in (await told())[0]["error"]
         (record,) = await stage.store.workers()
-        ((environment, error),) = record["ill_environments"][ill.job_id].items()
+        ((environment, error),) = record.ill_environments[ill.job_id].items()
         assert environment.endswith(":Away")
         assert "No such file" in error
         # Who waits for it wants no more places than it takes to try it.

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.bus import Append, Bus, Fenced
+from services.fleet_records import EngineRecord, EngineReport, EngineState
 from services.keys import BUS_KEYS, job_key, service_key
 from services.store import Claim, Store
 
@@ -148,13 +149,13 @@ async def test_a_former_owner_can_change_nothing(
     job = claim.job_id
     heir = await claim_after_a_lease(Store(redis_client, lease_s=LEASE_S, clock=clock), clock)
     assert heir is not None
-    await store.register_engine({"id": "engine"})
+    await store.register_engine(EngineRecord(id="engine"))
     await bus.dispatch(job, heir.token, 7, size=1, split=Split.TRAIN, task_index=0)
     before = await state_of(store, bus, job)
     with pytest.raises(Fenced):
         await _WRITES[write](store, bus, job, claim.token)
     assert await state_of(store, bus, job) == before
-    assert await store.engines() == [{"id": "engine", "beats": 1, "job": None}]
+    assert await store.engines() == [EngineRecord(id="engine", beats=1)]
     await _WRITES[write](store, bus, job, heir.token)
 
 
@@ -344,9 +345,9 @@ async def test_a_busy_trainer_frees_what_a_lost_one_held(store: Store, claim: Cl
     busy = Store(redis_client, lease_s=LEASE_S, clock=clock)
     own = await busy.claim_job("busy")
     assert own is not None
-    await store.register_engine({"id": "e"})
+    await store.register_engine(EngineRecord(id="e"))
     assert await store.bind_engine(claim.job_id, claim.token, "e")
-    await store.mark_engine(claim.job_id, claim.token, "e", {"state": "ready"})
+    await store.mark_engine(claim.job_id, claim.token, "e", EngineReport(EngineState.READY))
     given_up = []
     for _ in range(12):
         given_up += await busy.give_up_lost_jobs(own.job_id)
@@ -355,7 +356,7 @@ async def test_a_busy_trainer_frees_what_a_lost_one_held(store: Store, claim: Cl
     lost = await store.get_job(claim.job_id)
     assert (lost.status_reason.code, lost.attempts[-1].code) == ("trainer_lost",) * 2  # type: ignore[union-attr]
     (engine,) = await store.engines()
-    assert (engine["job"], engine.get("state")) == (None, None)
+    assert (engine.job, engine.state) == (None, None)
     assert await busy.bind_engine(own.job_id, own.token, "e")
     with pytest.raises(Fenced):
         await store.beat_trainer(claim.job_id, claim.token)

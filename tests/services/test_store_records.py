@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
 from gspo_core.types import WeightFile, WeightsManifest
 from services.bus import Bus, Fenced
+from services.fleet_records import EngineRecord, EngineReport, EngineState, TrainerRecord, WorkerRecord
 from services.functions import LIBRARY_VERSION, Functions, LibraryTooNew, library
 from services.keys import InvalidJobId, job_key, job_keys, service_key, service_keys
 from services.refusals import Conflict, Missing
@@ -205,55 +206,55 @@ async def test_the_first_description_of_an_environment_holds(store: Store, claim
 
 
 async def test_engines_and_workers_are_listed_with_their_beats(store: Store) -> None:
-    await store.register_engine({"id": "e1", "url": "http://a", "models": ["x"]})
-    await store.register_engine({"id": "e0", "url": "http://b"})
-    await store.register_engine({"id": "e1", "url": "http://c"})
-    await store.register_worker({"id": "w", "role": "rollout"})
+    await store.register_engine(EngineRecord(id="e1", url="http://a"))
+    await store.register_engine(EngineRecord(id="e0", url="http://b"))
+    await store.register_engine(EngineRecord(id="e1", url="http://c"))
+    await store.register_worker(WorkerRecord(id="w"))
     assert await store.engines() == [
-        {"id": "e0", "url": "http://b", "beats": 1, "job": None},
-        {"id": "e1", "url": "http://c", "beats": 2, "job": None},
+        EngineRecord(id="e0", url="http://b", beats=1),
+        EngineRecord(id="e1", url="http://c", beats=2),
     ]
-    assert await store.workers() == [{"id": "w", "role": "rollout", "beats": 1}]
+    assert await store.workers() == [WorkerRecord(id="w", beats=1)]
     await store.remove_engine("e1")
     await store.remove_worker("w")
-    assert [engine["id"] for engine in await store.engines()] == ["e0"]
+    assert [engine.id for engine in await store.engines()] == ["e0"]
     assert await store.workers() == []
 
 
-@pytest.mark.parametrize("record", [{}, {"id": ""}, {"id": 3}])
-async def test_a_record_names_what_it_is_about(store: Store, record: dict[str, object]) -> None:
+@pytest.mark.parametrize("name", [None, "", 3])
+async def test_a_record_names_what_it_is_about(store: Store, name: Any) -> None:
     with pytest.raises(ValueError, match="under 'id'"):
-        await store.register_engine(record)
+        await store.register_engine(EngineRecord(id=name))
 
 
 async def test_an_engine_drains_until_that_is_taken_back_or_it_is_gone(store: Store, claim: Claim) -> None:
     for name in ("e0", "e1"):
-        await store.register_engine({"id": name})
+        await store.register_engine(EngineRecord(id=name))
     await store.bind_engine(claim.job_id, claim.token, "e0")
     for _ in range(2):
         await store.drain_engine("e0")
-    assert [(one["job"], one.get("draining")) for one in await store.engines()] == [
+    assert [(one.job, one.draining) for one in await store.engines()] == [
         (claim.job_id, True),
-        (None, None),
+        (None, False),
     ]
     await store.drain_engine("e0", False)
-    assert not any("draining" in one for one in await store.engines())
+    assert not any(one.draining for one in await store.engines())
     await store.drain_engine("e1")
     await store.remove_engine("e1")
-    await store.register_engine({"id": "e1"})
-    assert not any("draining" in one for one in await store.engines())
+    await store.register_engine(EngineRecord(id="e1"))
+    assert not any(one.draining for one in await store.engines())
 
 
 async def test_an_engine_serves_one_job_at_a_time(store: Store, claim: Claim) -> None:
     await store.create_job("{}")
     other = await store.claim_job("other")
     assert other is not None
-    await store.register_engine({"id": "e"})
+    await store.register_engine(EngineRecord(id="e"))
     assert await store.bind_engine(claim.job_id, claim.token, "e") is True
     assert await store.bind_engine(claim.job_id, claim.token, "e") is True
     assert await store.bind_engine(other.job_id, other.token, "e") is False
     await store.unbind_engine(other.job_id, other.token, "e")
-    assert (await store.engines())[0]["job"] == claim.job_id
+    assert (await store.engines())[0].job == claim.job_id
     await store.unbind_engine(claim.job_id, claim.token, "e")
     assert await store.bind_engine(other.job_id, other.token, "e") is True
     with pytest.raises(Missing):
@@ -261,40 +262,40 @@ async def test_an_engine_serves_one_job_at_a_time(store: Store, claim: Claim) ->
 
 
 async def test_only_who_holds_an_engine_says_how_it_is(store: Store, claim: Claim) -> None:
-    await store.register_engine({"id": "e"})
-    assert not await store.mark_engine(claim.job_id, claim.token, "e", {"state": "ready"})
+    await store.register_engine(EngineRecord(id="e"))
+    assert not await store.mark_engine(claim.job_id, claim.token, "e", EngineReport(EngineState.READY))
     await store.bind_engine(claim.job_id, claim.token, "e")
-    assert await store.mark_engine(claim.job_id, claim.token, "e", {"state": "dirty"})
-    assert not await store.mark_engine(claim.job_id, "another", "e", {"state": "ready"})
-    await store.register_engine({"id": "e"})  # a beat says nothing about it
-    assert (await store.engines())[0]["state"] == "dirty"
+    assert await store.mark_engine(claim.job_id, claim.token, "e", EngineReport(EngineState.DIRTY))
+    assert not await store.mark_engine(claim.job_id, "another", "e", EngineReport(EngineState.READY))
+    await store.register_engine(EngineRecord(id="e"))  # a beat says nothing about it
+    assert (await store.engines())[0].state == "dirty"
     await store.unbind_engine(claim.job_id, claim.token, "e")
-    assert "state" not in (await store.engines())[0]
+    assert (await store.engines())[0].report is None
 
 
 async def test_an_engine_of_a_finished_job_is_free(store: Store, claim: Claim) -> None:
     await store.create_job("{}")
     other = await store.claim_job("other")
     assert other is not None
-    await store.register_engine({"id": "e"})
+    await store.register_engine(EngineRecord(id="e"))
     await store.bind_engine(claim.job_id, claim.token, "e")
-    await store.mark_engine(claim.job_id, claim.token, "e", {"state": "ready"})
+    await store.mark_engine(claim.job_id, claim.token, "e", EngineReport(EngineState.READY))
     await store.set_status(claim.job_id, "failed", token=claim.token)
     (engine,) = await store.engines()
-    assert (engine["job"], engine.get("state")) == (None, None), "its trainer may have died before it gave it back"
-    assert (await store.processes())[2][0]["job"] is None
+    assert (engine.job, engine.state) == (None, None), "its trainer may have died before it gave it back"
+    assert (await store.processes()).engines[0].job is None
     assert await store.bind_engine(other.job_id, other.token, "e") is True
 
 
 async def test_a_new_owner_inherits_the_engine_and_the_old_one_cannot_give_it_away(store: Store, claim: Claim) -> None:
-    await store.register_engine({"id": "e"})
+    await store.register_engine(EngineRecord(id="e"))
     await store.bind_engine(claim.job_id, claim.token, "e")
     await store.release_job(claim.job_id, claim.token)
     heir = await store.claim_job("heir")
     assert heir is not None
     assert await store.bind_engine(heir.job_id, heir.token, "e") is True
     await store.unbind_engine(claim.job_id, claim.token, "e")
-    assert (await store.engines())[0]["job"] == claim.job_id
+    assert (await store.engines())[0].job == claim.job_id
 
 
 # The library
@@ -337,14 +338,14 @@ def test_a_job_id_cannot_escape_from_its_hash_tag(job: str) -> None:
 
 
 async def test_every_key_of_a_job_lies_in_its_slot(store: Store, claim: Claim, redis_client: Redis) -> None:
-    await store.register_engine({"id": "e"})
+    await store.register_engine(EngineRecord(id="e"))
     tags = set()
     async for key in redis_client.scan_iter():
         prefix, tag, _name = key.decode().split(":")
         assert prefix == "gspo"
         tags.add(tag)
     assert tags == {f"{{{claim.job_id}}}", "{service}"}
-    json.dumps(await store.engines())
+    msgspec.json.encode(await store.engines())
 
 
 # What nobody renews any more
@@ -380,21 +381,21 @@ async def test_idempotency_keys_are_bounded_and_the_oldest_go(store: Store, redi
 async def test_who_is_silent_while_all_others_show_up_is_forgotten(store: Store, redis_client: Redis) -> None:
     bus = Bus(redis_client)
     for name in ("dead", "alive"):
-        await store.register_worker({"id": name})
-        await store.register_trainer({"id": name, "device": "cpu"})
+        await store.register_worker(WorkerRecord(id=name))
+        await store.register_trainer(TrainerRecord(id=name, device="cpu"))
     lost = await bus.join("dead")
     alive = await bus.join("alive")
     for _ in range(300):
-        await store.register_worker({"id": "alive"})
-        await store.register_trainer({"id": "alive", "device": "cpu"})
-    assert {worker["id"] for worker in await store.workers()} == {"alive", "dead"}
+        await store.register_worker(WorkerRecord(id="alive"))
+        await store.register_trainer(TrainerRecord(id="alive", device="cpu"))
+    assert {worker.id for worker in await store.workers()} == {"alive", "dead"}
     for _ in range(150):
-        await store.register_worker({"id": "alive"})
+        await store.register_worker(WorkerRecord(id="alive"))
         await bus.beat("alive", alive)
-        await store.register_trainer({"id": "alive", "device": "cpu"})
-        await store.register_trainer({"id": "alive", "device": "cpu"})
-    assert [worker["id"] for worker in await store.workers()] == ["alive"]
-    assert [trainer["id"] for trainer in await store.trainers()] == ["alive"]
+        await store.register_trainer(TrainerRecord(id="alive", device="cpu"))
+        await store.register_trainer(TrainerRecord(id="alive", device="cpu"))
+    assert [worker.id for worker in await store.workers()] == ["alive"]
+    assert [trainer.id for trainer in await store.trainers()] == ["alive"]
     assert await redis_client.hkeys(service_key("lease_tokens")) == [b"alive"]
     assert await redis_client.zcard(service_key("worker_signs")) == 1
     with pytest.raises(Fenced):
@@ -406,18 +407,18 @@ async def test_who_beats_is_not_forgotten_although_it_never_registers(store: Sto
     token = await bus.join("quiet")
     for _ in range(40):
         for _ in range(25):
-            await store.register_worker({"id": "loud"})
+            await store.register_worker(WorkerRecord(id="loud"))
         await bus.beat("quiet", token)
 
 
 async def test_an_engine_that_is_bound_is_kept_however_silent_it_is(store: Store, claim: Claim) -> None:
     functions = Functions(store._functions.redis)
-    await store.register_engine({"id": "bound"})
+    await store.register_engine(EngineRecord(id="bound"))
     await store.bind_engine(claim.job_id, claim.token, "bound")
-    await store.register_engine({"id": "idle"})
+    await store.register_engine(EngineRecord(id="idle"))
     await functions.redis.hset(service_key("signs"), "engine", 10_000_000)
-    await store.register_engine({"id": "new"})
-    assert [engine["id"] for engine in await store.engines()] == ["bound", "new"]
+    await store.register_engine(EngineRecord(id="new"))
+    assert [engine.id for engine in await store.engines()] == ["bound", "new"]
 
 
 # The table of versions

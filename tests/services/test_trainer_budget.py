@@ -13,6 +13,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.away import OutOfMemory
 from services.bus import Append, Bus, Fenced
+from services.fleet_records import EngineRecord, TrainerRecord
 from services.store import CancelManner, Claim, Store
 from services.trainer.admission import BYTES_PER_TOKEN
 from services.trainer.run import JobRun, Services
@@ -97,8 +98,8 @@ async def test_a_server_whose_memory_is_full_is_waited_for(
         await store.publish_version(job, token, manifest)
         await store.update_progress(job, token, 1, version)
         await store.add_metrics(job, 1, {"reward/mean": 1.0}, token=token)
-        await store.register_trainer({"id": "t"})
-        await store.register_engine({"id": "e"})
+        await store.register_trainer(TrainerRecord(id="t"))
+        await store.register_engine(EngineRecord(id="e"))
         assert await store.bind_engine(job, token, "e")
         await bus.commit(job, token, 1, [7])
         await store.release_job(job, token)

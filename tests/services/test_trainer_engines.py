@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ import pytest
 from gspo_core.types import WeightsManifest
 from services.engine.scripted import Fault, ScriptedEngine, ScriptedTransport
 from services.engine.scripted.engine import Ask
-from services.engine_beats import EngineBeats
-from services.engine_client import EngineClient, Generation
+from services.engine_beats import ANSWER_S, EngineBeats
+from services.engine_client import EngineClient
+from services.engines.protocol import Generation, info_calls
+from services.fleet_records import EngineRecord, EngineReport
 from services.store import Claim, Store
 from services.trainer import engines as engines_module
 from services.trainer.engine_switch import Deadlines
@@ -53,7 +55,7 @@ class Place:
 
     def announce(self, name: str) -> asyncio.Task[None]:
         """Somebody beats for this engine."""
-        beats = EngineBeats(self.store, [self.client(f"http://{name}")], lease_s=LEASE_S)
+        beats = EngineBeats(self.store, info_calls([self.client(f"http://{name}")], ANSWER_S), lease_s=LEASE_S)
         self.tasks.append(task := asyncio.create_task(beats.run()))
         return task
 
@@ -73,11 +75,17 @@ class Place:
         self.tasks.append(running := asyncio.create_task(engines.run()))
         return Job(claim, weights, engines, running)
 
-    async def records(self) -> dict[str, Mapping[str, Any]]:
-        return {record["id"]: record for record in await self.store.engines()}
+    async def records(self) -> dict[str, EngineRecord]:
+        return {record.id: record for record in await self.store.engines()}
+
+    async def report(self, url: str) -> EngineReport:
+        report = (await self.records())[url].report
+        assert report is not None
+        return report
 
     async def state(self, url: str) -> str | None:
-        return (await self.records()).get(url, {}).get("state")
+        record = (await self.records()).get(url)
+        return record.state if record else None
 
 
 @dataclass
@@ -144,7 +152,7 @@ async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(
     num_again = job.engines.metrics()["engine/tokens_prefilled_again"]
     assert num_again >= 30 if sync == "retract" else num_again == 0
     assert job.engines.metrics()["engine/tokens_lost"] == 0
-    assert (await place.records())["http://e"]["num_switches"] == 2
+    assert (await place.report("http://e")).num_switches == 2
 
 
 async def test_requests_of_another_job_are_ended_when_an_engine_changes_hands(place: Place, claim: Claim) -> None:
@@ -173,7 +181,7 @@ async def test_a_load_that_fails_half_way_makes_an_engine_dirty_until_a_full_loa
     await until(is_dirty)
     assert engine.paused is not None  # nobody may sample from weights that nobody knows
     assert not job.engines.ready()
-    assert "no answer to a weight load" in (await place.records())["http://e"]["reason"]
+    assert "no answer to a weight load" in (await place.report("http://e")).reason
     engine.faults.clear()
     await job.engines.wait_for(newer)
     assert (engine.weights, engine.paused) == (str(job.weights.path(1)), None)
@@ -192,7 +200,7 @@ async def test_an_engine_that_misses_a_deadline_is_dirty_and_not_resumed(place: 
         return await place.state("http://e") == "dirty"
 
     await until(is_dirty)
-    assert "no answer to resume within" in (await place.records())["http://e"]["reason"]
+    assert "no answer to resume within" in (await place.report("http://e")).reason
     await job.engines.wait_for(newer)  # the next load heals it
 
 
@@ -331,14 +339,14 @@ async def test_an_engine_that_drains_ends_what_it_has_gets_no_version_and_is_giv
     assert serves(staying, second)()
     assert leaving.label == first.label
     records = await place.records()
-    assert (records["http://leaving"]["job"], records["http://leaving"]["state"]) == (job.claim.job_id, "draining")
+    assert (records["http://leaving"].job, records["http://leaving"].state) == (job.claim.job_id, "draining")
     answer = await running
     assert (len(answer.output_ids), {span.label for span in answer.spans}) == (400, {first.label})
     await until(lambda: job.engines.bound() == ["http://staying"])
     for _ in range(20):  # and nobody takes it
         await asyncio.sleep(0.01)
         assert job.engines.bound() == ["http://staying"]
-    assert (await place.records())["http://leaving"]["job"] is None
+    assert (await place.records())["http://leaving"].job is None
     await place.store.drain_engine("http://leaving", False)
     await until(serves(leaving, second))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.fleet_records import WorkerRecord
 from services.jobs import JobStatus
 from services.store import Claim, Store
 from services.trainer.ill_environments import SILENCE_S, IllEnvironments, complaint_of
@@ -17,7 +18,7 @@ class Stage:
     async def register(self, worker: str, error: str | None = None) -> None:
         job = self.claim.job_id
         ill = {} if error is None else {job: {"worlds:Away": error}}
-        await self.store.register_worker({"id": worker, "kind": "rollout", "jobs": [job], "ill_environments": ill})
+        await self.store.register_worker(WorkerRecord(id=worker, jobs=(job,), ill_environments=ill))
 
     async def look(self) -> tuple[JobStatus, str, str]:
         await self.watch.look()
@@ -64,6 +65,6 @@ async def test_a_paused_job_stays_paused(stage: Stage) -> None:
 
 
 def test_what_other_jobs_suffer_from_is_not_said() -> None:
-    worker = {"id": "w", "jobs": ["a", "b"], "ill_environments": {"b": {"x:Y": "gone"}}}
+    worker = WorkerRecord(id="w", jobs=("a", "b"), ill_environments={"b": {"x:Y": "gone"}})
     assert complaint_of("a", [worker]) is None
-    assert complaint_of("b", [worker, {"id": "trainer"}]) == "x:Y fails at 1 of 1 workers; w: gone"
+    assert complaint_of("b", [worker, WorkerRecord(id="idle")]) == "x:Y fails at 1 of 1 workers; w: gone"

@@ -11,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.stop_spec import WatchdogSpec
+from services.fleet_records import WorkerRecord
 from services.trainer import run
 from services.trainer.failure import AttemptFailed
 from services.trainer.watchdog import Watchdog
@@ -96,7 +97,7 @@ async def test_an_attempt_that_stands_still_is_listed_and_the_next_one_goes_on(
     monkeypatch.setattr(Loop, "play", play_later)
     spec = loop_spec(write_model(tmp_path / "model"), steps=1, watchdog={"alarm_s": 0.3, "end_s": 0.6})
     async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop, asyncio.timeout(DEADLINE_S):
-        await loop.store.register_worker({"id": "player"})
+        await loop.store.register_worker(WorkerRecord(id="player"))
         end = asyncio.Event()
         worker = loop.worker()
         serving = asyncio.create_task(worker.run(end))

@@ -262,7 +262,7 @@ async def test_a_trainer_is_listed_with_what_it_can_for_as_long_as_it_runs(store
     async with asyncio.timeout(DEADLINE_S):
         while not (listed := await store.trainers()):
             await asyncio.sleep(0.01)
-    assert [(one["id"], one["kind"], one["device"]) for one in listed] == [("trainer", "trainer", "cpu")]
+    assert [(one.id, one.kind, one.device) for one in listed] == [("trainer", "trainer", "cpu")]
     stop.set()
     await running
     assert await store.trainers() == []

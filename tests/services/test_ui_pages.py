@@ -12,6 +12,7 @@ from gspo_core.codec import encode
 from gspo_core.env import load_environment
 from gspo_core.types import EpisodeKey
 from services.bus import Append, Bus
+from services.fleet_records import EngineRecord, WorkerRecord
 from services.ports import free_port
 from services.redis_server import RedisServer
 from services.store import Store
@@ -42,8 +43,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def job(api: ApiProcess, store: Store, bus: Bus, model_dir: Path) -> RecordedJob:
     api.forget_jobs()
-    await store.register_worker({"id": "rollout-0", "jobs": [], "num_episodes": 2, "max_episodes": 64, "counters": {}})
-    await store.register_engine({"id": "http://127.0.0.1:30000", "url": "http://127.0.0.1:30000"})
+    await store.register_worker(WorkerRecord(id="rollout-0", jobs=(), num_episodes=2, max_episodes=64, counters={}))
+    await store.register_engine(EngineRecord(id="http://127.0.0.1:30000", url="http://127.0.0.1:30000"))
     return await record_job(store, bus, api.jobs_dir, model_dir)
 
 

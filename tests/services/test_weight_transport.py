@@ -16,8 +16,9 @@ import httpx
 import pytest
 
 from gspo_core.types import WeightsManifest
-from services.engine_client import EngineClient, Generation, open_http
+from services.engine_client import EngineClient, open_http
 from services.engine_http import EngineTransport
+from services.engines.protocol import Generation
 from services.store import Claim, Store
 from services.trainer import engines as engines_module
 from services.trainer.engines import Engines
@@ -96,7 +97,7 @@ class Place:
             assert max_difference(answer.logprobs[span.start : span.end], expected[span.start :]) < TOLERANCE
 
     async def state(self) -> str:
-        return str((await self.store.engines())[0].get("state"))
+        return str((await self.store.engines())[0].state)
 
 
 @pytest.fixture(scope="module")

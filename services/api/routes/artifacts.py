@@ -72,7 +72,7 @@ async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], conte
             parent=row.parent,
             size_bytes=sum(file.size_bytes for file in manifests[row.version].files),
             is_kept=False,
-            loaded_by=[str(one["id"]) for one in engines if one.get("label") == manifests[row.version].label],
+            loaded_by=[one.id for one in engines if one.label == manifests[row.version].label],
         )
         for row in reversed(await context.store.version_table(job.id))
         if row.version in manifests

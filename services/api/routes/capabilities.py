@@ -10,6 +10,7 @@ from gspo_core import __version__
 from gspo_core.objective_config import NAMES
 from services.api.context import ContextOf
 from services.api.environment_sources import SOURCES
+from services.api.presence import ROLES
 from services.api.requests import MAX_BODY_BYTES
 from services.api.views import View
 
@@ -40,10 +41,7 @@ async def capabilities(context: ContextOf) -> CapabilitiesView:
         environment_sources=[*SOURCES, *(["upload"] if context.may_upload else [])],
         limits={"max_body_bytes": MAX_BODY_BYTES, "max_page": 100},
         features=_FEATURES | {"environment_upload": context.may_upload},
-        num_alive={
-            role: sum(one["alive"] for one in members if one["role"] == role)
-            for role in ("trainer", "rollout", "engine")
-        },
+        num_alive={role: sum(one.is_alive for one in members if one.role == role) for role in ROLES},
     )
 
 

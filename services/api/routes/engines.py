@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 
 from services.api.context import Context, ContextOf
 from services.api.errors import ApiError
 from services.api.views import View
+from services.fleet_records import EngineRecord
 
 router = APIRouter(prefix="/engines", tags=["workers"])
 
@@ -32,7 +33,7 @@ async def drain_engine(engine: str, context: ContextOf) -> EngineDrainView:
     again (DELETE)."""
     found = await _find(context, engine)
     await context.store.drain_engine(engine)
-    return _view(found | {"draining": True})
+    return _view(*found, draining=True)
 
 
 @router.delete("/{engine:path}/drain")
@@ -40,20 +41,17 @@ async def use_engine_again(engine: str, context: ContextOf) -> EngineDrainView:
     """Use it again."""
     found = await _find(context, engine)
     await context.store.drain_engine(engine, False)
-    return _view(found | {"draining": False})
+    return _view(*found, draining=False)
 
 
-async def _find(context: Context, engine: str) -> dict[str, Any]:
-    members = await context.presence.members()
-    found = next((one for one in members if one["role"] == "engine" and one["id"] == engine), None)
-    if found is None:
-        raise ApiError(404, "engine_not_found", f"no engine {engine[:80]!r} is registered", param="engine")
-    return found
+async def _find(context: Context, engine: str) -> tuple[EngineRecord, bool]:
+    """Its record, and whether it is alive."""
+    for one in await context.presence.members():
+        if isinstance(one.record, EngineRecord) and one.id == engine:
+            return one.record, one.is_alive
+    raise ApiError(404, "engine_not_found", f"no engine {engine[:80]!r} is registered", param="engine")
 
 
-def _view(record: dict[str, Any]) -> EngineDrainView:
-    job = record.get("job")
-    state: Literal["in_use", "draining", "drained"] = "draining" if job else "drained"
-    return EngineDrainView(
-        id=record["id"], alive=record["alive"], state=state if record["draining"] else "in_use", job=job
-    )
+def _view(record: EngineRecord, is_alive: bool, *, draining: bool) -> EngineDrainView:
+    state: Literal["in_use", "draining", "drained"] = "draining" if record.job else "drained"
+    return EngineDrainView(id=record.id, alive=is_alive, state=state if draining else "in_use", job=record.job)

@@ -39,9 +39,9 @@ async def readyz(context: ContextOf) -> ReadyView:
             members = await context.presence.members()
     except TimeoutError:
         raise Away(AwayReason.UNREACHABLE) from None
-    # Who was asked to leave is not missed.
-    lost = [one for one in members if not one["alive"] and not one.get("draining")]
-    degraded = [f"the {one['role']} process {one['id']} has stopped" for one in lost]
-    if not any(one["alive"] for one in members if one["role"] == "rollout"):
+    # A process that was asked to leave is not missed.
+    lost = [one for one in members if not one.is_alive and not one.draining]
+    degraded = [f"the {one.role} process {one.id} has stopped" for one in lost]
+    if not any(one.is_alive for one in members if one.role == "rollout"):
         degraded.insert(0, "no rollout worker is there: jobs wait")
     return ReadyView(degraded=degraded)

@@ -165,7 +165,7 @@ async def cancel(id: str, query: Annotated[CancelQuery, Query()], context: Conte
 
 
 async def _plan(spec: JobSpec, presence: Presence) -> PlanView:
-    alive = Counter(one["role"] for one in await presence.members() if one["alive"])
+    alive = Counter(one.role for one in await presence.members() if one.is_alive)
     return PlanView(
         config=spec.model_dump(mode="json"),
         warnings=spec_warnings(spec),

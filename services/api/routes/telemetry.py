@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -19,7 +18,9 @@ from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
 from services.api.context import Context, ContextOf
+from services.api.presence import ROLES
 from services.away import Away, AwayReason
+from services.fleet_records import WorkerRecord
 from services.jobs import Job, JobStatus
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -69,19 +70,19 @@ async def _families(context: Context) -> list[Family]:
     jobs = await context.store.list_jobs(MAX_JOBS, order="desc")
     by_status = Counter(job.status for job in jobs)
     members = await context.presence.members()
-    alive = Counter((one["role"], one["alive"]) for one in members)
+    alive = Counter((one.role, one.is_alive) for one in members)
     statuses = GaugeMetricFamily("gspo_jobs", "Jobs by status", labels=["status"])
     for status in JobStatus:
         statuses.add_metric([str(status)], by_status[status])
     processes = GaugeMetricFamily("gspo_processes", "Registered processes", labels=["role", "alive"])
-    for role, is_alive in [(role, is_alive) for role in ("trainer", "rollout", "engine") for is_alive in (True, False)]:
+    for role, is_alive in [(role, is_alive) for role in ROLES for is_alive in (True, False)]:
         processes.add_metric([role, str(is_alive).lower()], alive[role, is_alive])
     open_jobs = [job for job in jobs if not job.status.is_terminal][:MAX_JOBS_IN_DETAIL]
-    rollout = [one for one in members if one["role"] == "rollout" and one["alive"]]
+    rollout = [one.record for one in members if one.is_alive and isinstance(one.record, WorkerRecord)]
     return [statuses, processes, *_of_workers(rollout), *await _of_jobs(context, open_jobs)]
 
 
-def _of_workers(workers: Sequence[Mapping[str, Any]]) -> list[Family]:
+def _of_workers(workers: Sequence[WorkerRecord]) -> list[Family]:
     """What rollout workers counted since they started, and where the seconds of their episodes went."""
     held = GaugeMetricFamily("gspo_rollout_episodes", "Episodes that a worker holds", labels=["worker"])
     counts = CounterMetricFamily("gspo_rollout", "What rollout workers did, by kind", labels=["worker", "kind"])
@@ -90,9 +91,9 @@ def _of_workers(workers: Sequence[Mapping[str, Any]]) -> list[Family]:
     )
     for record in workers:
         # Names hold those of machines.
-        worker = hashlib.blake2b(str(record["id"]).encode(), digest_size=4).hexdigest()
-        held.add_metric([worker], record.get("num_episodes", 0))
-        for name, value in record.get("counters", {}).items():
+        worker = hashlib.blake2b(record.id.encode(), digest_size=4).hexdigest()
+        held.add_metric([worker], record.num_episodes)
+        for name, value in record.counters.items():
             where = name.removeprefix("time/")
             if where != name:
                 seconds.add_metric([worker, where.removesuffix("_s")], value)

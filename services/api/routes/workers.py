@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
+import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.context import ContextOf
 from services.api.errors import FINAL, ApiError, documented
 from services.api.paging import after_id
+from services.api.presence import Member
 from services.api.views import Page, View, page
 from services.drains import Drains
 
@@ -46,22 +48,27 @@ async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextO
     return page([_shown(one, asked) for one in after_id(members, query.after, query.limit)], query.limit)
 
 
-def _shown(one: dict[str, Any], asked: set[str]) -> dict[str, Any]:
-    kind = "engines" if one["role"] == "engine" else "workers"
-    links = {"drain": f"/v1/{kind}/{quote(one['id'], safe='')}/drain"} if one["alive"] else {}
-    return one | {"draining": one.get("draining", False) or one["id"] in asked, "links": links}
+def _shown(one: Member, asked: set[str]) -> dict[str, Any]:
+    """Flat, as it always was: the report of an engine's trainer stands among the fields of the engine."""
+    shown: dict[str, Any] = msgspec.to_builtins(one.record)
+    shown |= shown.pop("report", None) or {}
+    kind = "engines" if one.role == "engine" else "workers"
+    links = {"drain": f"/v1/{kind}/{quote(one.id, safe='')}/drain"} if one.is_alive else {}
+    is_draining = one.draining or one.id in asked
+    named = {"object": "worker", "role": one.role, "alive": one.is_alive, "draining": is_draining, "links": links}
+    return shown | named
 
 
 @router.post("/{worker}/drain", status_code=202, responses=documented(409))
 async def drain(worker: str, context: ContextOf) -> DrainView:
     """Ask a process to leave. A rollout worker takes no more episodes, hands back what it holds, and ends. A trainer
     ends the step that it is in, saves it, hands its job back for another one to go on with, and ends."""
-    found = next((one for one in await context.presence.members() if one["id"] == worker), None)
+    found = next((one for one in await context.presence.members() if one.id == worker), None)
     if found is None:
         raise ApiError(404, "worker_not_found", f"no process {worker[:80]!r} is registered", param="worker")
-    if found["role"] == "engine":
+    if found.role == "engine":
         message = f"{worker} is an engine: it is drained by POST /v1/engines/{{engine}}/drain"
         raise ApiError(409, "cannot_drain", message, headers=FINAL)
-    if found["alive"]:
+    if found.is_alive:
         await Drains(context.redis).ask(worker)
-    return DrainView(id=worker, alive=found["alive"])
+    return DrainView(id=worker, alive=found.is_alive)

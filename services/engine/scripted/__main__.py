@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--weights", required=True, help="folder that its first weights are named after")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--seed", type=int, default=0, help="of what it says")
-    parser.add_argument("--profile", default="0.5.23", help="version of SGLang that it plays")
+    parser.add_argument("--profile", default="0.5.23", help="version of the real server that it plays")
     parser.add_argument("--tick-ms", type=float, default=0.0, help="time between two tokens")
     parser.add_argument("--lies", action="store_true", help="take the labels of updates and keep the weights")
     arguments = parser.parse_args()

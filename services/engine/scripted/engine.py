@@ -1,9 +1,9 @@
 """The state of a scripted engine: requests that wait, run, are retracted or frozen, weights, and a cache of prefixes.
 
-Rule: it behaves as a real SGLang 0.5.23 was seen to behave, also where that is unpleasant: aborts match live ids by
-prefix, a request posted while paused is unknown until the engine goes on, a retracted request that is aborted loses its
-tokens, an update can fail although the weights were replaced, some input ends it. One tick is one token for each
-running request; ticks come from a timer or from ``advance``. HTTP is not known here.
+Rule: it behaves as the real server (``docs/engines.md``) was seen to behave, also where that is unpleasant: aborts
+match live ids by prefix, a request posted while paused is unknown until the engine goes on, a retracted request that
+is aborted loses its tokens, an update can fail although the weights were replaced, some input ends it. One tick is one
+token for each running request; ticks come from a timer or from ``advance``. HTTP is not known here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DuplicateId(Exception):
 
 
 class Replaced(Exception):
-    """The weights are new, but the cache could not be flushed: SGLang answers 400 and keeps the old label."""
+    """The weights are new, but the cache could not be flushed: the server answers 400 and keeps the old label."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ def read(state: bytes, token_id: int, weights: str) -> bytes:
 
 
 def logprobs(state: bytes, weights: str, temperature: float, vocab_size: int) -> NDArray[np.float64]:
-    """Of every token that may follow; temperature 0 stands for 1 here, as in SGLang."""
+    """Of every token that may follow; temperature 0 stands for 1 here, as in the real server."""
     digest = hashlib.blake2b(state + b"/" + weights.encode(), digest_size=8).digest()
     generator = np.random.default_rng(int.from_bytes(digest, "little"))
     logits = generator.normal(scale=_SPREAD, size=vocab_size) / (temperature or 1.0)

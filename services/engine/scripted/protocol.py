@@ -1,4 +1,4 @@
-"""Paths, status codes and bodies of a scripted engine, by the version of SGLang that it plays.
+"""Paths, status codes and bodies of a scripted engine, by the version of the real server that it plays.
 
 Rule: what would end a real server's process ends this one (``Died``). Streaming, batches and text are not played.
 """

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from services.engine.scripted import ScriptedEngine, ScriptedTransport
 from services.engine.scripted.language import true_logprobs
-from services.engine_client import EngineClient, Generation, open_http
+from services.engine_client import EngineClient, open_http
+from services.engines.protocol import Generation
 from services.local.sglang import SGLangProcess
 from tests.services.engine_kit import CONTEXT_LENGTH, VOCAB_SIZE, EngineProcess, Models, max_difference
 

@@ -12,16 +12,9 @@ import httpx
 import msgspec
 import pytest
 
-from services.engine_client import (
-    EngineClient,
-    EngineDirty,
-    EngineProfile,
-    EngineProtocolError,
-    EngineRejected,
-    EngineUnavailable,
-    Generation,
-    Span,
-)
+from services.engine_client import EngineClient, EngineProfile
+from services.engines.errors import EngineDirty, EngineProtocolError, EngineRejected, EngineUnavailable
+from services.engines.protocol import Generation, Span
 
 URL = "http://engine"
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.engine_client import EngineClient, EngineRejected
+from services.engine_client import EngineClient
+from services.engines.errors import EngineRejected
 from services.ports import free_port
 from services.process_group import ProcessGroup
 from tests.services.engine_kit import Models

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from services.engine.sampling import sample, uniforms
-from services.engine_client import EngineClient, Generation
+from services.engine_client import EngineClient
+from services.engines.protocol import Generation
 from tests.services.engine_kit import VOCAB_SIZE, Models, random_prompt, until_load
 
 TOLERANCE = 1e-4

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from services.engine.kv_cache import KVCache, KVPrefix
 from services.engine.model import Batch, Decoder, Prefill, UnsupportedModel
 from services.engine.prefix_cache import PrefixCache
-from services.engine_client import EngineClient, EngineUnavailable
+from services.engine_client import EngineClient
+from services.engines.errors import EngineUnavailable
 from tests.services.engine_kit import Models
 
 SHAPE: dict[str, Any] = {

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.engine_client import EngineClient, EngineRejected, EngineUnavailable
+from services.engine_client import EngineClient
+from services.engines.errors import EngineRejected, EngineUnavailable
 from tests.services.engine_kit import (
     CONTEXT_LENGTH,
     VOCAB_SIZE,

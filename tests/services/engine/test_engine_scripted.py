@@ -14,7 +14,9 @@ import httpx
 import pytest
 
 from services.engine.scripted import Fault, ScriptedEngine, ScriptedTransport
-from services.engine_client import EngineClient, EngineProtocolError, EngineUnavailable, Generation
+from services.engine_client import EngineClient
+from services.engines.errors import EngineProtocolError, EngineUnavailable
+from services.engines.protocol import Generation
 
 ROOT = Path(__file__).parents[3]
 

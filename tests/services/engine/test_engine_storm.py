@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.engine_client import EngineClient, Generation, PauseMode
+from services.engine_client import EngineClient
+from services.engines.protocol import Generation, PauseMode
 from tests.services.engine_kit import NUM_VERSIONS, Models, max_difference, random_prompt
 
 NUM_IN_FLIGHT = 64

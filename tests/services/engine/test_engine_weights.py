@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.engine_client import EngineClient, EngineDirty, EngineRejected, Generation
+from services.engine_client import EngineClient
+from services.engines.errors import EngineDirty, EngineRejected
+from services.engines.protocol import Generation
 from tests.services.engine_kit import (
     NUM_VERSIONS,
     Models,

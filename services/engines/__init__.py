@@ -1,0 +1,5 @@
+"""What an inference engine is to us, and every kind of engine that we can talk to.
+
+Reading order: ``errors``, ``protocol`` (the ``Engine`` that callers depend on), ``kinds`` (which kinds there are, and
+how an address becomes an engine), then one module per kind. Nothing here knows Redis or a job.
+"""

@@ -1,0 +1,30 @@
+"""What can go wrong with an engine. The type of an error says what may be done next; its text is for people.
+
+Rule: every kind of engine raises these and nothing else, whatever words its server uses. They decide nothing.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """A call to an engine failed."""
+
+
+class EngineUnavailable(EngineError):
+    """No usable answer: not reachable, connection lost, busy, or an error of the server. Ask again, maybe elsewhere."""
+
+
+class EngineRejected(EngineError):
+    """The engine refused this call and is as it was before. It will refuse the same call again."""
+
+
+class EngineProtocolError(EngineError):
+    """The answer breaks the protocol; its tokens must not be used."""
+
+
+class EngineDirty(EngineError):
+    """The engine may hold any weights. Only a full, verified load clears this."""
+
+
+class NoSuchKind(EngineError):
+    """The address names a kind of engine that this release does not know."""

@@ -1,0 +1,60 @@
+"""The kinds of engines there are, and how an address becomes an engine.
+
+Rule: a kind is one line in ``KINDS``; nothing else in the system names it. An address without a kind is of the default
+one; ``KIND+http://host:port`` names another. Where engines are and who may use them is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+from services.engine_client import open_sglang
+from services.engines.errors import NoSuchKind
+from services.engines.protocol import Connect, Engine
+
+OpenKind = Callable[[int], AbstractAsyncContextManager[Connect]]
+"""Number of connections to one engine -> what connects to engines of the kind, while it is open."""
+
+DEFAULT_KIND = "sglang"
+KINDS: Mapping[str, OpenKind] = {
+    DEFAULT_KIND: open_sglang,
+}
+
+
+@asynccontextmanager
+async def open_engines(*, max_connections: int = 512) -> AsyncIterator[Connect]:
+    """Connects to engines of every kind while it is open.
+
+    A request to an engine beyond its ``max_connections`` waits; leave room for control calls beside the generate calls.
+    """
+    async with AsyncExitStack() as stack:
+        kinds = {name: await stack.enter_async_context(open_(max_connections)) for name, open_ in KINDS.items()}
+
+        def connect(address: str) -> Engine:
+            """Raises NoSuchKind."""
+            return kinds[kind_of(address)](address)
+
+        yield connect
+
+
+def engine_is_ready(address: str) -> bool:
+    """For a caller that has no event loop."""
+
+    async def ask() -> bool:
+        async with open_engines() as connect:
+            return await connect(address).is_ready()
+
+    return asyncio.run(ask())
+
+
+def kind_of(address: str) -> str:
+    """The kind that an address names. Raises NoSuchKind."""
+    name, plus, _ = address.partition("://")[0].partition("+")
+    if not plus:
+        return DEFAULT_KIND
+    if name == DEFAULT_KIND or name not in KINDS:
+        others = ", ".join(sorted(KINDS.keys() - {DEFAULT_KIND})) or "none"
+        raise NoSuchKind(f"{address} names a kind of engine that is not among the named ones ({others})")
+    return name

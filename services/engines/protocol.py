@@ -1,0 +1,201 @@
+"""An engine, as the rest of the system depends on it: it samples, scores, takes weights, and says how it is.
+
+Rule: token ids and log-probs are exact, and every sampled token names the weights that sampled it; an answer that
+breaks this is refused when it is built. Callers know these types only; servers, paths and versions stay with the kinds.
+Nothing here retries, routes, or decides when weights change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol
+
+from services.engines.errors import EngineError, EngineProtocolError
+
+PauseMode = Literal["abort", "retract", "in_place"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``output_ids[start:end]`` were sampled under the weights that the engine calls ``label``."""
+
+    label: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine sampled for one request. ``logprobs`` are those of softmax(logits / temperature) in float32."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    spans: tuple[Span, ...]
+    """Tile ``output_ids`` in order, without gap or overlap."""
+    finish_reason: FinishReason = "stop"
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    rid: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.output_ids) != len(self.logprobs):
+            raise EngineProtocolError(f"{len(self.output_ids)} sampled tokens with {len(self.logprobs)} log-probs")
+        position = 0
+        for span in self.spans:
+            if span.start != position or span.end < span.start:
+                raise EngineProtocolError(f"version spans leave a gap or overlap at token {position}: {self.spans}")
+            position = span.end
+        if position != len(self.output_ids):
+            raise EngineProtocolError(f"version spans cover {position} of {len(self.output_ids)} sampled tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of all requests of an engine, whoever sent them. A paused engine may answer with an old one."""
+
+    num_running: int
+    num_waiting: int
+    num_held_tokens: int
+    """Tokens whose keys and values it holds for requests."""
+    age_s: float
+    """Age of the snapshot; 0 where the engine does not date it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself."""
+
+    label: str
+    """What it calls its weights; empty where it gives them no name."""
+    model_path: str | None = None
+    """The folder that it was started with, seen from the engine."""
+    model_type: str | None = None
+    architectures: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the software behind an address can do."""
+
+    software: str
+    """Name and version, for people."""
+    names_versions: bool
+    """Whether answers say which weights sampled which token. Without that nothing can be trained."""
+    advice: str = ""
+    """What to run instead where something is missing."""
+
+
+class Sampling(Protocol):
+    """Tokens and log-probs. Calls may overlap freely."""
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        rid: str | None = None,
+        extra_key: str | None = None,
+        sampling_seed: int | None = None,
+    ) -> Generation:
+        """Samples until a stop token (kept in the output), ``max_new_tokens``, or an abort (partial output).
+
+        ``rid`` must be fresh and is chosen when left out. ``extra_key`` names a space of the prefix cache. Cancelling
+        the call aborts the request in the engine.
+        """
+
+    async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
+        """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
+
+    async def abort(self, rid: str) -> None:
+        """Asks for an end of the request ``rid``; what it sampled comes back from its own generate call."""
+
+
+class WeightLoading(Protocol):
+    """New weights: pause, load (from a folder, or tensor by tensor through a process group), resume."""
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """``retract`` drops keys and values, ``in_place`` keeps them, ``abort`` ends the requests."""
+
+    async def resume(self) -> None:
+        """Requests that a pause kept go on under whatever weights the engine holds now."""
+
+    async def load_weights(self, path: Path, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0) -> None:
+        """Loads the weights in ``path`` (seen from the engine) and verifies that it now calls them ``label``.
+
+        ``flush_cache`` must be False after an ``in_place`` pause. EngineRejected, EngineUnavailable: the old weights
+        serve on. EngineDirty: unknown weights.
+        """
+
+    async def join_weight_group(
+        self, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> None:
+        """Returns when all members have met: let the sender join meanwhile."""
+
+    async def begin_weight_update(self) -> None:
+        """Tensors follow. Does nothing where the engine needs no such notice."""
+
+    async def receive_weights(
+        self,
+        tensors: Sequence[tuple[str, str, list[int]]],
+        *,
+        group: str,
+        label: str,
+        flush_cache: bool,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Takes (name, dtype, shape) of each tensor and returns when all of them have come: send them meanwhile."""
+
+    async def end_weight_update(self) -> None:
+        """No more tensors follow. EngineRejected: no update was under way."""
+
+    async def leave_weight_group(self, name: str) -> None:
+        """The group is not used again."""
+
+
+class Condition(Protocol):
+    """How an engine is, and what it can do."""
+
+    async def info(self) -> EngineInfo:
+        """Which weights and which model it holds."""
+
+    async def capabilities(self) -> Capabilities:
+        """What its software can do."""
+
+    async def load(self) -> EngineLoad:
+        """How busy it says it is."""
+
+    async def is_ready(self) -> bool:
+        """Whether new requests would run at once. False while paused, and for an engine that cannot be reached."""
+
+
+class Engine(Sampling, WeightLoading, Condition, Protocol):
+    """One engine. Its calls raise ``EngineError`` by the types of ``errors``."""
+
+    @property
+    def url(self) -> str:
+        """The address that names it everywhere."""
+
+
+Connect = Callable[[str], Engine]
+"""Address -> the engine there. Sends nothing. Raises NoSuchKind."""
+
+
+async def info_within(engine: Condition, timeout_s: float) -> EngineInfo | None:
+    """What it says of itself, or None when it does not answer in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await engine.info()
+    except (EngineError, TimeoutError):
+        return None
+
+
+def info_calls(engines: Iterable[Engine], timeout_s: float) -> dict[str, Callable[[], Awaitable[EngineInfo | None]]]:
+    """By address: a call that asks the engine what it is."""
+    return {engine.url: partial(info_within, engine, timeout_s) for engine in engines}
