@@ -24,17 +24,19 @@ from gspo_core.spec import JobSpec
 from services.batch_log import BatchLog
 from services.bus import Bus
 from services.cancelling import cancel_all
+from services.checkpoints import CheckpointStore
+from services.data_dir import DataDir
 from services.drains import Drains
 from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, open_http
 from services.health import Health
+from services.job_dir import JobDir
 from services.process import run_until_signalled
 from services.process_group import in_own_thread
 from services.redis_server import connect, warn_if_weaker
 from services.settings import Settings, load_settings
 from services.store import Claim, Store
 from services.telemetry import configure_logging, get_logger
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
 from services.trainer.follower import FirstRankLost, Follower
 from services.trainer.followers import Followers, RanksLost
@@ -69,7 +71,7 @@ async def lead(place: Place, stop: asyncio.Event) -> None:
         meeting.cancel()
         return
     followers = Followers(meeting.result())
-    await in_own_thread(lambda: followers.look(settings.data_dir))
+    await in_own_thread(lambda: followers.look(DataDir(settings.data_dir)))
     get_logger().info("all ranks are here", num_ranks=place.num_ranks)
     await train(settings, stop, place, followers)
     await in_own_thread(followers.end)
@@ -107,7 +109,7 @@ async def train(settings: Settings, stop: asyncio.Event, place: Place, followers
             redis,
             lease_s=settings.lease_s,
             max_attempts=settings.max_attempts,
-            jobs_dir=settings.data_dir / "jobs",
+            jobs_dir=DataDir(settings.data_dir).jobs,
             waits_for_room=True,
         )
         await bus.load_functions()
@@ -148,8 +150,8 @@ def make_run(
     spec: JobSpec,
 ) -> JobRun:
     """An attempt at a claimed job, with what it needs of this process."""
-    job_dir = settings.data_dir / "jobs" / claim.job_id
-    job_dir.mkdir(parents=True, exist_ok=True)
+    job_dir = DataDir(settings.data_dir).jobs.job(claim.job_id)
+    job_dir.path.mkdir(parents=True, exist_ok=True)
     weights = WeightStore(job_dir)
     engines = Engines(
         store,
@@ -173,7 +175,7 @@ def make_run(
         weights=weights,
         batch_log=BatchLog(job_dir),
         checkpoints=CheckpointStore(job_dir),
-        metrics_path=job_dir / "metrics.jsonl",
+        job_dir=job_dir,
         budget_bytes=settings.redis_bytes_per_job,
         listeners=listeners(settings, job_dir, spec),
     )
@@ -206,11 +208,11 @@ def unfit(spec: str) -> str | None:
     return None
 
 
-def listeners(settings: Settings, job_dir: Path, spec: JobSpec) -> list[WandbRun]:
+def listeners(settings: Settings, job_dir: JobDir, spec: JobSpec) -> list[WandbRun]:
     """Who is told every number, besides the store and the files of the job."""
     if settings.wandb_project is None:
         return []
-    return [WandbRun(settings.wandb_project, settings.wandb_mode, job_dir, job_dir.name, spec.name)]
+    return [WandbRun(settings.wandb_project, settings.wandb_mode, job_dir.path, job_dir.id, spec.name)]
 
 
 def make_learner(spec: JobSpec) -> Learner:

@@ -18,8 +18,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.bus import Bus
-from services.job_directory import JobDirectory
+from services.job_dir import JobDir
 from services.jobs import JobStatus
+from services.records import JobRecords
 from tests.chaos.processes import stamp
 
 LOOK_S = 0.05
@@ -98,7 +99,7 @@ class Watch:
             if names != job.names:
                 job.names = names
                 self._write(kind="checkpoints", job=job.id, names=names)
-        status = JobDirectory(job.directory).newest_status()[1].get("status", "")
+        status = JobRecords(JobDir(job.directory)).newest_status()[1].get("status", "")
         if status and status != job.status:
             job.status = status
             job.is_over = JobStatus(status).is_terminal

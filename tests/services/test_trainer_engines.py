@@ -21,6 +21,7 @@ from services.engine.scripted import Fault, ScriptedEngine, ScriptedTransport
 from services.engine.scripted.engine import Ask
 from services.engine_beats import EngineBeats
 from services.engine_client import EngineClient, Generation
+from services.job_dir import JobDir
 from services.store import Claim, Store
 from services.trainer import engines as engines_module
 from services.trainer.engine_switch import Deadlines
@@ -66,7 +67,7 @@ class Place:
         return asyncio.create_task(call)
 
     def engines_of(self, claim: Claim, *urls: str, **options: Any) -> Job:
-        weights = WeightStore(self.root / claim.job_id)
+        weights = WeightStore(JobDir(self.root / claim.job_id))
         engines = Engines(
             self.store, claim.job_id, claim.token, weights, urls, self.client, **{"lease_s": LEASE_S, **options}
         )

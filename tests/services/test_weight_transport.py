@@ -18,6 +18,7 @@ import pytest
 from gspo_core.types import WeightsManifest
 from services.engine_client import EngineClient, Generation, open_http
 from services.engine_http import EngineTransport
+from services.job_dir import JobDir
 from services.store import Claim, Store
 from services.trainer import engines as engines_module
 from services.trainer.engines import Engines
@@ -124,7 +125,7 @@ async def place(
         await before.pause("abort")
         await before.load_weights(models.paths[0], "default")
         await before.resume()
-        weights = WeightStore(tmp_path / claim.job_id)
+        weights = WeightStore(JobDir(tmp_path / claim.job_id))
         engines = Engines(
             store,
             claim.job_id,
