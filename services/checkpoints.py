@@ -66,10 +66,10 @@ def _log_skipped(name: str, problem: str) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of one job."""
+    """The checkpoints of one job. ``storage``: where they lie, if not where ``storage_of`` says."""
 
-    def __init__(self, job: JobDir) -> None:
-        self._storage = storage_of(job)
+    def __init__(self, job: JobDir, storage: CheckpointStorage | None = None) -> None:
+        self._storage = storage or storage_of(job)
         self._checked: dict[Position, frozenset[StoredFile]] = {}
         """Checkpoints that were found intact, with how their files looked then."""
 
