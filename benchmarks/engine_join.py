@@ -26,6 +26,7 @@ from services.bus import Bus
 from services.engine_beats import ANSWER_S, EngineBeats
 from services.engine_client import EngineClient, open_http
 from services.engines.protocol import info_calls
+from services.job_dir import JobDir
 from services.local.sglang import SGLangProcess
 from services.redis_server import RedisServer, connect
 from services.rollout.counters import Counters
@@ -66,7 +67,7 @@ async def join(redis_url: str, root: Path, model_dir: Path, first: str, late: st
         job = (await store.create_job('{"name": "join"}')).id
         claim = await store.claim_job("trainer")
         assert claim is not None
-        weights = WeightStore(root / job)
+        weights = WeightStore(JobDir(root / job))
         manifest = weights.write(0, claim.epoch, 0, lambda path: copy(model_dir, path))
         await store.publish_version(job, claim.token, manifest)
         engines = Engines(store, job, claim.token, weights, [first], client, transport=transport)

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from services.data_dir import DataDir
 from services.local.demo import demo_spec, run_demo
 from services.local.demo_model import make_demo_model
 from services.local.demo_report import DemoResult, moving_average
@@ -41,7 +42,7 @@ def train(
             result = run_demo(spec, data_dir, model_dir, engine_urls=(server.url,))
         finally:
             server.close()
-    lines = (data_dir / "jobs" / result.job / "metrics.jsonl").read_text().splitlines()
+    lines = DataDir(data_dir).jobs.job(result.job).metrics.read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return result, engine_metrics([record for record in records if "version" in record])  # others are evaluations
 

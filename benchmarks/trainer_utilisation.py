@@ -32,12 +32,14 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, WeightsManifest
 from services.batch_log import BatchLog
 from services.bus import Append, Bus
+from services.checkpoints import CheckpointStore
+from services.data_dir import DataDir
+from services.job_dir import JobDir
 from services.redis_client import connect
 from services.redis_server import RedisServer
 from services.store import Claim, Store
 from services.trainer.behind import Behind
 from services.trainer.building import make_learner
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.intake import Intake
 from services.trainer.run import JobRun, Services
 from services.trainer.status import JobStatusBoard
@@ -194,7 +196,7 @@ async def train(
     spec = job_spec(model_dir, options.steps)
     with RedisServer.spawn(root / "redis") as server:
         async with connect(server.url) as redis:
-            bus, store = Bus(redis), Store(redis, jobs_dir=root / "jobs")
+            bus, store = Bus(redis), Store(redis, jobs_dir=DataDir(root).jobs)
             await bus.load_functions()
             job = (await store.create_job(spec.model_dump_json())).id
             await store.describe_environment(job, 0, {"num_tasks": {"train": 100, "eval": 1}})
@@ -202,16 +204,16 @@ async def train(
             assert claim is not None
             feeding = asyncio.create_task(feed(bus, job, options.tokens))
             try:
-                await run_of(claim, store, bus, root / "jobs" / job, spec, busy).run()
+                await run_of(claim, store, bus, DataDir(root).jobs.job(job), spec, busy).run()
             finally:
                 feeding.cancel()
-    job_dir = root / "jobs" / job
-    lines = [json.loads(line) for line in (job_dir / "metrics.jsonl").read_text().splitlines()]
+    job_dir = DataDir(root).jobs.job(job)
+    lines = [json.loads(line) for line in job_dir.metrics.read_text().splitlines()]
     state = CheckpointStore(job_dir).newest_first()[0].learner_dir / "rank-00000.safetensors"
     return [line for line in lines if "time/step_s" in line], hashlib.sha256(state.read_bytes()).hexdigest()
 
 
-def run_of(claim: Claim, store: Store, bus: Bus, job_dir: Path, spec: JobSpec, busy: Busy) -> JobRun:
+def run_of(claim: Claim, store: Store, bus: Bus, job_dir: JobDir, spec: JobSpec, busy: Busy) -> JobRun:
     services = Services(
         bus=bus,
         store=store,
@@ -221,7 +223,7 @@ def run_of(claim: Claim, store: Store, bus: Bus, job_dir: Path, spec: JobSpec, b
         weights=WeightStore(job_dir),
         batch_log=BatchLog(job_dir),
         checkpoints=CheckpointStore(job_dir),
-        metrics_path=job_dir / "metrics.jsonl",
+        job_dir=job_dir,
     )
     return JobRun(claim, spec, services, lambda: busy.watch(make_learner(spec)))
 

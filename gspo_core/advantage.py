@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.objective_config import AdvantageConfig
+from gspo_core.types import EpisodeKey, Group
 
 Floats = NDArray[np.float64]
 
@@ -118,6 +119,19 @@ def batch_advantages(
         for reward, group_id in zip(rewards, group_ids, strict=True)
     ]
     return BatchAdvantages([float(value) for value in advantages], kept, verdicts)
+
+
+def advantages_of(groups: Sequence[Group], config: AdvantageConfig) -> BatchAdvantages:
+    """The advantages of all episodes of `groups`, in order."""
+    episodes = [trajectory for group in groups for trajectory in group]
+    return batch_advantages([one.reward for one in episodes], [one.key.group for one in episodes], config)
+
+
+def episode_advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict[EpisodeKey, float | None]:
+    """The advantage of each episode; None for one that is no part of the batch."""
+    found, episodes = advantages_of(groups, config), (trajectory for group in groups for trajectory in group)
+    rows = zip(episodes, found.advantages, found.kept, strict=True)
+    return {one.key: advantage if is_kept else None for one, advantage, is_kept in rows}
 
 
 def turn_advantages(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,8 @@ class UnknownVersion(LookupError):
     """A token claims a version, or a version an epoch, that the tables do not know."""
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """A place in the history of a job: after ``step`` steps, reached in ``epoch``."""
+class Position(NamedTuple):
+    """A place in the history of a job: after ``step`` steps, reached in ``epoch``; sorts by epoch, then step."""
 
     epoch: int
     step: int

@@ -13,14 +13,13 @@ import shutil
 import stat
 import tarfile
 import unicodedata
-import uuid
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
-from services.durable import TEMPORARY_PREFIX, flush_tree, make_directory
+from services.durable import flush_tree, make_directory, temporary_name
 
 MAX_PACKED_BYTES = 10 << 20
 MAX_UNPACKED_BYTES = 100 << 20
@@ -52,7 +51,7 @@ def unpack(
         check(target)
         return
     make_directory(target.parent)
-    folder = target.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+    folder = target.with_name(temporary_name())
     folder.mkdir()
     try:
         members = (

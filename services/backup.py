@@ -18,12 +18,11 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from services.data_dir import NOT_SAVED, DataDir
 from services.durable import TEMPORARY_PREFIX
 from services.settings import SettingsError, load_settings
 
-# Where one machine or a batch script keeps them: rebuilt from the rest, installed again, or not to be in a backup.
-LEFT_OUT = frozenset({"redis", "venvs", "logs", "secrets"})
-# Who writes faster than we read is not followed for ever.
+# A writer that is faster than this reader is not followed for ever.
 MAX_LOOKS = 20
 
 
@@ -35,7 +34,7 @@ def save(data_dir: Path, to: IO[bytes]) -> int:
     """Returns how many files there were."""
     count = 0
     with tarfile.open(fileobj=to, mode="w|gz") as archive:
-        for path in _files(data_dir, LEFT_OUT):
+        for path in _files(data_dir, NOT_SAVED):
             count += _add(archive, path, path.relative_to(data_dir))
     return count
 
@@ -80,8 +79,9 @@ def _add(archive: tarfile.TarFile, path: Path, name: Path) -> bool:
 def restore(data_dir: Path, source: IO[bytes]) -> None:
     """Raises ``JobsAreThere``, or what ``tarfile`` says of a broken archive."""
     data_dir.mkdir(parents=True, exist_ok=True)
-    if next((data_dir / "jobs").glob("*"), None) is not None:
-        raise JobsAreThere(f"{data_dir / 'jobs'} holds jobs: a backup is taken back where there are none")
+    jobs = DataDir(data_dir).jobs
+    if not jobs.is_empty():
+        raise JobsAreThere(f"{jobs.path} holds jobs: a backup is taken back where there are none")
     with tarfile.open(fileobj=source, mode="r|gz") as archive:
         archive.extractall(data_dir, filter="data")
 

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_core.advantage import batch_advantages
+from gspo_core.advantage import episode_advantages
 from gspo_core.chat import Tokenizer, UnsuitableTokenizer, load_tokenizer
 from gspo_core.spec import JobSpec
 from gspo_core.types import Branch, Group, Trajectory
 from services.batch_log import DamagedBatchLog, LoggedBatch, batch_files, read_batch
-from services.job_directory import DamagedRecord, JobDirectory
+from services.job_dir import JobDir
+from services.records import DamagedRecord, JobRecords
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class View:
 
 
 def summary(batch: LoggedBatch) -> str:
-    trajectories = [trajectory for group in batch.groups for trajectory in group]
+    trajectories = batch.trajectories
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     versions = sorted(frozenset[int]().union(*(trajectory.versions for trajectory in trajectories)))
     reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else "none"
@@ -157,18 +158,14 @@ def _is_wanted(trajectory: Trajectory, wanted: Sequence[str]) -> bool:
 def _spec_beside(path: Path) -> JobSpec | None:
     """The specification of the job in whose directory the file lies."""
     try:
-        return JobSpec.model_validate_json(JobDirectory(path.absolute().parent.parent).accepted().spec)
+        return JobRecords(JobDir.around(path)).accepted().job_spec
     except (FileNotFoundError, NotADirectoryError, DamagedRecord):
         return None
 
 
 def _advantages(batch: LoggedBatch, spec: JobSpec) -> dict[str, float]:
-    trajectories = [trajectory for group in batch.groups for trajectory in group]
-    rewards = [trajectory.reward for trajectory in trajectories]
-    groups = [trajectory.key.group for trajectory in trajectories]
-    found = batch_advantages(rewards, groups, spec.objective.advantage)
-    rows = zip(trajectories, found.advantages, found.kept, strict=True)
-    return {str(trajectory.key): advantage for trajectory, advantage, kept in rows if kept}
+    found = episode_advantages(batch.groups, spec.objective.advantage)
+    return {str(key): advantage for key, advantage in found.items() if advantage is not None}
 
 
 def _tokenizer(model: Path | None, spec: JobSpec | None) -> Tokenizer | None:
@@ -181,9 +178,8 @@ def _tokenizer(model: Path | None, spec: JobSpec | None) -> Tokenizer | None:
 
 
 def _print_list(directory: Path) -> int:
-    root = directory / "batches" if (directory / "batches").is_dir() else directory
     num_damaged = 0
-    for path in batch_files(root):
+    for path in batch_files(directory):
         try:
             line = summary(read_batch(path))
         except DamagedBatchLog as error:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 # Readers skip names that start like this: half-written or half-removed.
@@ -29,7 +29,7 @@ def make_directory(path: Path) -> None:
     try:
         flush_directory(path.parent)
     except OSError:
-        with contextlib.suppress(OSError):  # somebody else uses it already
+        with contextlib.suppress(OSError):  # another process uses it already
             path.rmdir()
         raise
 
@@ -58,7 +58,7 @@ def flush_tree(root: Path) -> None:
 
 
 def temporary_name(epoch: int | None = None) -> str:
-    """For what is not complete yet, or no longer; ``epoch`` is that of the trainer that writes it."""
+    """A name for a file that is not complete yet, or no longer; ``epoch`` is that of the trainer that writes it."""
     owner = "" if epoch is None else f"ep{epoch:06d}-"
     return f"{TEMPORARY_PREFIX}{owner}{uuid.uuid4().hex}"
 
@@ -75,7 +75,7 @@ def write_once(path: Path, pieces: Iterable[bytes], *, epoch: int | None = None)
         os.link(temporary, path)
         try:
             flush_directory(path.parent)
-        except OSError:  # who tries again must find the name free
+        except OSError:  # the next attempt must find the name free
             path.unlink(missing_ok=True)
             raise
     finally:
@@ -83,7 +83,7 @@ def write_once(path: Path, pieces: Iterable[bytes], *, epoch: int | None = None)
 
 
 def name_directory(source: Path, target: Path) -> None:
-    """Rename a flushed directory to the name that readers look for; where that cannot be flushed it has its old one."""
+    """Rename a flushed directory to the name that readers look for; if that cannot be flushed, it keeps its old one."""
     source.rename(target)
     try:
         flush_directory(target.parent)
@@ -92,9 +92,40 @@ def name_directory(source: Path, target: Path) -> None:
         raise
 
 
+@contextlib.contextmanager
+def whole_directory(
+    target: Path, *, epoch: int | None = None, name: Callable[[Path, Path], None] = name_directory
+) -> Iterator[Path]:
+    """A temporary directory to fill, which becomes ``target`` when the block ends and is removed when it raises.
+
+    ``target`` then survives a crash of the machine. ``name`` renames.
+    """
+    make_directory(target.parent)
+    temporary = target.with_name(temporary_name(epoch))
+    temporary.mkdir()
+    try:
+        yield temporary
+        flush_tree(temporary)
+        name(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_directory(path: Path, epoch: int | None = None) -> None:
+    """Remove it under another name, so that no reader finds half of it. One that is gone already is no error."""
+    doomed = path.with_name(temporary_name(epoch))
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
 def remove_unfinished(directory: Path, epoch: int) -> None:
-    """What trainers before ``epoch`` have left half-written. One of them that still writes there fails; a later one is
-    left alone, of which whoever asks this knows nothing if it was stopped meanwhile."""
+    """Remove what trainers before ``epoch`` left half-written; one of them that still writes there fails.
+
+    A later trainer's files stay: a trainer that was stopped for a while may call this without knowing that it was
+    succeeded.
+    """
     for entry in directory.iterdir() if directory.is_dir() else ():
         owner = _OWNER.match(entry.name)
         if entry.name.startswith(TEMPORARY_PREFIX) and (owner is None or int(owner[1]) < epoch):
@@ -105,12 +136,12 @@ def remove_unfinished(directory: Path, epoch: int) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """To a file of lines."""
+    """Append to a file of lines."""
     append(path, line + b"\n")
 
 
 def append(path: Path, data: bytes) -> None:
-    """To a file of records; one that does not fit on the disk leaves nothing behind."""
+    """Append to a file of records; one that does not fit on the disk leaves nothing behind."""
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:

@@ -2,8 +2,6 @@
 
 The rule: a version is a write-once file and never changes; the same content registered twice is the same version. It
 runs nothing and imports nothing that it keeps: it says what a host has to load (``order``), in whichever process asks.
-
-    NAME/00000001.json   NAME/00000001.report-0001.json   NAME/00000001.removed   .uploads/DIGEST/...
 """
 
 from __future__ import annotations
@@ -18,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo_core.env import InvalidEnvironment
+from services.data_dir import EnvironmentsDir
 from services.durable import make_directory, write_once
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _REFERENCE = re.compile(rf"({NAME.pattern})(?:@([1-9][0-9]{{0,7}}))?")
-_RECORD = re.compile(r"(\d{8})\.json")
-_REPORT = re.compile(r"\d{8}\.report-(\d{4})\.json")
-UPLOADS = ".uploads"
 MAX_REPORTS = 50
 
 
@@ -89,7 +85,7 @@ def digest_of(ref: str, config: Mapping[str, Any], upload: str | None, source: M
 class Registry:
     """The environments in a directory. Blocking: call it in a thread."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: EnvironmentsDir) -> None:
         self._directory = directory
 
     def add(self, wanted: Registration) -> tuple[Registration, bool]:
@@ -105,10 +101,10 @@ class Registry:
                     return one, False
             number = max(versions, default=0) + 1
             record = Registration(**{**asdict(wanted), "version": number, "digest": digest})
-            make_directory(self._directory / wanted.name)
+            make_directory(self._directory.environment(wanted.name))
             # Another process may have taken the number: then its content is looked at first.
             with contextlib.suppress(FileExistsError):
-                write_once(self._path(wanted.name, number), [json.dumps(asdict(record)).encode()])
+                write_once(self._directory.record(wanted.name, number), [json.dumps(asdict(record)).encode()])
                 return record, True
 
     def require_name(self, name: str, owner: str) -> None:
@@ -131,16 +127,14 @@ class Registry:
 
     def all(self) -> list[Registration]:
         """By name, the versions of each in order."""
-        if not self._directory.is_dir():
-            return []
-        names = sorted(path.name for path in self._directory.iterdir() if NAME.fullmatch(path.name))
+        names = [name for name in self._directory.names() if NAME.fullmatch(name)]
         held = [self._read(name, version) for name in names for version in self._versions(name)]
         return [one for one in held if not self._is_removed(one)]
 
     def remove(self, one: Registration) -> None:
         """It is not there any more; its number is never given again."""
         with contextlib.suppress(FileExistsError):
-            write_once(self._path(one.name, one.version).with_suffix(".removed"), [b"{}"])
+            write_once(self._directory.removed(one.name, one.version), [b"{}"])
 
     def report(self, one: Registration) -> dict[str, Any] | None:
         """What the newest examination said; None before the first."""
@@ -157,7 +151,7 @@ class Registry:
                 write_once(self._report_path(one, number), [json.dumps(dict(report)).encode()])
 
     def upload_dir(self, digest: str) -> Path:
-        return self._directory / UPLOADS / digest
+        return self._directory.upload(digest)
 
     def place(self, reference: str) -> Placed:
         """Raises InvalidEnvironment: no such version, or its upload is not on this machine."""
@@ -167,37 +161,29 @@ class Registry:
         try:
             one = self.get(reference)
         except EnvironmentNotFound as error:
-            raise InvalidEnvironment(f"{error} below {self._directory}") from None
+            raise InvalidEnvironment(f"{error} below {self._directory.path}") from None
         if one.upload is None:
             return Placed(one.ref, one.config, is_remote=one.is_remote)
         root = self.upload_dir(one.upload)
         if not root.is_dir():
-            raise InvalidEnvironment(f"{one.id}: what was uploaded is not below {self._directory}")
+            raise InvalidEnvironment(f"{one.id}: what was uploaded is not below {self._directory.path}")
         is_file = one.ref.rpartition(":")[0].endswith(".py")
         return Placed(f"{root}/{one.ref}" if is_file else one.ref, one.config, (str(root),))
 
     def _versions(self, name: str) -> list[int]:
-        folder = self._directory / name
-        if not folder.is_dir():
-            return []
-        return sorted(int(match[1]) for path in folder.iterdir() if (match := _RECORD.fullmatch(path.name)))
+        return self._directory.versions(name)
 
     def _read(self, name: str, version: int) -> Registration:
-        return Registration(**json.loads(self._path(name, version).read_bytes()))
+        return Registration(**json.loads(self._directory.record(name, version).read_bytes()))
 
     def _is_removed(self, one: Registration) -> bool:
-        return self._path(one.name, one.version).with_suffix(".removed").exists()
+        return self._directory.removed(one.name, one.version).exists()
 
     def _reports(self, one: Registration) -> Sequence[int]:
-        folder, prefix = self._directory / one.name, f"{one.version:08d}.report-"
-        names = (path.name for path in folder.iterdir() if path.name.startswith(prefix))
-        return sorted(int(match[1]) for name in names if (match := _REPORT.fullmatch(name)))
+        return self._directory.reports(one.name, one.version)
 
     def _report_path(self, one: Registration, number: int) -> Path:
-        return self._directory / one.name / f"{one.version:08d}.report-{number:04d}.json"
-
-    def _path(self, name: str, version: int) -> Path:
-        return self._directory / name / f"{version:08d}.json"
+        return self._directory.report(one.name, one.version, number)
 
 
 def _require_owner(held: Sequence[Registration], owner: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from services.data_dir import SecretsDir
 from services.redis_roles import USERS, acl_file
 
 KEY_BYTES = 32
@@ -28,19 +29,19 @@ ROLES = ("api", "trainer", "rollout")
 
 def make_secrets(root: Path, redis: str) -> None:
     """``redis``: HOST:PORT of the server, as the processes see it."""
-    passwords = {}
+    passwords, place = {}, SecretsDir(root)
     for role in ROLES:
         user = f"gspo-{role}"
-        url = _keep(root / role / "gspo_redis_url", f"redis://{user}:{secrets.token_hex(KEY_BYTES)}@{redis}/0")
+        url = _keep(place.secret(role, "gspo_redis_url"), f"redis://{user}:{secrets.token_hex(KEY_BYTES)}@{redis}/0")
         password = urlsplit(url).password or ""
         # The server may have moved; the password stays.
-        _write(root / role / "gspo_redis_url", f"redis://{user}:{quote(password)}@{redis}/0")
+        _write(place.secret(role, "gspo_redis_url"), f"redis://{user}:{quote(password)}@{redis}/0")
         passwords[user] = password
     assert passwords.keys() == USERS.keys()
-    _write(root / "redis" / "users.acl", acl_file(passwords) + PROBE)
-    _keep(root / "api" / "gspo_api_keys", f"gspo-{secrets.token_urlsafe(KEY_BYTES)}")
-    token = _keep(root / "rollout" / "gspo_env_token", secrets.token_urlsafe(KEY_BYTES))
-    _write(root / "environments" / "gspo_env_token_sha256", hashlib.sha256(token.encode()).hexdigest())
+    _write(place.secret("redis", "users.acl"), acl_file(passwords) + PROBE)
+    _keep(place.secret("api", "gspo_api_keys"), f"gspo-{secrets.token_urlsafe(KEY_BYTES)}")
+    token = _keep(place.secret("rollout", "gspo_env_token"), secrets.token_urlsafe(KEY_BYTES))
+    _write(place.secret("environments", "gspo_env_token_sha256"), hashlib.sha256(token.encode()).hexdigest())
 
 
 def _keep(path: Path, fresh: str) -> str:

@@ -23,6 +23,7 @@ import msgspec
 from gspo_core.env import InvalidEnvironment
 from services import host_wire
 from services.children import bury_orphans
+from services.data_dir import DataDir
 from services.health import Health
 from services.host_process import Cause, Death, Died, HostProcess, Reply
 from services.host_remote import SILENCE_S
@@ -232,7 +233,7 @@ async def serve(settings: Settings, host: str, port: int, stop: asyncio.Event) -
     sha256 = settings.env_token_sha256
     if sha256 is None:
         raise SettingsError("GSPO_ENV_TOKEN_SHA256 is not set: without it anyone could run code here")
-    interpreters = Interpreters(settings.data_dir / "venvs", settings.env_install)
+    interpreters = Interpreters(DataDir(settings.data_dir).venvs, settings.env_install)
 
     guests: dict[asyncio.Task[None], Guest] = {}
 

@@ -13,14 +13,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from pydantic import BaseModel
 
 from services.functions import Functions
-from services.job_directory import AcceptedJob, JobDirectory
+from services.job_dir import JobsDir
 from services.jobs import (
     LOST,
     Attempt,
@@ -41,6 +40,7 @@ from services.jobs import (
 from services.keys import InvalidJobId, check_job_id, job_key, job_keys, service_key, service_keys
 from services.leases import BeatWatch
 from services.rebuild import Rebuild
+from services.records import AcceptedJob, JobRecords
 from services.refusals import Conflict, Fenced, Forbidden, Missing
 from services.room import write_when_there_is_room
 
@@ -78,13 +78,13 @@ class JobTable:
         now: Callable[[], float],
         *,
         max_attempts: int,
-        root: Path | None,
+        jobs_dir: JobsDir | None,
         rebuild: Rebuild | None,
         waits_for_room: bool = False,
     ) -> None:
         self._to_disk = write_when_there_is_room if waits_for_room else asyncio.to_thread
         self._max_attempts = max_attempts
-        self._root = root
+        self._jobs_dir = jobs_dir
         self._rebuild = rebuild
         self._functions = functions
         self._redis = functions.redis
@@ -144,8 +144,8 @@ class JobTable:
         if self._rebuild is not None:
             await self._rebuild.ensure()
 
-    def _directory(self, job: str) -> JobDirectory | None:
-        return None if self._root is None else JobDirectory(self._root / job)
+    def _directory(self, job: str) -> JobRecords | None:
+        return None if self._jobs_dir is None else JobRecords(self._jobs_dir.job(job))
 
     async def _accept(self, job: str, wanted: AcceptedJob) -> AcceptedJob:
         directory = self._directory(job)

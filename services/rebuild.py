@@ -12,14 +12,14 @@ import json
 import math
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from services.functions import Functions
-from services.job_directory import AcceptedJob, DamagedRecord, JobDirectory, VersionRecord, job_directories
+from services.job_dir import JobsDir
 from services.jobs import DesiredState, JobStatus, default_reason
 from services.keys import InvalidJobId, check_job_id, job_keys, service_key, service_keys
+from services.records import AcceptedJob, DamagedRecord, JobRecords, VersionRecord
 from services.refusals import Missing
 from services.telemetry import get_logger
 
@@ -32,11 +32,11 @@ MAX_TRIES = 10
 
 
 class Rebuild:
-    """Reads the jobs below ``root`` into the server."""
+    """Reads the jobs in ``jobs_dir`` into the server."""
 
-    def __init__(self, functions: Functions, root: Path) -> None:
+    def __init__(self, functions: Functions, jobs_dir: JobsDir) -> None:
         self._functions = functions
-        self._root = root
+        self._jobs_dir = jobs_dir
         self._running = asyncio.Lock()
 
     async def ensure(self) -> None:
@@ -60,10 +60,10 @@ class Rebuild:
 
     async def _restore_all(self) -> int:
         count = 0
-        directories = await asyncio.to_thread(job_directories, self._root)
+        directories = await asyncio.to_thread(self._jobs_dir.accepted)
         for job, directory in directories.items():
             try:
-                count += await self._restore(check_job_id(job), directory)
+                count += await self._restore(check_job_id(job), JobRecords(directory))
             except Missing:
                 return count  # the server was wiped meanwhile, which the end of this round notices
             except (DamagedRecord, InvalidJobId, TypeError, OSError) as error:
@@ -73,7 +73,7 @@ class Rebuild:
             get_logger().warning("jobs restored from their directories: Redis had lost them", num_jobs=count)
         return count
 
-    async def _restore(self, job: str, directory: JobDirectory) -> int:
+    async def _restore(self, job: str, directory: JobRecords) -> int:
         accepted, (revision, fields) = await asyncio.to_thread(
             lambda: (directory.accepted(), directory.newest_status())
         )
@@ -91,7 +91,7 @@ class Rebuild:
         await self._functions.call("announce", service_keys(), job)
         return restored
 
-    async def _restore_environments(self, job: str, directory: JobDirectory) -> None:
+    async def _restore_environments(self, job: str, directory: JobRecords) -> None:
         for index, description in (await asyncio.to_thread(directory.environments)).items():
             await self._functions.call("describe_environment", job_keys(job), index, encode_description(description))
 
@@ -100,7 +100,7 @@ class Rebuild:
             flat = [value for one in some for value in (one.version, one.step, one.manifest)]
             await self._functions.call("restore_versions", job_keys(job), *flat)
 
-    async def _restore_metrics(self, job: str, directory: JobDirectory) -> None:
+    async def _restore_metrics(self, job: str, directory: JobRecords) -> None:
         lines = await asyncio.to_thread(lambda: list(directory.metrics()))
         for record in lines[-METRIC_STEPS:]:
             step = record.pop("step", None)

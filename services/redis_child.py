@@ -36,14 +36,14 @@ class RedisUnsuitable(RuntimeError):
 class RedisChild:
     """The server process, its directory and its socket."""
 
-    def __init__(self, binary: Path, data_dir: Path) -> None:
-        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._log_path = data_dir / "server.log"
-        self._socket = _socket_path(data_dir)
-        self._lock = _lock(data_dir / "lock")
+    def __init__(self, binary: Path, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._log_path = directory / "server.log"
+        self._socket = _socket_path(directory)
+        self._lock = _lock(directory / "lock")
         self._socket.unlink(missing_ok=True)
         self.url = f"unix://{self._socket}"
-        self._argv = [str(binary), *_configuration(data_dir, self._socket)]
+        self._argv = [str(binary), *_configuration(directory, self._socket)]
         self._process: subprocess.Popen[bytes] | None = None
         self._failure: OSError | None = None
         started = threading.Event()
@@ -118,12 +118,12 @@ class RedisChild:
         self._lock.close()
 
 
-def _configuration(data_dir: Path, socket: Path) -> list[str]:
+def _configuration(directory: Path, socket: Path) -> list[str]:
     options = {
         "port": "0",
         "unixsocket": str(socket),
         "unixsocketperm": "700",
-        "dir": str(data_dir),
+        "dir": str(directory),
         "appendonly": "yes",
         "appendfsync": "always",
         "save": "",
@@ -157,15 +157,15 @@ def _lock(path: Path) -> IO[str]:
         return lock
 
 
-def _socket_path(data_dir: Path) -> Path:
+def _socket_path(directory: Path) -> Path:
     """Beside the data; where that is too long a path for a socket, in a short directory that only we can enter.
 
     The name depends on the data directory alone, so clients find a server again after it was restarted.
     """
-    beside = data_dir / "redis.sock"
+    beside = directory / "redis.sock"
     if len(os.fsencode(beside)) <= MAX_SOCKET_PATH_BYTES:
         return beside
-    name = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:16]
     directory = Path(tempfile.gettempdir()) / f"gspo-{os.getuid()}-{name}"
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()

@@ -14,7 +14,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -24,7 +23,7 @@ from services.event_log import Event, EventLog
 from services.fleet import Everyone, Fleet
 from services.fleet_records import EngineRecord, EngineReport, TrainerRecord, WorkerRecord
 from services.functions import Functions
-from services.job_directory import JobDirectory
+from services.job_dir import JobsDir
 from services.job_table import JobTable
 from services.jobs import (
     HANDED_OVER,
@@ -45,6 +44,7 @@ from services.keys import job_key, job_keys
 from services.leases import BeatWatch
 from services.metric_series import MetricSeries
 from services.rebuild import Rebuild, encode_description
+from services.records import JobRecords
 from services.redis_client import RedisClient
 from services.refusals import Conflict, Fenced, Missing
 from services.room import write_when_there_is_room
@@ -85,7 +85,7 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         max_attempts: int = 3,
-        jobs_dir: Path | None = None,
+        jobs_dir: JobsDir | None = None,
         waits_for_room: bool = False,
     ) -> None:
         self._functions = Functions(redis)
@@ -97,7 +97,7 @@ class Store:
             BeatWatch(lease_s, clock),
             now,
             max_attempts=max_attempts,
-            root=jobs_dir,
+            jobs_dir=jobs_dir,
             rebuild=self._rebuild,
             waits_for_room=waits_for_room,
         )
@@ -266,7 +266,7 @@ class Store:
             return None
         description = self._description(held)
         if self._jobs_dir is not None:
-            await self._to_disk(JobDirectory(self._jobs_dir / job).write_environment, index, description)
+            await self._to_disk(JobRecords(self._jobs_dir.job(job)).write_environment, index, description)
         return description
 
     def _description(self, text: bytes) -> dict[str, Any]:

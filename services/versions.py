@@ -7,14 +7,14 @@ job's directory knows what was used. A published one never changes. It holds man
 from __future__ import annotations
 
 import asyncio
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from gspo_core.types import WeightFile, WeightsManifest
+from gspo_core.log.manifests import decode_row, encode_row
+from gspo_core.types import WeightsManifest
 from services.functions import Functions
-from services.job_directory import JobDirectory, RecordConflict, VersionRecord
+from services.job_dir import JobsDir
 from services.keys import job_key, job_keys
+from services.records import JobRecords, RecordConflict, VersionRecord
 from services.refusals import Conflict
 
 
@@ -30,17 +30,17 @@ class Version:
 
 
 class VersionTable:
-    """``root``: where the jobs' directories are, if this process writes there."""
+    """``jobs_dir``: where the jobs' directories are, if this process writes there."""
 
-    def __init__(self, functions: Functions, root: Path | None) -> None:
+    def __init__(self, functions: Functions, jobs_dir: JobsDir | None) -> None:
         self._functions = functions
-        self._root = root
+        self._jobs_dir = jobs_dir
         self._asked: set[str] = set()
         """Owners for whom the directory was looked at: after that the server's counter is above it."""
 
     async def next(self, job: str, token: str, at_least: int) -> int:
-        if self._root is not None and token not in self._asked:
-            highest = await asyncio.to_thread(JobDirectory(self._root / job).highest_version)
+        if self._jobs_dir is not None and token not in self._asked:
+            highest = await asyncio.to_thread(JobRecords(self._jobs_dir.job(job)).highest_version)
             at_least = max(at_least, highest + 1)
             self._asked.add(token)
         return int(await self._functions.call("next_version", job_keys(job), token, at_least))
@@ -48,23 +48,23 @@ class VersionTable:
     async def publish(self, job: str, token: str, manifest: WeightsManifest) -> None:
         if manifest.job != job:
             raise ValueError(f"the manifest of job {manifest.job} is no version of job {job}")
-        text = json.dumps(asdict(manifest), sort_keys=True, separators=(",", ":"))
+        text = encode_row(manifest)
         await self._functions.call("publish_version", job_keys(job), token, manifest.version, text)
-        if self._root is not None:
-            # After the server, so that who is fenced leaves nothing; before anybody is told.
+        if self._jobs_dir is not None:
+            # After the server, so that a fenced trainer leaves nothing; before anyone is told.
             record = VersionRecord(manifest.version, manifest.step, text)
             try:
-                await asyncio.to_thread(JobDirectory(self._root / job).write_version, record)
+                await asyncio.to_thread(JobRecords(self._jobs_dir.job(job)).write_version, record)
             except RecordConflict as error:
                 raise Conflict(str(error)) from None
 
     async def current(self, job: str) -> WeightsManifest | None:
         text = await self._functions.call("current_version", job_keys(job))
-        return None if text is None else _manifest(text)
+        return None if text is None else decode_row(text)
 
     async def all(self, job: str) -> list[WeightsManifest]:
         texts = await self._functions.redis.hvals(job_key(job, "versions"))
-        return sorted((_manifest(text) for text in texts), key=lambda manifest: manifest.version)
+        return sorted((decode_row(text) for text in texts), key=lambda manifest: manifest.version)
 
     async def table(self, job: str) -> list[Version]:
         rows: list[Version] = []
@@ -80,8 +80,3 @@ def _parent(earlier: list[Version], manifest: WeightsManifest) -> int | None:
         return earlier[-1].version
     same = [one.version for one in earlier if one.step == manifest.step]
     return same[-1] if same else None
-
-
-def _manifest(text: bytes) -> WeightsManifest:
-    data = json.loads(text)
-    return WeightsManifest(**{**data, "files": tuple(WeightFile(**file) for file in data["files"])})

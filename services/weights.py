@@ -1,39 +1,36 @@
 """Versions of a job's weights on disk: ``weights/v<version>/``, each a plain model directory plus its manifest.
 
 The rule kept here: what carries a version's name is complete, checked and never changes. Files are written into a
-temporary sibling, hashed, flushed to disk and only then renamed to a name that nobody has used; a process that dies
-in between leaves nothing but a temporary directory, which no reader sees. Which versions may be removed is the
-caller's knowledge; this store neither decides that nor knows which version is current.
+temporary sibling, hashed, flushed to disk and only then renamed to an unused name; a process that dies in between
+leaves nothing but a temporary directory, which no reader sees. The caller decides which versions may be removed; this
+store does not know which version is current.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gspo_core.log.manifests import decode_manifest, encode_manifest
 from gspo_core.types import InvalidValue, WeightFile, WeightsManifest
 from services.durable import (
     TEMPORARY_PREFIX,
-    flush_tree,
-    make_directory,
     name_directory,
+    remove_directory,
     remove_unfinished,
-    temporary_name,
+    whole_directory,
     write_flushed,
 )
+from services.job_dir import JobDir, versions_in
 
 MANIFEST_NAME = "manifest.json"
-_FORMAT = 1
-_VERSION_NAME = re.compile(r"v(0|[1-9][0-9]*)")
-# A writer that is still alive after an hour is not expected; what it left is swept.
+_TOKENIZER_NAME = "tokenizer.json"
+# No writer is expected to be alive after an hour: what it left is swept.
 _TEMPORARY_LIFETIME_S = 3600.0
 
 
@@ -54,45 +51,41 @@ class DamagedVersion(Exception):
 
 
 class WeightStore:
-    """The versions of the job whose directory is ``job_dir``; the directory's name is the job's id."""
+    """The versions of one job."""
 
-    def __init__(self, job_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
-        self._job = job_dir.name
-        self._root = job_dir / "weights"
+    def __init__(self, job: JobDir, *, clock: Callable[[], float] = time.time) -> None:
+        self._job = job
         self._clock = clock
 
     def path(self, version: int) -> Path:
         """Where ``version`` lies, or would lie."""
-        return self._root / f"v{version}"
+        return self._job.version(version)
+
+    def has(self, version: int) -> bool:
+        return self.path(version).is_dir()
 
     def write(self, version: int, epoch: int, step: int, save: Callable[[Path], None]) -> WeightsManifest:
         """Publish on disk what ``save`` writes into the directory that it is given."""
         target = self.path(version)
         if os.path.lexists(target):
             raise VersionExists(f"{target} exists; versions are written once")
-        make_directory(self._root)
-        temporary = self._root / temporary_name(epoch)
-        temporary.mkdir()
-        try:
+        with whole_directory(target, epoch=epoch, name=_rename_once) as temporary:
             save(temporary)
             manifest = WeightsManifest(
-                job=self._job, version=version, epoch=epoch, step=step, files=_flush_and_hash(temporary)
+                job=self._job.id, version=version, epoch=epoch, step=step, files=_flush_and_hash(temporary)
             )
-            write_flushed(temporary / MANIFEST_NAME, _manifest_bytes(manifest))
-            flush_tree(temporary)
-            _rename_once(temporary, target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            write_flushed(temporary / MANIFEST_NAME, encode_manifest(manifest))
         return manifest
 
     def versions(self) -> list[int]:
         """The complete versions on disk, oldest first."""
-        if not self._root.is_dir():
-            return []
-        names = (_VERSION_NAME.fullmatch(entry.name) for entry in self._root.iterdir())
-        numbers = sorted(int(match[1]) for match in names if match)
-        return [number for number in numbers if (self.path(number) / MANIFEST_NAME).is_file()]
+        found = versions_in(self._job.weights)
+        return [version for version in found if (self.path(version) / MANIFEST_NAME).is_file()]
+
+    def newest_tokenizer(self) -> Path | None:
+        """The newest version's directory that holds a tokenizer."""
+        found = (self.path(version) for version in reversed(versions_in(self._job.weights)))
+        return next((path for path in found if (path / _TOKENIZER_NAME).is_file()), None)
 
     def manifest(self, version: int) -> WeightsManifest:
         """What the version says about itself; ``verify`` checks that it is true."""
@@ -102,7 +95,7 @@ class WeightStore:
         except FileNotFoundError as error:
             raise VersionNotFound(f"{directory} holds no complete version") from error
         try:
-            return _parse_manifest(data)
+            return decode_manifest(data)
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedVersion(directory, MANIFEST_NAME, f"unreadable: {error}") from error
 
@@ -124,28 +117,24 @@ class WeightStore:
     def collect(self, keep: set[int]) -> list[int]:
         """Remove every version that is not in ``keep`` and what dead writers left; returns the removed versions.
 
-        Versions newer than all of ``keep`` stay: somebody who has taken the job over published them, and the caller
+        Versions newer than all of ``keep`` stay: a trainer that has taken the job over published them, and the caller
         does not know it yet.
         """
         newest = max(keep, default=math.inf)
         removed = [version for version in self.versions() if version not in keep and version < newest]
         for version in removed:
-            # Renamed first, so that nobody sees a half-removed version.
-            doomed = self._root / temporary_name()
-            with contextlib.suppress(FileNotFoundError):  # another trainer was faster
-                self.path(version).rename(doomed)
-                shutil.rmtree(doomed)
+            remove_directory(self.path(version))
         self._sweep()
         return removed
 
     def remove_unfinished(self, epoch: int) -> None:
-        """For who has taken the job over as ``epoch``: those before it have lost it."""
-        remove_unfinished(self._root, epoch)
+        """Remove what trainers before ``epoch`` left half-written: they have lost the job."""
+        remove_unfinished(self._job.weights, epoch)
 
     def _sweep(self) -> None:
-        if not self._root.is_dir():
+        if not self._job.weights.is_dir():
             return
-        for entry in self._root.iterdir():
+        for entry in self._job.weights.iterdir():
             if entry.name.startswith(TEMPORARY_PREFIX):
                 # A long save renews only the file that it writes to, not the directory.
                 times = [path.lstat().st_mtime for path in (entry, *entry.rglob("*"))]
@@ -193,28 +182,3 @@ def _rename_once(source: Path, target: Path) -> None:
         if os.path.lexists(target):
             raise VersionExists(f"{target} was written by another process meanwhile") from error
         raise
-
-
-def _manifest_bytes(manifest: WeightsManifest) -> bytes:
-    record = {
-        "format": _FORMAT,
-        "job": manifest.job,
-        "version": manifest.version,
-        "epoch": manifest.epoch,
-        "step": manifest.step,
-        "files": [{"path": file.path, "size_bytes": file.size_bytes, "sha256": file.sha256} for file in manifest.files],
-    }
-    return (json.dumps(record, indent=1) + "\n").encode()
-
-
-def _parse_manifest(data: bytes) -> WeightsManifest:
-    record = json.loads(data)
-    if record["format"] != _FORMAT:
-        raise ValueError(f"format {record['format']}, this release reads {_FORMAT}")
-    return WeightsManifest(
-        job=record["job"],
-        version=record["version"],
-        epoch=record["epoch"],
-        step=record["step"],
-        files=tuple(WeightFile(file["path"], file["size_bytes"], file["sha256"]) for file in record["files"]),
-    )

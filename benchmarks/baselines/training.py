@@ -23,7 +23,7 @@ from gspo_core.env import Environment, load_environment
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from gspo_core.types import Group, Split
-from services.trainer.sequences import group_metrics, train_sequences
+from services.trainer.sequences import group_metrics, train_batch
 from services.trainer.tasks import FIRST_EVAL_GROUP, TaskSchedule
 from services.trainer.tuning import learner_config
 
@@ -135,7 +135,7 @@ class Training:
     def _train(self, step: int, groups: Sequence[Group]) -> None:
         started = time.process_time()
         config = self._spec.objective.advantage
-        sequences, _ = train_sequences(groups, lambda versions: np.asarray(step - versions, np.int32), config)
+        sequences = train_batch(groups, lambda versions: np.asarray(step - versions, np.int32), config).sequences
         sequences = attribute(sequences, step, self._cell.attribution, self._sampler)
         metrics = self._learner.step(sequences)
         self._metrics.append(metrics | group_metrics(groups))
@@ -160,7 +160,7 @@ class Training:
 
     def _engine_difference(self, groups: Sequence[Group]) -> float:
         """Sampler against trainer under the same weights: what is not staleness."""
-        sequences, _ = train_sequences(groups, np.zeros_like, self._spec.objective.advantage)
+        sequences = train_batch(groups, np.zeros_like, self._spec.objective.advantage).sequences
         scored = self._learner.logprobs(sequences)
         pairs = zip(sequences, scored, strict=True)
         return max(float(np.abs(one.behavior_logprobs - logprobs)[one.action_mask].max()) for one, logprobs in pairs)

@@ -16,9 +16,11 @@ from typing import Any
 from gspo_core.cli.watch import JobView
 from gspo_core.client import Client
 from gspo_core.spec_file import load_job_spec
+from services.data_dir import DataDir
+from services.job_dir import JobDir
 from services.local.demo import NO_KEYS, while_alive
 from services.local.stack import Stack, StackConfig, StackError
-from services.weights import MANIFEST_NAME
+from services.weights import MANIFEST_NAME, WeightStore
 
 
 def main(model: Path, spec_file: Path, out: Path) -> None:
@@ -31,16 +33,17 @@ def main(model: Path, spec_file: Path, out: Path) -> None:
             view.take(event.type, event.data)
         if view.status != "succeeded":
             raise StackError(f"the job {view.status}: {view.reason or 'see the logs'} ({stack.log_dir})")
-    records = published(out / "jobs" / view.job_id / "weights")
+    records = published(DataDir(out).jobs.job(view.job_id))
     for record in records:
         record |= {"not_counted_s": 0.0, "stack_started": started, "submitted": submitted}
     (out / "timeline.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def published(weights: Path) -> list[dict[str, Any]]:
+def published(job: JobDir) -> list[dict[str, Any]]:
     """The first version of each step, and when its last file was complete."""
     found: dict[int, dict[str, Any]] = {}
-    for manifest in weights.glob(f"v*/{MANIFEST_NAME}"):
+    weights = WeightStore(job)
+    for manifest in (weights.path(version) / MANIFEST_NAME for version in weights.versions()):
         step = int(json.loads(manifest.read_text())["step"])
         record = {"step": step, "at": manifest.stat().st_mtime, "weights": str(manifest.parent)}
         if step not in found or record["at"] < found[step]["at"]:

@@ -25,6 +25,7 @@ from services.api.http_protocol import BoundedHttp
 from services.api.key_ring import KeyRing
 from services.away import Away
 from services.bus import Bus
+from services.data_dir import DataDir
 from services.environment_registry import Registry
 from services.process import run_until_signalled
 from services.redis_server import connect, warn_if_weaker
@@ -57,14 +58,15 @@ class _Server(uvicorn.Server):
 async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S) -> None:
     """Serve until `stop` is set."""
     keys = [key.get_secret_value() for key in settings.api_keys]
-    ring = KeyRing(settings.data_dir / "keys")
+    data_dir = DataDir(settings.data_dir)
+    ring = KeyRing(data_dir.keys)
     require_safe_bind(settings.api_host, Access(keys, ring))
     redis_url = settings.redis_url
     if redis_url is None:
         raise SettingsError("GSPO_REDIS_URL is not set: name the Redis that all processes share (`gspo up` starts one)")
 
     async with connect(redis_url, max_connections=MAX_CONNECTIONS, wait_s=WAIT_S) as redis, connect(redis_url) as news:
-        store = Store(redis, lease_s=settings.lease_s, jobs_dir=settings.data_dir / "jobs")
+        store = Store(redis, lease_s=settings.lease_s, jobs_dir=data_dir.jobs)
         # A server that cannot hold our functions ends this process with the reason; one that is away does not.
         with contextlib.suppress(Away, TimeoutError):
             async with asyncio.timeout(FIRST_CONTACT_S):
@@ -74,9 +76,9 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
         backend = Backend(
             store,
             Bus(redis, lease_s=settings.lease_s),
-            settings.data_dir / "jobs",
+            data_dir.jobs,
             redis,
-            registry=Registry(settings.data_dir / "environments"),
+            registry=Registry(data_dir.environments),
             networks=parse_networks(settings.outbound_networks),
             may_upload=settings.env_uploads,
             news=Store(news),
@@ -86,7 +88,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
             keys=keys,
             ring=ring,
             may_be_open=is_loopback(settings.api_host),
-            audit=Audit(settings.data_dir / "audit.jsonl"),
+            audit=Audit(data_dir.audit),
             stopping=stop,
             lease_s=settings.lease_s,
         )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Literal
 
+from gspo_core.staleness import Position
 from services.api.views import View
-
-_NAME = re.compile(r"ep(\d+)-step(\d+)")
+from services.checkpoint_storage import Stored
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 
 
 class CheckpointFile(View):
@@ -50,37 +48,30 @@ class CheckpointDetail(CheckpointView):
     export: ExportView
 
 
-def checkpoints_of(job: str, job_dir: Path) -> list[CheckpointView]:
+def checkpoints_of(job: JobDir) -> list[CheckpointView]:
     """The newest first."""
-    root = job_dir / "checkpoints"
-    names = [_NAME.fullmatch(one.name) for one in root.iterdir()] if root.is_dir() else []
-    positions = sorted(((int(one[1]), int(one[2]), one[0]) for one in names if one), reverse=True)
-    found = (_view(job, epoch, step, root / name) for epoch, step, name in positions)
+    store = CheckpointStore(job)
+    found = (_view(store, job.id, position) for position in reversed(store.positions()))
     return [one for one in found if one is not None]
 
 
-def files_of(path: Path) -> list[CheckpointFile]:
-    """Fewer while the checkpoint is removed."""
-    found = []
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                file = Path(folder, name)
-                found.append(CheckpointFile(path=str(file.relative_to(path)), size_bytes=file.stat().st_size))
-    return sorted(found, key=lambda one: one.path)
+def files_of(stored: Stored) -> list[CheckpointFile]:
+    files = [CheckpointFile(path=file.path, size_bytes=file.size_bytes) for file in stored.files]
+    return sorted(files, key=lambda one: one.path)
 
 
-def _view(job: str, epoch: int, step: int, path: Path) -> CheckpointView | None:
-    """None: its trainer has removed it in this moment."""
+def _view(store: CheckpointStore, job: str, position: Position) -> CheckpointView | None:
+    """None: its trainer has just removed it."""
     try:
-        changed = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        stored = store.describe(position)
     except FileNotFoundError:
         return None
+    changed = datetime.fromtimestamp(stored.changed_at, UTC)
     return CheckpointView(
-        id=f"{job}/{epoch}/{step}",
+        id=f"{job}/{position.epoch}/{position.step}",
         job_id=job,
-        epoch=epoch,
-        step=step,
+        epoch=position.epoch,
+        step=position.step,
         created_at=changed.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        size_bytes=sum(file.size_bytes for file in files_of(path)),
+        size_bytes=sum(file.size_bytes for file in stored.files),
     )

@@ -15,7 +15,9 @@ from pydantic import ValidationError
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.spec import JobSpec
+from services.job_dir import JobsDir
 from services.jobs import Job
+from services.weights import WeightStore
 
 MAX_CODECS = 8
 
@@ -23,7 +25,7 @@ MAX_CODECS = 8
 class Codecs:
     """Blocking: call it in a thread."""
 
-    def __init__(self, jobs_dir: Path) -> None:
+    def __init__(self, jobs_dir: JobsDir) -> None:
         self._jobs_dir = jobs_dir
         self._held: OrderedDict[str, ChatCodec] = OrderedDict()
         self._lock = threading.Lock()
@@ -50,15 +52,11 @@ class Codecs:
         except ValidationError as error:
             raise ValueError(f"the specification of the job is of another release: {error}") from None
         chat = spec.chat
+        # A version's directory holds the tokenizer that sampled, whatever became of the model since.
         return load_codec(
-            self._model_dir(job.id, Path(spec.model)),
+            WeightStore(self._jobs_dir.job(job.id)).newest_tokenizer() or Path(spec.model),
             format=chat.format,
             calls=chat.calls,
             thinking=chat.thinking,
             variables=chat.variables,
         )
-
-    def _model_dir(self, job: str, model: Path) -> Path:
-        """A version's directory holds the tokenizer that sampled, whatever became of the model since."""
-        written = sorted((self._jobs_dir / job / "weights").glob("v*/tokenizer.json"))
-        return written[-1].parent if written else model

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
@@ -24,6 +23,7 @@ from services.api.traffic import Traffic
 from services.bus import Bus
 from services.environment_registry import Registry
 from services.errands import Errands
+from services.job_dir import JobsDir
 from services.redis_client import RedisClient
 from services.replies import Replies
 from services.store import Store
@@ -35,7 +35,7 @@ class Backend:
 
     store: Store
     bus: Bus
-    jobs_dir: Path
+    jobs_dir: JobsDir
     redis: RedisClient
     registry: Registry | None = None
     """None: nothing can be registered."""

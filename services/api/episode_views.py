@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from gspo_core.advantage import batch_advantages
+from gspo_core.advantage import episode_advantages
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
-from gspo_core.types import Group, Segment, Trajectory
+from gspo_core.types import EpisodeKey, Group, Segment, Trajectory
 from services.api.views import View
 from services.batch_log import LoggedBatch
 from services.bus import EpisodeView, GroupView, Stage
@@ -102,18 +102,13 @@ class EpisodeDetail(EpisodeSummary):
 
 def trained_groups(job: str, batch: LoggedBatch, spec: JobSpec | None) -> list[GroupSummary]:
     """Every group of a batch, with the advantages that the trainer gave its members."""
-    trajectories = [trajectory for group in batch.groups for trajectory in group]
-    advantages: Mapping[Any, float | None] = {}
-    if spec is not None:
-        numbers = [trajectory.key.group for trajectory in trajectories]
-        computed = batch_advantages([one.reward for one in trajectories], numbers, spec.objective.advantage)
-        kept = zip(trajectories, computed.advantages, computed.kept, strict=True)
-        advantages = {one.key: value if is_kept else None for one, value, is_kept in kept}
-    position = Position(batch.epoch, batch.step)
-    return [_trained_group(job, group, position, advantages) for group in batch.groups]
+    advantages = {} if spec is None else episode_advantages(batch.groups, spec.objective.advantage)
+    return [_trained_group(job, group, batch.position, advantages) for group in batch.groups]
 
 
-def _trained_group(job: str, group: Group, position: Position, advantages: Mapping[Any, float | None]) -> GroupSummary:
+def _trained_group(
+    job: str, group: Group, position: Position, advantages: Mapping[EpisodeKey, float | None]
+) -> GroupSummary:
     rewards = [reward for reward in group.rewards if reward is not None]
     return GroupSummary(
         id=f"{job}/{group.group}",

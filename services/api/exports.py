@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from gspo_core.staleness import Position
 from services.api.checkpoint_views import ExportView
-from services.export import ExportFailed, checkpoint_path, export_checkpoint
+from services.durable import remove_directory
+from services.export import ExportFailed, export_checkpoint
+from services.job_dir import JobDir
 
 # Each loads a model.
 MAX_TOGETHER = 1
 MAX_FAILURES = 100
-
-
-def export_path(job_dir: Path, epoch: int, step: int) -> Path:
-    return job_dir / "exports" / checkpoint_path(job_dir, epoch, step).name
 
 
 class Exports:
@@ -27,30 +26,35 @@ class Exports:
         self._running: dict[Path, asyncio.Task[None]] = {}
         self._failures: dict[Path, str] = {}
 
-    def view(self, job_dir: Path, epoch: int, step: int) -> ExportView:
-        path = export_path(job_dir, epoch, step)
+    def view(self, job_dir: JobDir, at: Position) -> ExportView:
+        path = job_dir.export(at)
         if path.is_dir():
-            return ExportView(status="ready", path=str(path.relative_to(job_dir.parents[1])), message=None)
+            return ExportView(status="ready", path=job_dir.shown(path), message=None)
         if path in self._running:
             return ExportView(status="exporting", path=None, message=None)
         failure = self._failures.get(path)
         return ExportView(status="failed" if failure else "none", path=None, message=failure)
 
-    def begin(self, job_dir: Path, epoch: int, step: int) -> None:
-        path = export_path(job_dir, epoch, step)
+    def begin(self, job_dir: JobDir, at: Position) -> None:
+        path = job_dir.export(at)
         if not path.is_dir() and path not in self._running:
             self._failures.pop(path, None)
-            self._running[path] = asyncio.create_task(self._export(job_dir, epoch, step, path), name=f"export {path}")
+            self._running[path] = asyncio.create_task(self._export(job_dir, at), name=f"export {path}")
+
+    def remove(self, job_dir: JobDir, at: Position) -> None:
+        """Blocking: call it in a thread."""
+        remove_directory(job_dir.export(at))
 
     async def close(self) -> None:
         """Nobody waits for an export when the process ends; its own process ends with this one."""
         for task in self._running.values():
             task.cancel()
 
-    async def _export(self, job_dir: Path, epoch: int, step: int, path: Path) -> None:
+    async def _export(self, job_dir: JobDir, at: Position) -> None:
+        path = job_dir.export(at)
         try:
             async with self._room:
-                await asyncio.to_thread(export_checkpoint, job_dir, epoch, step, path)
+                await asyncio.to_thread(export_checkpoint, job_dir, at.epoch, at.step, path)
         except (ExportFailed, OSError) as error:
             while len(self._failures) >= MAX_FAILURES:
                 self._failures.pop(next(iter(self._failures)))

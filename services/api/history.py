@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group
 from services.batch_log import BatchLog, BatchLogNotFound, DamagedBatchLog, LoggedBatch
+from services.job_dir import JobDir, JobsDir
 from services.jobs import Job
 from services.keys import check_job_id
 from services.trained_log import TrainedLog
@@ -47,15 +48,15 @@ class EpisodeNotKept(LookupError):
 
 
 class History:
-    """The batch logs of the jobs below ``jobs_dir``. Blocking: call it in a thread."""
+    """The batch logs of the jobs in ``jobs_dir``. Blocking: call it in a thread."""
 
-    def __init__(self, jobs_dir: Path) -> None:
+    def __init__(self, jobs_dir: JobsDir) -> None:
         self._jobs_dir = jobs_dir
         self._batches = _Cache[LoggedBatch](CACHE_BYTES)
         self._indexes = _Cache[tuple[int, ...]](CACHED_INDEXES)
 
-    def job_dir(self, job: str) -> Path:
-        return self._jobs_dir / check_job_id(job)
+    def job_dir(self, job: str) -> JobDir:
+        return self._jobs_dir.job(check_job_id(job))
 
     def positions(self, job: Job) -> list[Position]:
         """The batches of the job's lineage, the newest first."""

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from services.data_dir import KeysDir
 from services.durable import make_directory, write_once
 
 SCOPES = ("jobs:read", "jobs:write", "envs:write", "env:upload", "episodes:read", "admin")
@@ -42,7 +43,7 @@ class KeyRecord:
 class KeyRing:
     """The keys in a directory. ``now``: the time of day, for keys that expire."""
 
-    def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, directory: KeysDir, now: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._now = now
         self._keys: dict[str, KeyRecord] = {}
@@ -60,8 +61,8 @@ class KeyRing:
         made = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         expires_at = None if lifetime_s is None else now + lifetime_s
         record = KeyRecord(key_id, owner or key_id, tuple(scopes), made, expires_at, _digest(secret))
-        make_directory(self._directory)
-        write_once(self._directory / f"{key_id}.json", [json.dumps(asdict(record)).encode()])
+        make_directory(self._directory.path)
+        write_once(self._directory.record(key_id), [json.dumps(asdict(record)).encode()])
         self._seen = None
         return record, f"gspo_{key_id}_{secret}"
 
@@ -78,7 +79,7 @@ class KeyRing:
         if key_id not in self.valid():
             return False
         with contextlib.suppress(FileExistsError):
-            write_once(self._directory / f"{key_id}.revoked", [b"{}"])
+            write_once(self._directory.revoked(key_id), [b"{}"])
         self._seen = None
         return True
 
@@ -95,7 +96,7 @@ class KeyRing:
 
     def _look(self) -> None:
         try:
-            changed = self._directory.stat().st_mtime_ns
+            changed = self._directory.path.stat().st_mtime_ns
         except FileNotFoundError:
             self._keys, self._was_used, self._seen = {}, False, None
             return
@@ -104,8 +105,8 @@ class KeyRing:
         if not self._is_settled:
             # Before it is read: what is written after this moment has another time.
             self._is_settled = time.monotonic() - self._seen_since > TICK_S
-            paths = list(self._directory.glob("*.json"))
-            revoked = {path.stem for path in self._directory.glob("*.revoked")}
+            paths = self._directory.records()
+            revoked = self._directory.revoked_ids()
             self._keys = {record.id: record for record in map(_read, paths) if record.id not in revoked}
             self._was_used = bool(paths)
 

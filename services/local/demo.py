@@ -23,6 +23,7 @@ from gspo_core.cli.watch import JobView, follow
 from gspo_core.client import Client, Event
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
+from services.data_dir import DataDir
 from services.local import demonstrations, search_demonstrations
 from services.local.course import Course
 from services.local.demo_model import NotADemoModel, make_demo_model
@@ -107,7 +108,9 @@ def judge(spec: JobSpec, data_dir: Path, followed: Followed, *, quiet: bool = Fa
     """What the run showed, and whether what it recorded is true."""
     if not quiet:
         print(f"checking {NUM_PROVENANCE_TOKENS} trained tokens against the weights that sampled them ...", flush=True)
-    provenance = check_provenance(data_dir / "jobs" / followed.view.job_id, NUM_PROVENANCE_TOKENS, seed=spec.seed)
+    provenance = check_provenance(
+        DataDir(data_dir).jobs.job(followed.view.job_id), NUM_PROVENANCE_TOKENS, seed=spec.seed
+    )
     return summarise(spec, followed.view, followed.steps, provenance, followed.training_s)
 
 
@@ -179,7 +182,7 @@ def model_name(seed: int, scenario: Scenario = SHORT) -> str:
 
 def demonstrate(spec: JobSpec, run_dir: Path, *, expected_points: float | None, keep: bool) -> int:
     """Everything between the making of the model and the prompt of the shell; the exit status."""
-    model_dir, logs = Path(spec.model), LogView(run_dir / "logs")
+    model_dir, logs = Path(spec.model), LogView(DataDir(run_dir).logs)
     with PeakMemory() as peak, started(run_dir, model_dir) as stack:
         followed = follow_job(stack, spec)
         if not keep:
@@ -204,7 +207,7 @@ def write_report(result: DemoResult, spec: JobSpec, run_dir: Path, peak_bytes: i
     picture = run_dir / "learning_curve.png"
     plot(result, picture)
     (run_dir / "result.json").write_text(json.dumps(asdict(result) | {"peak_memory_bytes": peak_bytes}, indent=2))
-    weights = WeightStore(run_dir / "jobs" / result.job)
+    weights = WeightStore(DataDir(run_dir).jobs.job(result.job))
     versions = weights.versions()
     pair = play_both(spec, weights.path(versions[0]), weights.path(versions[-1]))
     print()
@@ -234,10 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     scenario = LONG if arguments.long else SHORT
     root = arguments.data_dir.resolve()
-    run_dir = root / "demo"
+    run_dir = DataDir(root).demo
     try:
         with terminate_as_interrupt():
-            model_dir = root / "models" / model_name(arguments.seed, scenario)
+            model_dir = DataDir(root).model(model_name(arguments.seed, scenario))
             check_place(StackConfig(root, model_dir, port=0))
             make_demo_model(model_dir, arguments.seed, taught=scenario.taught)
             shutil.rmtree(run_dir, ignore_errors=True)

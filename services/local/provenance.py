@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from gspo_core.types import Branch, Segment
 from services.batch_log import BatchLog
+from services.job_dir import JobDir
 from services.weights import WeightStore
 
 # Engine and trainer differ by the order of float32 additions only.
@@ -38,7 +39,7 @@ class Provenance:
         )
 
 
-def check_provenance(job_dir: Path, num_tokens: int, seed: int) -> Provenance:
+def check_provenance(job_dir: JobDir, num_tokens: int, seed: int) -> Provenance:
     """Draw ``num_tokens`` trained tokens of a finished job and compare each with a plain forward pass."""
     drawn = _draw(list(_branches(BatchLog(job_dir))), num_tokens, random.Random(seed))
     weights = WeightStore(job_dir)

@@ -24,6 +24,7 @@ from typing import IO, Self
 import httpx
 
 from services.children import die_with_parent
+from services.data_dir import DataDir
 from services.engines.kinds import engine_is_ready
 from services.ports import free_port, kept_port
 from services.redis_server import RedisServer, RedisUnsuitable
@@ -94,7 +95,7 @@ class Stack:
 
     def __init__(self, config: StackConfig) -> None:
         self.config = config
-        self.log_dir = config.data_dir / "logs"
+        self.log_dir = DataDir(config.data_dir).logs
         self._children: list[Child] = []
         self._redis: RedisServer | None = None
         self.api_url = ""
@@ -117,7 +118,7 @@ class Stack:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         api_port = claim_port(config.host, config.port)
         self.api_url = f"http://{config.host}:{api_port}"
-        engine_port = 0 if config.engine_urls else kept_port(config.data_dir / "engine.port", but=api_port)
+        engine_port = 0 if config.engine_urls else kept_port(DataDir(config.data_dir).engine_port, but=api_port)
         self.engine_url = ",".join(config.engine_urls) or f"http://127.0.0.1:{engine_port}"
         self._start_redis()
         environment = self._environment()
@@ -135,7 +136,7 @@ class Stack:
 
     def _start_redis(self) -> None:
         try:
-            self._redis = RedisServer.start(self.config.data_dir / "redis")
+            self._redis = RedisServer.start(DataDir(self.config.data_dir).redis)
         except (RedisUnsuitable, SettingsError) as error:
             raise StackError(str(error)) from error
         self.redis_url = self._redis.url
@@ -185,7 +186,7 @@ class Stack:
         """Raise when a process has died, with the end of its log."""
         for name in self.ended():
             if name == REDIS:
-                raise StackError(f"the Redis server ended; see {self.config.data_dir / 'redis' / 'server.log'}")
+                raise StackError(f"the Redis server ended; see {DataDir(self.config.data_dir).redis_log}")
             child = self._children[self._position(name)]
             raise StackError(
                 f"{name} ended with code {child.process.returncode}. The end of {child.log_path}:\n{child.last_words()}"

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from services.data_dir import DataDir
 from services.local.demo_model import NotADemoModel, make_demo_model
 from services.local.log_view import LogView
 from services.local.stack import Stack, StackConfig, StackError, check_place, terminate_as_interrupt
@@ -27,7 +28,7 @@ CHECK_S = 0.5
 def up(*, data_dir: str | None, model: str | None, port: int, rollout_workers: int) -> int:
     """Returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when the stack could not start."""
     root = Path(data_dir or os.environ.get("GSPO_DATA_DIR", ".gspo")).resolve()
-    model_dir = Path(model).resolve() if model else root / "models" / "calculator-tiny"
+    model_dir = Path(model).resolve() if model else DataDir(root).model("calculator-tiny")
     config = StackConfig(root, model_dir, port=port, rollout_workers=rollout_workers)
     try:
         with terminate_as_interrupt():
@@ -37,7 +38,7 @@ def up(*, data_dir: str | None, model: str | None, port: int, rollout_workers: i
             elif not (model_dir / "config.json").exists():
                 raise StackError(f"{model_dir} holds no model: a folder with config.json and *.safetensors is needed")
             print("starting Redis, engine, API, trainer and rollout workers ...", flush=True)
-            logs = LogView(root / "logs")
+            logs = LogView(DataDir(root).logs)
             with Stack(config) as stack:
                 print(greeting(stack, model_dir), flush=True)
                 look_after(stack, logs)

@@ -14,6 +14,7 @@ from functools import partial
 from services.away import NotPermitted
 from services.bus import Bus
 from services.cancelling import cancel_all
+from services.data_dir import DataDir
 from services.drains import Drains
 from services.engines.kinds import open_engines
 from services.environment_registry import Registry
@@ -46,8 +47,8 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
     async with connect(settings.redis_url) as redis, open_engines(max_connections=config.max_connections) as engine_at:
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
         await functions_there(bus)
-        interpreters = Interpreters(settings.data_dir / "venvs", settings.env_install)
-        registry = Registry(settings.data_dir / "environments")
+        interpreters = Interpreters(DataDir(settings.data_dir).venvs, settings.env_install)
+        registry = Registry(DataDir(settings.data_dir).environments)
         sites = Sites(registry, settings.outbound_networks, elsewhere=bool(settings.env_hosts))
         runner = ErrandRunner(Errands(redis), sites, None if settings.env_hosts else interpreters, config.name)
         traces = traces_of(settings, config.name)
@@ -110,7 +111,7 @@ async def work_in_processes(settings: Settings, arguments: argparse.Namespace, s
 def boot_for(settings: Settings) -> Boot:
     """Where environments run: in services elsewhere, or beside this process."""
     if not settings.env_hosts:
-        return LocalHosts(Interpreters(settings.data_dir / "venvs", settings.env_install)).boot
+        return LocalHosts(Interpreters(DataDir(settings.data_dir).venvs, settings.env_install)).boot
     if settings.env_token is None:
         raise SystemExit("GSPO_ENV_TOKEN is not set: the services in GSPO_ENV_HOSTS ask for it")
     return RemoteHosts(settings.env_hosts, settings.env_token.get_secret_value()).boot

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import groups_admissible
 from gspo_core.types import Split
 from services.away import OutOfMemory
 from services.bus import Bus, Full
 from services.store import Claim
-from services.trainer.lineage import Lineage
 from services.trainer.tasks import TaskSchedule
 from services.trainer.tuning import Tuning
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position, token_staleness
 from gspo_core.types import Group, WeightsManifest
-from services.trainer.lineage import Lineage
 
 
 class Ages:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from gspo_core.spec import JobSpec
 from services.away import Away, CredentialsRefused
 from services.bus import Bus, Fenced
+from services.data_dir import DataDir
 from services.engines.kinds import open_engines
 from services.jobs import HANDED_OVER
 from services.redis_client import connect
@@ -115,7 +116,7 @@ async def run_attempt(
             redis,
             lease_s=settings.lease_s,
             max_attempts=settings.max_attempts,
-            jobs_dir=settings.data_dir / "jobs",
+            jobs_dir=DataDir(settings.data_dir).jobs,
             waits_for_room=True,
         )
         told: list[WandbRun] = []

@@ -14,11 +14,12 @@ from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from services.batch_log import BatchLog
 from services.bus import Bus
+from services.checkpoints import CheckpointStore
+from services.data_dir import DataDir
 from services.engines.protocol import Connect
 from services.settings import Settings
 from services.store import Claim, Store
 from services.trainer.attempt_messages import Capabilities
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.device import device_of
 from services.trainer.engines import Engines
 from services.trainer.followers import Followers
@@ -46,8 +47,8 @@ def make_run(
     make: Callable[[], AnyLearner],
 ) -> JobRun:
     """The step loop of a claimed job."""
-    job_dir = settings.data_dir / "jobs" / claim.job_id
-    job_dir.mkdir(parents=True, exist_ok=True)
+    job_dir = DataDir(settings.data_dir).jobs.job(claim.job_id)
+    job_dir.path.mkdir(parents=True, exist_ok=True)
     weights = WeightStore(job_dir)
     engines = Engines(
         store,
@@ -70,7 +71,7 @@ def make_run(
         weights=weights,
         batch_log=BatchLog(job_dir),
         checkpoints=CheckpointStore(job_dir),
-        metrics_path=job_dir / "metrics.jsonl",
+        job_dir=job_dir,
         budget_bytes=settings.redis_bytes_per_job,
         listeners=listeners,
     )
@@ -92,8 +93,8 @@ def listeners(settings: Settings, job: str, spec: JobSpec) -> list[WandbRun]:
     """Are told every number, as are the store and the files of the job."""
     if settings.wandb_project is None:
         return []
-    job_dir = settings.data_dir / "jobs" / job
-    return [WandbRun(settings.wandb_project, settings.wandb_mode, job_dir, job, spec.name)]
+    job_dir = DataDir(settings.data_dir).jobs.job(job)
+    return [WandbRun(settings.wandb_project, settings.wandb_mode, job_dir.path, job_dir.id, spec.name)]
 
 
 def make_learner(spec: JobSpec) -> Learner:

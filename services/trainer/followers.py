@@ -12,12 +12,11 @@ import contextlib
 import queue
 import socket
 import threading
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
+from services.data_dir import DataDir
 from services.telemetry import get_logger
 from services.trainer.failure import RanksLost
 from services.trainer.rank_calls import COMMANDS, Beat, Call, End, Look, Write, encode
@@ -94,10 +93,10 @@ class Followers:
                 message = f"rank {rank}: {problem.message}"
                 raise ShareNotWritten(message) if problem.errno is None else OSError(problem.errno, message)
 
-    def look(self, data_dir: Path) -> None:
+    def look(self, data_dir: DataDir) -> None:
         """Whether all see the directory that is to be shared. Raises RanksLost."""
-        witness = data_dir / f".ranks-{uuid.uuid4().hex}"
-        data_dir.mkdir(parents=True, exist_ok=True)
+        witness = data_dir.witness()
+        data_dir.path.mkdir(parents=True, exist_ok=True)
         witness.touch()
         try:
             self.run(Look(str(witness)), lambda: None)

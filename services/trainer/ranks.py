@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from gspo_core.spec import JobSpec
+from services.data_dir import DataDir
 from services.health import Health
 from services.process import run_until_signalled
 from services.process_group import in_own_thread
@@ -92,7 +93,7 @@ async def lead(place: Place, stop: asyncio.Event) -> None:
         meeting.cancel()
         return
     followers = Followers(meeting.result())
-    await in_own_thread(lambda: followers.look(settings.data_dir))
+    await in_own_thread(lambda: followers.look(DataDir(settings.data_dir)))
     get_logger().info("all ranks are here", num_ranks=place.num_ranks)
     attempts = RankedAttempts(settings, place, followers)
     await serve(settings, stop, attempts, capabilities() | {"num_ranks": place.num_ranks})

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gspo_core.learner import UnknownFormat as UnknownState
+from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position, in_history
 from services.batch_log import BatchLog, UnknownLogSchema
+from services.checkpoints import LOST, CheckpointStore, LostForkRecord, UnknownFormat
 from services.telemetry import get_logger
-from services.trainer.checkpoints import LOST, CheckpointStore, DamagedRecord, UnknownFormat
 from services.trainer.failure import AttemptFailed, JobFailure
-from services.trainer.lineage import Lineage
 from services.trainer.ranked_learner import AnyLearner
 from services.trainer.replay import replay
 from services.trainer.tuning import Tuning
@@ -65,7 +64,7 @@ def recover(
         found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning, keep)
     except (UnknownFormat, UnknownState, UnknownLogSchema) as error:
         raise JobFailure("incompatible_release", str(error)) from error
-    except DamagedRecord as error:
+    except LostForkRecord as error:
         raise JobFailure("data_damaged", str(error)) from error
     except OSError as error:
         raise AttemptFailed("data_unreadable", f"{error}: it may be whole, so nothing is passed over for it") from error
@@ -103,15 +102,15 @@ def _load(
     # Looked for anew each time: a trainer that does not know yet that it has lost the job may remove old ones for new.
     tried, told = set[Position](), set[str]()
 
-    def skipped(path: Path, problem: str) -> None:
-        if path.name not in told:
-            told.add(path.name)
-            _remark(found, "checkpoint_skipped", f"{path.name} is passed over: {problem}")
+    def skipped(name: str, problem: str) -> None:
+        if name not in told:
+            told.add(name)
+            _remark(found, "checkpoint_skipped", f"{name} is passed over: {problem}")
 
     while checkpoint := next((one for one in checkpoints.newest_first(skipped) if one.position not in tried), None):
         tried.add(checkpoint.position)
         if not in_history(checkpoint.position, newest_epoch, forks):
-            skipped(checkpoint.learner_dir.parent, "a trainer wrote it that had lost the job")
+            skipped(checkpoint.name, "a trainer wrote it that had lost the job")
             continue
         try:
             learner.load_state(checkpoint.learner_dir)
@@ -120,7 +119,7 @@ def _load(
         except (ValueError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in LOST:
                 raise
-            skipped(checkpoint.learner_dir.parent, str(error))
+            skipped(checkpoint.name, str(error))
             continue
         found.lineage, found.saved = checkpoint.lineage, checkpoint.position
         return

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position
 from services.batch_log import BatchLog, DamagedBatchLog, LoggedBatch, UnknownLogSchema, batches_after
 from services.telemetry import get_logger
-from services.trainer.lineage import Lineage
 from services.trainer.ranked_learner import AnyLearner
-from services.trainer.sequences import train_sequences
+from services.trainer.sequences import train_batch
 from services.trainer.tuning import Tuning
 
 
@@ -55,8 +55,7 @@ def train_again(learner: AnyLearner, lineage: Lineage, batch: LoggedBatch, tunin
     def staleness_of(versions: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.array([ages[str(version)] for version in versions.tolist()], dtype=np.int32)
 
-    sequences, _ = train_sequences(batch.groups, staleness_of, tuning.spec.objective.advantage)
-    learner.step(sequences)
+    learner.step(train_batch(batch.groups, staleness_of, tuning.spec.objective.advantage).sequences)
     dropped = [group for groups in batch.extra["dropped"].values() for group in groups]
     lineage.step = batch.step
     lineage.num_published += len(batch.groups)

@@ -18,6 +18,7 @@ import msgspec
 from gspo_core.objective import Alarm
 from gspo_core.types import StepReport, WeightsManifest
 from services.durable import append_line
+from services.job_dir import JobDir
 from services.room import NoRoom, raising_no_room
 from services.store import Claim, Store
 from services.telemetry import get_logger
@@ -32,13 +33,13 @@ class Listener(Protocol):
 
 
 class Reports:
-    """Of one claimed job. ``metrics_path`` is what a server that was wiped is given back."""
+    """The reports of one claimed job, in Redis and in the files of its directory."""
 
-    def __init__(self, store: Store, claim: Claim, metrics_path: Path, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, store: Store, claim: Claim, job_dir: JobDir, listeners: Sequence[Listener] = ()) -> None:
         self._store = store
         self._claim = claim
-        self._metrics_path = metrics_path
-        files = EventFile(metrics_path.parent / "tensorboard", f"epoch{claim.epoch:06d}")
+        self._metrics_path = job_dir.metrics
+        files = EventFile(job_dir.tensorboard, f"epoch{claim.epoch:06d}")
         self._listeners: list[Listener] = [files, *listeners]
         self._alarms = Alarms()
         self._has_recalled = False

@@ -19,36 +19,36 @@ import contextlib
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gspo_core.learner import check_state
+from gspo_core.log.lineage import Lineage
 from gspo_core.objective import Alarm
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
-from gspo_core.types import Group, Split, StepReport, WeightsManifest
+from gspo_core.types import Split, StepReport, WeightsManifest
 from services.batch_log import BatchLog, spent
 from services.bus import Bus
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 from services.store import CancelManner, Claim, StatusReason, Store
 from services.trained_log import TrainedLog
 from services.trainer.admission import Admission
 from services.trainer.ages import Ages
 from services.trainer.behind import Behind
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.disk import PatientDisk
 from services.trainer.engines import Engines
 from services.trainer.environments import DescribedEnvironments
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
-from services.trainer.lineage import Lineage
 from services.trainer.parity import Held, ParityGate
 from services.trainer.race import first_to_end
 from services.trainer.ranked_learner import AnyLearner, Written
 from services.trainer.recovery import recover
 from services.trainer.reports import Listener, Reports, disk_metrics
-from services.trainer.sequences import by_episode, group_metrics, staleness_metrics, train_sequences
+from services.trainer.sequences import TrainBatch, group_metrics, staleness_metrics, train_batch
 from services.trainer.status import JobStatusBoard
 from services.trainer.stopping import StopConditions
 from services.trainer.taking import Taking
@@ -70,7 +70,7 @@ class Services:
     weights: WeightStore
     batch_log: BatchLog
     checkpoints: CheckpointStore
-    metrics_path: Path
+    job_dir: JobDir
     budget_bytes: int | None = None
     """What the job may hold in Redis."""
     clock: Callable[[], float] = time.monotonic
@@ -120,7 +120,7 @@ class JobRun:
         """Groups inside the learner's weights and in none that are published."""
         self._disk = PatientDisk(self._alert)
         self._publishing, self._saving = Behind(), Behind()
-        self._reports = Reports(services.store, claim, services.metrics_path, services.listeners)
+        self._reports = Reports(services.store, claim, services.job_dir, services.listeners)
         self._gate = ParityGate(services.engines, spec.rollout.max_engine_k3)
         self._stopping = StopConditions(services.store, claim.job_id)
         self._saved_step = -1
@@ -344,14 +344,15 @@ class JobRun:
         started = clock()
         groups = await self._taking.batch(learner, self._held)
         taken = clock()
-        sequences, metrics = train_sequences(groups, self._ages.of, self._spec.objective.advantage)
-        metrics |= group_metrics(groups) | staleness_metrics(sequences, self._spec.rollout.staleness_cap)
+        batch = train_batch(groups, self._ages.of, self._spec.objective.advantage)
+        metrics = batch.metrics | group_metrics(groups)
+        metrics |= staleness_metrics(batch.sequences, self._spec.rollout.staleness_cap)
         metrics |= self._taking.take_metrics()
-        metrics |= await asyncio.to_thread(learner.step, sequences)
+        metrics |= await asyncio.to_thread(learner.step, batch.sequences)
         trained = clock()
         self._lineage.step += 1
         self._num_unpublished += len(groups)
-        await self._log_trained(groups, learner.trained_logprobs)
+        await self._log_trained(batch, learner.trained_logprobs)
         await self._hold(learner)
         weights = await asyncio.to_thread(learner.copy_weights)
         copied = clock()
@@ -370,9 +371,9 @@ class JobRun:
         report = StepReport(self._lineage.step, self._held.version, self._claim.epoch, metrics)
         await self._publishing.start(self._publish_step(weights, report, len(groups), learner.alarms))
 
-    async def _log_trained(self, groups: Sequence[Group], logprobs: Sequence[NDArray[np.float32]]) -> None:
-        step, found = self._lineage.step, by_episode(groups, logprobs, self._spec.objective.advantage)
-        log = TrainedLog(self._services.metrics_path.parent)
+    async def _log_trained(self, batch: TrainBatch, logprobs: Sequence[NDArray[np.float32]]) -> None:
+        step, found = self._lineage.step, batch.by_episode(logprobs)
+        log = TrainedLog(self._services.job_dir)
         await self._disk.write(f"what was trained in step {step}", log.write, self._claim.epoch, step, found)
 
     async def _publish_step(
@@ -390,7 +391,7 @@ class JobRun:
             "time/engine_paused_s": services.engines.last_switch_s(),
             **services.engines.metrics(),
             **self._gate.metrics(),
-            **await asyncio.to_thread(disk_metrics, services.metrics_path.parent, self._newest),
+            **await asyncio.to_thread(disk_metrics, services.job_dir.path, self._newest),
         }
         report = replace(report, metrics=metrics)
         await self._disk.wait_for_room(f"the metrics of step {report.step}", lambda: self._reports.step(report, alarms))
@@ -434,7 +435,7 @@ class JobRun:
         log = self._services.batch_log
         # Listed once: the log of a step that is written meanwhile is not among them.
         gone = spent(log.steps(), after_step, self._spec.checkpoints.keep_batches)
-        TrainedLog(self._services.metrics_path.parent).remove(gone)
+        TrainedLog(self._services.job_dir).remove(gone)
         log.remove(gone)
 
     async def _hold(self, learner: AnyLearner) -> None:

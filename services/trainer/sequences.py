@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_core.advantage import batch_advantages, branch_weights, token_advantages, turn_advantages
+from gspo_core.advantage import advantages_of, branch_weights, token_advantages, turn_advantages
 from gspo_core.batch import TrainSequence
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.types import EpisodeKey, Group, Trajectory
@@ -21,32 +22,35 @@ from gspo_core.types import EpisodeKey, Group, Trajectory
 StalenessOf = Callable[[NDArray[np.int32]], NDArray[np.int32]]
 
 
-def train_sequences(
-    groups: Sequence[Group], staleness_of: StalenessOf, config: AdvantageConfig
-) -> tuple[list[TrainSequence], dict[str, float]]:
-    """One per branch of every episode that has a reward, and how many groups were of which kind."""
+@dataclass(frozen=True)
+class TrainBatch:
+    """What a step trains."""
+
+    sequences: list[TrainSequence]
+    """One for each branch of each episode."""
+    episodes: list[Trajectory]
+    """Those that have a place in the batch; the sequences come in their order."""
+    metrics: dict[str, float]
+    """How many groups were of which kind."""
+
+    def by_episode(self, values: Sequence[NDArray[np.float32]]) -> dict[EpisodeKey, NDArray[np.float32]]:
+        """``values`` of the sampled tokens, one array for each sequence, episode by episode."""
+        rest, nothing = iter(values), np.zeros(0, np.float32)
+        return {one.key: np.concatenate([nothing, *(next(rest) for _ in one.branches)]) for one in self.episodes}
+
+
+def train_batch(groups: Sequence[Group], staleness_of: StalenessOf, config: AdvantageConfig) -> TrainBatch:
+    """The sequences of every episode that has a reward and belongs to a group that is kept."""
     trajectories = [trajectory for group in groups for trajectory in group]
-    rewards = [trajectory.reward for trajectory in trajectories]
-    batch = batch_advantages(rewards, [trajectory.key.group for trajectory in trajectories], config)
+    batch = advantages_of(groups, config)
     by_turn = _advantages_by_turn(groups, config) if config.turn_reward_weight else None
     sequences: list[TrainSequence] = []
     for place, trajectory in enumerate(trajectories):
         if batch.kept[place]:
             turns = by_turn[place] if by_turn else [batch.advantages[place]] * trajectory.num_turns
             sequences += _episode_sequences(trajectory, turns, staleness_of)
-    return sequences, batch.metrics()
-
-
-def by_episode(
-    groups: Sequence[Group], values: Sequence[NDArray[np.float32]], config: AdvantageConfig
-) -> dict[EpisodeKey, NDArray[np.float32]]:
-    """``values`` of the sampled tokens, one array for each of the groups' ``train_sequences``, episode by episode."""
-    trajectories = [trajectory for group in groups for trajectory in group]
-    numbers = [trajectory.key.group for trajectory in trajectories]
-    kept = batch_advantages([trajectory.reward for trajectory in trajectories], numbers, config).kept
-    rest = iter(values)
-    trained = [one for one, is_kept in zip(trajectories, kept, strict=True) if is_kept]
-    return {one.key: np.concatenate([np.zeros(0, np.float32), *(next(rest) for _ in one.branches)]) for one in trained}
+    episodes = [one for one, is_kept in zip(trajectories, batch.kept, strict=True) if is_kept]
+    return TrainBatch(sequences, episodes, batch.metrics())
 
 
 def _advantages_by_turn(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float]]:

@@ -13,6 +13,7 @@ from functools import partial
 
 from services.bus import Bus
 from services.cancelling import cancel_all
+from services.data_dir import DataDir
 from services.drains import Drains
 from services.engine_beats import ANSWER_S, EngineBeats
 from services.engines.kinds import open_engines
@@ -44,7 +45,7 @@ async def serve(
             redis,
             lease_s=settings.lease_s,
             max_attempts=settings.max_attempts,
-            jobs_dir=settings.data_dir / "jobs",
+            jobs_dir=DataDir(settings.data_dir).jobs,
             waits_for_room=True,
         )
         await bus.load_functions()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from gspo_core.log.lineage import Lineage
 from gspo_core.types import Group, Split
 from services.batch_log import BatchLog
 from services.bus import Bus
@@ -18,7 +19,6 @@ from services.trainer.ages import Ages
 from services.trainer.census import Census
 from services.trainer.disk import PatientDisk
 from services.trainer.intake import Intake
-from services.trainer.lineage import Lineage
 from services.trainer.parity import Held, Learner, ParityGate
 from services.trainer.selection import Selection, nothing_to_train, refusal
 from services.trainer.status import JobStatusBoard

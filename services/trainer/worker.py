@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+import msgspec
 from pydantic import ValidationError
 
 from gspo_core.spec import JobSpec
@@ -88,7 +89,7 @@ class TrainerWorker:
 
     async def _announce(self) -> None:
         """So that people see who trains, also while nothing is to be trained."""
-        record = TrainerRecord(id=self._name, **self._capabilities)
+        record = msgspec.convert({"id": self._name, **self._capabilities}, TrainerRecord)
         while True:
             with contextlib.suppress(Away):
                 await self._store.register_trainer(record)

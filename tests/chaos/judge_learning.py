@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from gspo_core.log.lineage import Lineage
 from services.trainer.building import make_learner
-from services.trainer.lineage import Lineage
 from services.trainer.replay import train_again
 from services.trainer.tuning import Tuning
 from tests.chaos.evidence import JobEvidence, Place

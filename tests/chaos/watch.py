@@ -16,8 +16,9 @@ from pathlib import Path
 
 from services.away import Away, RedisFault
 from services.bus import Bus
-from services.job_directory import JobDirectory
+from services.job_dir import JobDir
 from services.jobs import JobStatus
+from services.records import JobRecords
 from services.redis_client import RedisClient
 from tests.chaos.processes import stamp
 
@@ -103,7 +104,7 @@ class Watch:
             if names != job.names:
                 job.names = names
                 self._write(kind="checkpoints", job=job.id, names=names)
-        status = JobDirectory(job.directory).newest_status()[1].get("status", "")
+        status = JobRecords(JobDir(job.directory)).newest_status()[1].get("status", "")
         if status and status != job.status:
             job.status = status
             job.is_over = JobStatus(status).is_terminal

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from gspo_core.client import Client
 from services.batch_log import BatchLog
 from services.children import die_with_parent
+from services.job_dir import JobDir
 from services.local.demo import NO_KEYS, demo_spec
 from services.local.provenance import check_provenance
 from services.local.stack import Stack, StackConfig
@@ -60,7 +61,7 @@ def stack_on(tmp_path: Path, model_dir: Path, *urls: str) -> Stack:
 def trained_by(job_dir: Path) -> dict[str, set[int]]:
     """Engine -> the steps whose batch holds tokens that it sampled."""
     found: dict[str, set[int]] = {}
-    log = BatchLog(job_dir)
+    log = BatchLog(JobDir(job_dir))
     for epoch, step in log.steps():
         for group in log.read(epoch, step).groups:
             for trajectory in group:
@@ -71,7 +72,7 @@ def trained_by(job_dir: Path) -> dict[str, set[int]]:
 
 
 def assert_true_tokens(job_dir: Path) -> None:
-    provenance = check_provenance(job_dir, 150, seed=0)
+    provenance = check_provenance(JobDir(job_dir), 150, seed=0)
     assert provenance.num_equal == provenance.num_tokens == 150
 
 

@@ -11,10 +11,11 @@ import redis
 from gspo_core.client import Client
 from gspo_core.staleness import Position
 from services.batch_log import BatchLog, batches_after
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 from services.local.demo import NO_KEYS, demo_spec
 from services.local.provenance import check_provenance
 from services.local.stack import Stack, StackConfig
-from services.trainer.checkpoints import CheckpointStore
 from tests.e2e.test_learning import changed
 
 pytestmark = pytest.mark.slow
@@ -51,11 +52,11 @@ def test_redis_is_wiped_in_the_middle_of_a_run(model_dir: Path, tmp_path: Path) 
         for _ in client.events(waiting):
             pass
         assert client.job(waiting)["status"] == "succeeded"
-    log, checkpoints = BatchLog(tmp_path / "jobs" / job), CheckpointStore(tmp_path / "jobs" / job)
+    log, checkpoints = BatchLog(JobDir(tmp_path / "jobs" / job)), CheckpointStore(JobDir(tmp_path / "jobs" / job))
     forks = checkpoints.forks()
     lineage = batches_after(Position(0, 0), log.steps(), max(forks), forks)
     assert [one.step for one in lineage] == list(range(1, 9))
     trained = Counter(group.group for one in lineage for group in log.read(one.epoch, one.step).groups)
     assert set(trained.values()) == {1}
-    provenance = check_provenance(tmp_path / "jobs" / job, 100, seed=0)
+    provenance = check_provenance(JobDir(tmp_path / "jobs" / job), 100, seed=0)
     assert provenance.num_equal == provenance.num_tokens == 100

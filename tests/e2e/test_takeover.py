@@ -11,6 +11,7 @@ import pytest
 
 from gspo_core.client import Client
 from services.bus import Bus
+from services.job_dir import JobDir
 from services.local.demo import NO_KEYS, demo_spec
 from services.local.provenance import check_provenance
 from services.local.stack import Stack, StackConfig
@@ -60,5 +61,5 @@ def test_a_job_survives_the_death_of_a_process(victim: str, model_dir: Path, tmp
     else:
         assert record["attempt"] == 1
         assert [step for _, step in trained] == list(range(1, 9))
-    provenance = check_provenance(tmp_path / "jobs" / job, 100, seed=0)
+    provenance = check_provenance(JobDir(tmp_path / "jobs" / job), 100, seed=0)
     assert provenance.num_equal == provenance.num_tokens == 100

@@ -22,7 +22,9 @@ from services.api.app import create_app
 from services.api.context import Backend
 from services.bus import Bus
 from services.children import die_with_parent
+from services.data_dir import EnvironmentsDir
 from services.environment_registry import Registry
+from services.job_dir import JobsDir
 from services.store import Store
 
 SPEC: dict[str, Any] = {"model": "m", "environments": [{"ref": "environments.calculator:Calculator"}]}
@@ -68,10 +70,10 @@ async def application(
     **options: Any,
 ) -> AsyncIterator[FastAPI]:
     """An application on the given store, started."""
-    registry = Registry(jobs_dir.parent / "environments")
+    registry = Registry(EnvironmentsDir(jobs_dir.parent / "environments"))
     redis = store._functions.redis
     backend = Backend(
-        store, Bus(redis), jobs_dir, redis, registry=registry, networks=tuple(networks), may_upload=may_upload
+        store, Bus(redis), JobsDir(jobs_dir), redis, registry=registry, networks=tuple(networks), may_upload=may_upload
     )
     app = create_app(lambda: contextlib.nullcontext(backend), **options)
     async with app.router.lifespan_context(app):

@@ -35,12 +35,13 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Outcome, Segment, StopReason
 from services.batch_log import BatchLog
 from services.bus import Append, Bus, EpisodeLease, Fenced
+from services.checkpoints import CheckpointStore
 from services.engine.scripted import ScriptedEngine, ScriptedTransport, language
 from services.engine_client import EngineClient
 from services.engines.errors import EngineError
+from services.job_dir import JobDir, JobsDir
 from services.store import Claim, JobNotFound, Store
 from services.trainer.building import make_learner
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
 from services.trainer.intake import Intake
 from services.trainer.ranked_learner import AnyLearner
@@ -232,7 +233,7 @@ class Loop:
     ) -> JobRun:
         """As the trainer's process builds it; ``guard`` may come between the run and what it needs."""
         store, bus = guard(self.store), guard(self.bus)
-        weights = guard(WeightStore(self.job_dir))
+        weights = guard(WeightStore(JobDir(self.job_dir)))
         engines = Engines(
             store, claim.job_id, claim.token, weights, [URL], self.client, lease_s=LEASE_S, **changes.pop("engines", {})
         )
@@ -243,9 +244,9 @@ class Loop:
             "engines": engines,
             "intake": Intake(bus, claim.job_id),
             "weights": weights,
-            "batch_log": guard(BatchLog(self.job_dir)),
-            "checkpoints": guard(CheckpointStore(self.job_dir)),
-            "metrics_path": self.job_dir / "metrics.jsonl",
+            "batch_log": guard(BatchLog(JobDir(self.job_dir))),
+            "checkpoints": guard(CheckpointStore(JobDir(self.job_dir))),
+            "job_dir": JobDir(self.job_dir),
         }
         return JobRun(claim, self.spec, Services(**(parts | changes)), make or (lambda: make_learner(self.spec)))
 
@@ -335,7 +336,7 @@ def _append(lease: EpisodeLease, segment: Segment) -> Append:
 async def a_loop(redis: Redis, root: Path, spec: JobSpec, patch: pytest.MonkeyPatch) -> AsyncIterator[Loop]:
     """A job that waits for its trainer, an engine that runs, a player that plays."""
     clock = Clock()
-    bus, store = Bus(redis), Store(redis, lease_s=LEASE_S, clock=clock, max_attempts=10_000, jobs_dir=root)
+    bus, store = Bus(redis), Store(redis, lease_s=LEASE_S, clock=clock, max_attempts=10_000, jobs_dir=JobsDir(root))
     await bus.load_functions()
     job = (await store.create_job(spec.model_dump_json())).id
     await store.describe_environment(job, 0, DESCRIPTION)
@@ -386,7 +387,7 @@ def fingerprint(learner: Learner) -> str:
 def saved(loop: Loop) -> Learner:
     """The learner of the newest checkpoint."""
     learner = make_learner(loop.spec)
-    learner.load_state(CheckpointStore(loop.job_dir).newest_first()[0].learner_dir)
+    learner.load_state(CheckpointStore(JobDir(loop.job_dir)).newest_first()[0].learner_dir)
     return learner
 
 

@@ -33,6 +33,7 @@ from gspo_core.types import (
 )
 from services.batch_log import BatchLog
 from services.bus import Append, Bus
+from services.job_dir import JobDir
 from services.jobs import JobStatus, StatusReason
 from services.local.demo_tokenizer import write_tokenizer
 from services.local.demonstrations import NO_MISTAKES, demonstrate
@@ -179,8 +180,8 @@ async def record_job(
     generator = random.Random(5)
     for step in range(1, num_steps + 1):
         groups = [await _group(player, claim, step, place, generator) for place in range(GROUPS_PER_STEP)]
-        BatchLog(jobs_dir / job.id).write(claim.epoch, step, groups, {})
-        TrainedLog(jobs_dir / job.id).write(claim.epoch, step, _as_trained(groups))
+        BatchLog(JobDir(jobs_dir / job.id)).write(claim.epoch, step, groups, {})
+        TrainedLog(JobDir(jobs_dir / job.id)).write(claim.epoch, step, _as_trained(groups))
         await _publish(store, claim, step)
         await _report(store, claim, step, groups)
     await store.add_event(

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from gspo_core.assemble import Assembler
 from gspo_core.codec import decode, encode
+from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position
 from gspo_core.types import Group, Split, WeightFile, WeightsManifest
 from services.batch_log import BatchLog, batches_after
 from services.bus import Append, Bus, EpisodeLease
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 from services.store import Claim, Store
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.lineage import Lineage
 from tests.services.trainer_kit import episode
 
 GROUPS_PER_STEP = 3
@@ -53,7 +54,7 @@ class World:
 class SmallTrainer:
     def __init__(self, world: World, claim: Claim, visit: Visit) -> None:
         self._world, self._claim, self._visit = world, claim, visit
-        self._log, self._checkpoints = BatchLog(world.job_dir), CheckpointStore(world.job_dir)
+        self._log, self._checkpoints = BatchLog(JobDir(world.job_dir)), CheckpointStore(JobDir(world.job_dir))
         self.lineage = Lineage()
         self.chain = ""
         self.prefers_newest = False
@@ -186,7 +187,7 @@ def _segments(lease: EpisodeLease) -> list[Append]:
 
 async def judge(world: World) -> None:
     """From what is on disk, and from Redis at the end: every group is in the weights once, in the order of the logs."""
-    checkpoints, log = CheckpointStore(world.job_dir), BatchLog(world.job_dir)
+    checkpoints, log = CheckpointStore(JobDir(world.job_dir)), BatchLog(JobDir(world.job_dir))
     last = checkpoints.newest_first()[0]
     lineage = history(Position(0, 0), log, checkpoints)
     assert [one.step for one in lineage] == list(range(1, world.num_steps + 1)), f"steps of the lineage: {lineage}"

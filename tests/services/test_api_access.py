@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from services.api.access import Access, AccessRefused, require_safe_bind
 from services.api.key_ring import KeyRing
+from services.data_dir import KeysDir
 from services.redis_server import RedisServer
 from services.store import Store
 from tests.services.api_kit import SPEC, ApiProcess, application, error_of, http_to
@@ -125,7 +126,7 @@ def test_a_process_without_keys_refuses_to_start_on_all_addresses(redis_server: 
 
 async def test_a_key_that_has_ended_does_not_open_what_it_closed(store: Store, tmp_path: Path):
     now = [1000.0]
-    ring = KeyRing(tmp_path / "keys", now=lambda: now[0])
+    ring = KeyRing(KeysDir(tmp_path / "keys"), now=lambda: now[0])
     record, key = ring.issue("alice", ["admin"], lifetime_s=60.0)
     async with application(store, ring=ring) as app:
         async with http_to(app, key=key) as http:
@@ -141,7 +142,7 @@ async def test_a_key_that_has_ended_does_not_open_what_it_closed(store: Store, t
 
 
 def test_a_process_that_others_reach_never_opens(redis_server: RedisServer, tmp_path: Path):
-    ring = KeyRing(tmp_path / "keys")
+    ring = KeyRing(KeysDir(tmp_path / "keys"))
     record, _ = ring.issue("alice", ["admin"])
     with ApiProcess(redis_server.url, GSPO_API_HOST="0.0.0.0", GSPO_DATA_DIR=str(tmp_path)) as api:
         url = api.url.replace("0.0.0.0", "127.0.0.1")

@@ -13,6 +13,7 @@ import pytest
 from gspo_core.env import EnvironmentFailed
 from gspo_core.outbound import parse_networks
 from gspo_core.types import Split
+from services.data_dir import EnvironmentsDir
 from services.environment_registry import Registry
 from services.host_server import ForkServer, HostOrder
 from services.host_sites import Sites
@@ -125,7 +126,7 @@ async def test_the_host_of_a_class_with_a_url_connects_to_nothing_else(tmp_path:
 
     async def play(networks: tuple[str, ...]) -> None:
         order = HostOrder(f"{tmp_path}/probe.py:Probe", {"url": f"https://public.example:{port}"})
-        placed = Sites(Registry(tmp_path / "environments"), networks).placed(order)
+        placed = Sites(Registry(EnvironmentsDir(tmp_path / "environments")), networks).placed(order)
         environment = await HostedEnvironment.open(placed, boot=ForkServer.boot)
         session = environment.session(episode_id="job/0/0")
         try:

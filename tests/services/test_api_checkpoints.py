@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.api.exports import export_path
-from services.export import checkpoint_path
+from gspo_core.staleness import Position
+from services.job_dir import JobDir, step_name
 from services.jobs import DesiredState
 from services.store import Store
 from tests.services.api_kit import SPEC, application, error_of, http_to
@@ -32,7 +32,7 @@ async def job(http: httpx.AsyncClient) -> str:
 
 
 def write(jobs_dir: Path, job: str, step: int) -> Path:
-    path = checkpoint_path(jobs_dir / job, 1, step)
+    path = JobDir(jobs_dir / job).checkpoints / step_name(Position(1, step))
     (path / "learner").mkdir(parents=True)
     (path / "learner" / "rank-00000.safetensors").write_bytes(b"x" * 100)
     (path / "manifest.json").write_bytes(b"{}")
@@ -43,7 +43,7 @@ async def test_a_checkpoint_shows_its_files_and_is_removed_whole(
     http: httpx.AsyncClient, store: Store, job: str, tmp_path: Path
 ):
     old, new = (write(tmp_path / "jobs", job, step) for step in (10, 20))
-    export_path(tmp_path / "jobs" / job, 1, 10).mkdir(parents=True)
+    JobDir(tmp_path / "jobs" / job).export(Position(1, 10)).mkdir(parents=True)
     listed = (await http.get(f"/v1/jobs/{job}/checkpoints")).json()["data"]
     assert [one["id"] for one in listed] == [f"{job}/1/20", f"{job}/1/10"]
     detail = (await http.get(f"/v1/checkpoints/{job}/1/10")).json()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.bus import Bus
+from services.data_dir import EnvironmentsDir
 from services.environment_registry import Registry
 from services.errands import Errands
 from services.host_sites import Sites
@@ -41,7 +42,7 @@ async def test_no_server_error_and_no_undocumented_answer(
 ):
     with ApiProcess(redis_server.url, **({"GSPO_API_KEYS": KEY} if key else {})) as api:
         # What is asked of rollout workers is answered: without one it is 503, truly.
-        sites = Sites(Registry(api.jobs_dir.parent / "environments"))
+        sites = Sites(Registry(EnvironmentsDir(api.jobs_dir.parent / "environments")))
         runner = ErrandRunner(Errands(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
         running = asyncio.create_task(runner.run())
         job = await record_job(store, bus, api.jobs_dir, write_model(tmp_path / "model"), num_steps=2)

@@ -22,6 +22,7 @@ from gspo_core.outbound import parse_networks
 from services.api.key_ring import KeyRing
 from services.bus import Bus
 from services.children import die_with_parent
+from services.data_dir import EnvironmentsDir, KeysDir
 from services.environment_registry import UPLOADS, Registry
 from services.errands import Errands
 from services.host_server import ForkServer, HostOrder
@@ -45,7 +46,7 @@ def jobs_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def registry(jobs_dir: Path) -> Registry:
-    return Registry(jobs_dir.parent / "environments")
+    return Registry(EnvironmentsDir(jobs_dir.parent / "environments"))
 
 
 @pytest.fixture
@@ -318,7 +319,7 @@ async def test_uploads_that_cannot_be_taken_leave_nothing_behind(http: httpx.Asy
 async def test_an_upload_under_a_name_of_somebody_else_leaves_nothing_behind(
     store: Store, jobs_dir: Path, registry: Registry, tmp_path: Path
 ):
-    ring = KeyRing(tmp_path / "keys")
+    ring = KeyRing(KeysDir(tmp_path / "keys"))
     mine, other = (ring.issue(name, ["env:upload"])[1] for name in ("alice", "bob"))
     async with application(store, jobs_dir=jobs_dir, ring=ring, may_upload=True) as app:
         async with http_to(app, key=mine) as http:
@@ -333,7 +334,7 @@ async def test_an_upload_under_a_name_of_somebody_else_leaves_nothing_behind(
 
 
 async def test_what_belongs_to_others_is_not_there(store: Store, jobs_dir: Path, tmp_path: Path):
-    ring = KeyRing(tmp_path / "keys")
+    ring = KeyRing(KeysDir(tmp_path / "keys"))
     scopes = ("jobs:read", "jobs:write", "envs:write")
     alice, bob = (ring.issue(name, scopes)[1] for name in ("alice", "bob"))
     async with application(store, jobs_dir=jobs_dir, keys=["admin"], ring=ring) as app:

@@ -27,6 +27,7 @@ from services.api.transcript import token_texts
 from services.batch_log import BatchLog, LoggedBatch
 from services.bus import Append, Bus
 from services.fleet_records import WorkerRecord
+from services.job_dir import JobDir
 from services.store import Store
 from tests.services.api_kit import application, error_of, http_to, parse_frames
 from tests.services.recorded_job import GROUP_SIZE, REF, Player, RecordedJob, record_job, replies_of, write_model
@@ -176,7 +177,7 @@ async def test_episodes_are_found_by_reward_stop_reason_and_version(http: httpx.
 async def test_what_a_dead_epoch_logged_beyond_its_fork_is_not_shown(
     http: httpx.AsyncClient, job: RecordedJob, tmp_path: Path
 ):
-    log = BatchLog(tmp_path / job.id)
+    log = BatchLog(JobDir(tmp_path / job.id))
     groups = log.read(job.claim.epoch, 6).groups
     log.write(job.claim.epoch - 1, 9, groups, {})
     log.write(job.claim.epoch - 1, 5, groups, {})
@@ -186,7 +187,7 @@ async def test_what_a_dead_epoch_logged_beyond_its_fork_is_not_shown(
 
 
 async def test_a_damaged_log_is_told_as_such(http: httpx.AsyncClient, job: RecordedJob, tmp_path: Path):
-    path = BatchLog(tmp_path / job.id).path(job.claim.epoch, 6)
+    path = BatchLog(JobDir(tmp_path / job.id)).path(job.claim.epoch, 6)
     content = bytearray(path.read_bytes())
     content[-40] ^= 1
     path.write_bytes(content)
@@ -195,7 +196,7 @@ async def test_a_damaged_log_is_told_as_such(http: httpx.AsyncClient, job: Recor
 
 
 async def test_a_damaged_log_hides_no_other(http: httpx.AsyncClient, job: RecordedJob, tmp_path: Path):
-    path = BatchLog(tmp_path / job.id).path(job.claim.epoch, 4)
+    path = BatchLog(JobDir(tmp_path / job.id)).path(job.claim.epoch, 4)
     path.write_bytes(path.read_bytes()[:-40])
     assert [one["step"] for one in await data(http, f"/v1/jobs/{job.id}/groups?limit=100")] == [
         *(6, 6, 5, 5, 3, 3, 2, 2, 1, 1),

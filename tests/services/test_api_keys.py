@@ -16,6 +16,7 @@ from services.api.audit import Audit
 from services.api.key_ring import SCOPES, KeyRing
 from services.api.limits import RateLimit
 from services.bus import Bus
+from services.data_dir import KeysDir
 from services.store import Store
 from tests.services.api_kit import SPEC, application, error_of, http_to
 from tests.services.recorded_job import RecordedJob, record_job, write_model
@@ -25,7 +26,7 @@ ADMIN = "the-operator"
 
 @pytest.fixture
 def ring(tmp_path: Path) -> KeyRing:
-    return KeyRing(tmp_path / "keys")
+    return KeyRing(KeysDir(tmp_path / "keys"))
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ async def test_a_revoked_key_and_one_that_has_expired_open_nothing(app: FastAPI,
     assert (await ask(app, "DELETE", f"/v1/keys/{made['id']}", ADMIN)).status_code == 204
     assert error_of(await ask(app, "GET", "/v1/jobs", made["key"]))["code"] == "invalid_key"
     clock = [1000.0]
-    timed = KeyRing(tmp_path / "timed", now=lambda: clock[0])
+    timed = KeyRing(KeysDir(tmp_path / "timed"), now=lambda: clock[0])
     _, key = timed.issue("", ["jobs:read"], lifetime_s=60.0)
     assert timed.find(key) is not None
     clock[0] = 1061.0
@@ -168,7 +169,7 @@ async def test_a_revoked_key_and_one_that_has_expired_open_nothing(app: FastAPI,
 
 
 async def test_another_process_sees_a_new_key_and_its_revocation(ring: KeyRing, tmp_path: Path):
-    other = KeyRing(tmp_path / "keys")
+    other = KeyRing(KeysDir(tmp_path / "keys"))
     assert other.valid() == {}
     record, key = ring.issue("alice", ["jobs:read"])
     assert other.find(key) == record
@@ -177,7 +178,7 @@ async def test_another_process_sees_a_new_key_and_its_revocation(ring: KeyRing, 
 
 
 def test_a_revocation_within_the_same_tick_of_the_file_system_is_seen(ring: KeyRing, tmp_path: Path):
-    other = KeyRing(tmp_path / "keys")
+    other = KeyRing(KeysDir(tmp_path / "keys"))
     record, key = ring.issue("alice", ["jobs:read"])
     times = (tmp_path / "keys").stat()
     assert other.find(key) == record

@@ -10,9 +10,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from gspo_core.staleness import Position
 from services.api.key_ring import SCOPES, KeyRing
 from services.bus import Bus
-from services.export import checkpoint_path
+from services.data_dir import KeysDir
+from services.job_dir import JobDir, step_name
 from services.store import Store
 from tests.services.api_kit import SPEC, application, error_of, http_to
 from tests.services.recorded_job import RecordedJob, record_job, write_model
@@ -35,7 +37,7 @@ OF_NOBODY = {"worker", "engine", "key"}
 @pytest.fixture
 async def app(store: Store, tmp_path: Path) -> AsyncIterator[FastAPI]:
     async with application(
-        store, jobs_dir=tmp_path / "jobs", keys=[ADMIN], ring=KeyRing(tmp_path / "keys"), may_upload=True
+        store, jobs_dir=tmp_path / "jobs", keys=[ADMIN], ring=KeyRing(KeysDir(tmp_path / "keys")), may_upload=True
     ) as app:
         yield app
 
@@ -44,7 +46,7 @@ async def app(store: Store, tmp_path: Path) -> AsyncIterator[FastAPI]:
 async def job(store: Store, bus: Bus, tmp_path: Path) -> RecordedJob:
     """A job of nobody in particular, with everything that a job can have."""
     job = await record_job(store, bus, tmp_path / "jobs", write_model(tmp_path / "model"), num_steps=1)
-    path = checkpoint_path(tmp_path / "jobs" / job.id, 1, 1)
+    path = JobDir(tmp_path / "jobs" / job.id).checkpoints / step_name(Position(1, 1))
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(b"{}")
     return job

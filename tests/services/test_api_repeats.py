@@ -14,16 +14,18 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from gspo_core.staleness import Position
 from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.api.key_ring import KeyRing
 from services.api.repeats import OWN_WAY
 from services.bus import Bus
+from services.data_dir import EnvironmentsDir, KeysDir
 from services.environment_registry import Registry
 from services.errands import Errands
-from services.export import checkpoint_path
 from services.fleet_records import EngineRecord, WorkerRecord
 from services.host_sites import Sites
 from services.host_venv import Interpreters
+from services.job_dir import JobDir, step_name
 from services.keys import job_key
 from services.redis_server import RedisServer
 from services.replies import KEPT_S, LEASE_S, Replies
@@ -82,7 +84,7 @@ def jobs_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ring(tmp_path: Path) -> KeyRing:
-    return KeyRing(tmp_path / "keys")
+    return KeyRing(KeysDir(tmp_path / "keys"))
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ async def job(http: httpx.AsyncClient, store: Store, bus: Bus, jobs_dir: Path, t
     assert await store.next_version(job, claim.token) == 0
     await store.publish_version(job, claim.token, WeightsManifest(job, 0, 1, 0, (WeightFile("w", 1, "0" * 64),)))
     await bus.dispatch(job, claim.token, 0, size=2, split=Split.TRAIN, task_index=0)
-    path = checkpoint_path(jobs_dir / job, 1, 10)
+    path = JobDir(jobs_dir / job).checkpoints / step_name(Position(1, 10))
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(b"{}")
     await store.register_worker(WorkerRecord(id="worker-0"))
@@ -120,7 +122,7 @@ async def job(http: httpx.AsyncClient, store: Store, bus: Bus, jobs_dir: Path, t
 
 @pytest.fixture
 async def worker(bus: Bus, jobs_dir: Path, tmp_path: Path) -> AsyncIterator[None]:
-    sites = Sites(Registry(jobs_dir.parent / "environments"))
+    sites = Sites(Registry(EnvironmentsDir(jobs_dir.parent / "environments")))
     runner = ErrandRunner(Errands(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
     running = asyncio.create_task(runner.run())
     yield
@@ -133,7 +135,7 @@ class Effects:
 
     def __init__(self, app: FastAPI, store: Store, ring: KeyRing, jobs_dir: Path, job: str) -> None:
         self._store, self._ring, self._job = store, ring, job
-        self._registry = Registry(jobs_dir.parent / "environments")
+        self._registry = Registry(EnvironmentsDir(jobs_dir.parent / "environments"))
         context = app.state.context
         self.num_errands = self.num_exports = self.num_wishes = 0
         send, wish = context.errands.send, context.store.set_desired_state

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from benchmarks.baselines import world
 from benchmarks.baselines.__main__ import missing, run
@@ -20,7 +21,7 @@ from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.env import PlainEnvironment, load_environment
 from gspo_core.types import Split
 from services.local.demo_model import School, _write_untrained
-from services.trainer.sequences import train_sequences
+from services.trainer.sequences import train_batch
 
 TINY = Sizes(steps=2, groups_per_step=2, group_size=2, eval_tasks=3, eval_every=2)
 
@@ -75,9 +76,11 @@ def test_every_token_has_the_log_prob_of_the_version_that_is_said_to_have_sample
                 np.testing.assert_allclose(branch.behavior_logprobs[mine], scored[mine], atol=2e-5)
 
     # version 0 is two steps old and version 1 is one
-    sequences, _ = train_sequences(
-        groups, lambda versions: np.asarray(2 - versions, np.int32), spec.objective.advantage
-    )
+
+    def ages(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.asarray(2 - versions, np.int32)
+
+    sequences = train_batch(groups, ages, spec.objective.advantage).sequences
     for which, version in (("oldest", 0), ("newest", 1)):
         for said, true in zip(attribute(sequences, 2, which, sampler), sequences, strict=True):  # type: ignore[arg-type]
             claimed = version if len(set(true.staleness[true.action_mask])) > 1 else 2 - int(true.staleness.max())

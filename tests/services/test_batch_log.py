@@ -18,10 +18,10 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from gspo_core import codec
 from gspo_core.spec import EnvironmentSpec, JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group, InvalidValue, Outcome, Segment, Split, StopReason, Trajectory
-from services import batch_log
 from services.batch_log import (
     BatchLog,
     BatchLogExists,
@@ -32,7 +32,8 @@ from services.batch_log import (
     spent,
 )
 from services.batch_view import main
-from services.job_directory import AcceptedJob, JobDirectory
+from services.job_dir import JobDir
+from services.records import AcceptedJob, JobRecords
 from tests.services.file_events import recorded
 
 JOB = "job-1"
@@ -89,7 +90,7 @@ def job_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def log(job_dir: Path) -> BatchLog:
-    return BatchLog(job_dir)
+    return BatchLog(JobDir(job_dir))
 
 
 class TestWriteAndRead:
@@ -106,7 +107,7 @@ class TestWriteAndRead:
         assert (batch.groups, batch.extra) == ((), {})
 
     def test_equal_batches_have_equal_files(self, log: BatchLog, tmp_path: Path) -> None:
-        other = BatchLog(tmp_path / "other")
+        other = BatchLog(JobDir(tmp_path / "other"))
         assert log.write(0, 1, groups(), EXTRA).read_bytes() == other.write(0, 1, groups(), EXTRA).read_bytes()
 
     def test_a_segment_does_not_hold_the_whole_file_in_memory(self, log: BatchLog) -> None:
@@ -165,7 +166,7 @@ class TestWriteOnce:
         def write(writer: int) -> None:
             start.wait()
             try:
-                BatchLog(job_dir).write(0, 1, groups(), {"writer": writer})
+                BatchLog(JobDir(job_dir)).write(0, 1, groups(), {"writer": writer})
                 won.append(writer)
             except BatchLogExists:
                 lost.append(writer)
@@ -176,7 +177,7 @@ class TestWriteOnce:
         for thread in threads:
             thread.join()
         assert (len(won), len(lost)) == (1, 7)
-        assert BatchLog(job_dir).read(0, 1).extra == {"writer": won[0]}
+        assert BatchLog(JobDir(job_dir)).read(0, 1).extra == {"writer": won[0]}
         assert [path.name for path in (job_dir / "batches").iterdir()] == ["ep000000-step000001"]
 
     def test_is_flushed_before_it_has_its_name_and_the_name_before_it_returns(
@@ -192,11 +193,12 @@ class TestWriteOnce:
             "import os, sys, signal\n"
             "from pathlib import Path\n"
             "from services.batch_log import BatchLog\n"
+            "from services.job_dir import JobDir\n"
             "os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-            "BatchLog(Path(sys.argv[1])).write(0, 1, [], {})\n"
+            "BatchLog(JobDir(Path(sys.argv[1]))).write(0, 1, [], {})\n"
         )
         assert subprocess.run([sys.executable, "-c", code, str(job_dir)], check=False).returncode == -9
-        log = BatchLog(job_dir)
+        log = BatchLog(JobDir(job_dir))
         assert len(list((job_dir / "batches").iterdir())) == 1
         assert log.steps() == []
         log.write(0, 1, groups(), {})
@@ -285,7 +287,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("changes", [{"job": "job-2"}, {"group": 5}, {"size": 0}, {"split": "test"}])
     def test_groups_that_contradict_their_segments(self, path: Path, changes: dict[str, Any]) -> None:
-        payload = [batch_log.codec.encode(segment) for segment in trajectory(1, 0).segments]
+        payload = [codec.encode(segment) for segment in trajectory(1, 0).segments]
         lengths = [len(data) for data in payload]
         path.write_bytes(self.sealed(self.indexed(trajectories=[lengths]), b"".join(payload)))
         assert len(read_batch(path).groups) == 1
@@ -362,7 +364,7 @@ class TestCommand:
     ) -> None:
         path = log.write(0, 1, groups(), {"staleness": {"3": 2, "4": 1, "5": 0}})
         spec = JobSpec(model="m", environments=[EnvironmentSpec(ref="a:B")])
-        JobDirectory(job_dir).accept(AcceptedJob(spec.model_dump_json(), "digest", "now"))
+        JobRecords(JobDir(job_dir)).accept(AcceptedJob(spec.model_dump_json(), "digest", "now"))
         assert main([str(path), "--json", "--only", "4/2"]) == 0
         (record,) = map(json.loads, capsys.readouterr().out.splitlines())
         logged = groups()[0].trajectories[2]

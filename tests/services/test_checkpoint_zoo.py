@@ -13,13 +13,13 @@ import pytest
 
 from gspo_core import codec
 from gspo_core.learner import Learner, check_state, state
+from gspo_core.log import batches, checkpoints
+from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position
-from services import batch_log
 from services.batch_log import BatchLog, LoggedBatch, spent
-from services.trainer import checkpoints
-from services.trainer.checkpoints import CheckpointStore
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 from services.trainer.failure import AttemptFailed, JobFailure
-from services.trainer.lineage import Lineage
 from services.trainer.recovery import Recovered, recover
 from services.trainer.replay import train_again
 from services.trainer.tuning import Tuning
@@ -41,7 +41,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[int, str]]:
     """A job's directory with four logged steps and checkpoints of the second and fourth; what each step had made."""
     job_dir = tmp_path_factory.mktemp("whole") / "job_a"
-    log, store, learner, lineage = BatchLog(job_dir), CheckpointStore(job_dir), make_learner(model_dir), Lineage()
+    log, store, learner, lineage = (
+        BatchLog(JobDir(job_dir)),
+        CheckpointStore(JobDir(job_dir)),
+        make_learner(model_dir),
+        Lineage(),
+    )
     store.begin_epoch(1, Position(0, 0))
     made = {}
     for step in range(1, STEPS + 1):
@@ -64,7 +69,9 @@ def tuning(model_dir: Path) -> Tuning:
 
 def recovered(job_dir: Path, model_dir: Path, epoch: int = 2) -> tuple[Recovered, Learner]:
     learner = make_learner(model_dir)
-    return recover(learner, CheckpointStore(job_dir), BatchLog(job_dir), epoch, tuning(model_dir)), learner
+    return recover(
+        learner, CheckpointStore(JobDir(job_dir)), BatchLog(JobDir(job_dir)), epoch, tuning(model_dir)
+    ), learner
 
 
 def truncated(path: Path) -> None:
@@ -121,7 +128,7 @@ def test_what_stands_in_for_a_damaged_one_is_kept(
     whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path
 ) -> None:
     flipped(job_dir / "checkpoints" / NEWEST / FILES[2])
-    store, log = CheckpointStore(job_dir), BatchLog(job_dir)
+    store, log = CheckpointStore(JobDir(job_dir)), BatchLog(JobDir(job_dir))
     log.remove(spent(log.steps(), store.collect(1, check_state), 0))
     assert log.steps() == [(1, 3), (1, 4)]
     found, learner = recovered(job_dir, model_dir)
@@ -129,7 +136,7 @@ def test_what_stands_in_for_a_damaged_one_is_kept(
     assert fingerprint(learner) == whole[1][4]
 
 
-@pytest.mark.parametrize("place", ["services.trainer.checkpoints._sha256", "gspo_core.learner.state._sha256"])
+@pytest.mark.parametrize("place", ["services.checkpoints._sha256", "gspo_core.learner.state._sha256"])
 def test_what_cannot_be_read_just_now_is_not_passed_over(
     place: str, job_dir: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +171,7 @@ def test_a_zombie_may_save_and_collect_while_its_successor_looks(
     whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path
 ) -> None:
     """What was there when it looked is gone when it is loaded, and what took its place was not there then."""
-    zombie, hidden = CheckpointStore(job_dir), job_dir / "hidden"
+    zombie, hidden = CheckpointStore(JobDir(job_dir)), job_dir / "hidden"
     (job_dir / "checkpoints" / NEWEST).rename(hidden)
     learner = make_learner(model_dir)
     prepare, seen = learner.prepare_state, list[str]()
@@ -177,7 +184,7 @@ def test_a_zombie_may_save_and_collect_while_its_successor_looks(
         return prepare(directory)
 
     learner.prepare_state = late  # type: ignore[method-assign]
-    found = recover(learner, CheckpointStore(job_dir), BatchLog(job_dir), 2, tuning(model_dir))
+    found = recover(learner, CheckpointStore(JobDir(job_dir)), BatchLog(JobDir(job_dir)), 2, tuning(model_dir))
     assert seen == ["ep000001-step000002", NEWEST]
     assert (found.saved, found.reached) == (Position(1, 4), Position(1, 4))
     assert fingerprint(learner) == whole[1][4]
@@ -225,7 +232,7 @@ def test_what_an_older_epoch_saves_when_it_wakes_up_is_void(
     whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path
 ) -> None:
     """Epoch 2 had gone on from step 2 when epoch 1, stopped until then, saved its step 4."""
-    CheckpointStore(job_dir).begin_epoch(2, Position(1, 2))
+    CheckpointStore(JobDir(job_dir)).begin_epoch(2, Position(1, 2))
     found, learner = recovered(job_dir, model_dir, epoch=3)
     assert (found.saved, found.reached) == (Position(1, 2), Position(1, 2))
     assert "had lost the job" in found.remarks[0].message
@@ -253,7 +260,7 @@ def test_a_checkpoint_of_the_previous_format_is_read(
     [
         (checkpoints, "FORMAT", 3, "format 3"),
         (state, "FORMAT", 0, "format 0"),
-        (batch_log, "SCHEMA", 2, "schema 2"),
+        (batches, "SCHEMA", 2, "schema 2"),
         (codec, "SCHEMA", 0, "schema 0"),
     ],
     ids=["checkpoint", "learner state", "batch log", "segments in a batch log"],
@@ -270,10 +277,10 @@ def test_what_another_release_wrote_is_refused_by_name(
     """Passing over it would quietly start again from an older step. Nothing is removed."""
     with monkeypatch.context() as other_release:
         other_release.setattr(module, name, number)
-        logged(BatchLog(job_dir), 1, 5, [group(4, [1.0, 0.0])])
+        logged(BatchLog(JobDir(job_dir)), 1, 5, [group(4, [1.0, 0.0])])
         if module in (checkpoints, state):
             learner = make_learner(model_dir)
-            CheckpointStore(job_dir).write(Position(1, 5), Lineage(step=5), learner.save_state)
+            CheckpointStore(JobDir(job_dir)).write(Position(1, 5), Lineage(step=5), learner.save_state)
     before = sorted(job_dir.rglob("*"))
     with pytest.raises(JobFailure, match=said) as refused:
         recovered(job_dir, model_dir)
@@ -285,7 +292,7 @@ def test_a_long_way_is_saved_in_between(
     whole: tuple[Path, Mapping[int, str]], job_dir: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that is lost on the way has brought the next one further, whatever is wrong with the newest one."""
-    store, log = CheckpointStore(job_dir), BatchLog(job_dir)
+    store, log = CheckpointStore(JobDir(job_dir)), BatchLog(JobDir(job_dir))
     truncated(job_dir / "checkpoints" / NEWEST / "checkpoint.json")
     shutil.rmtree(job_dir / "checkpoints" / "ep000001-step000002")
     read = BatchLog.read

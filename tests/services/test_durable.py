@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position
 from services.batch_log import BatchLog
-from services.job_directory import JobDirectory
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
+from services.records import JobRecords
 from services.trained_log import TrainedLog
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.lineage import Lineage
 from services.weights import WeightStore
 from tests.services.trainer_kit import group
 
@@ -29,28 +30,28 @@ def save(directory: Path) -> None:
 
 WRITES: dict[str, tuple[Write, Callable[[Path], bool]]] = {
     "a batch": (
-        lambda job_dir: BatchLog(job_dir).write(1, 1, [group(0, [1.0])], {"dropped": {}}),
-        lambda job_dir: BatchLog(job_dir).read(1, 1).step == 1,
+        lambda job_dir: BatchLog(JobDir(job_dir)).write(1, 1, [group(0, [1.0])], {"dropped": {}}),
+        lambda job_dir: BatchLog(JobDir(job_dir)).read(1, 1).step == 1,
     ),
     "a checkpoint": (
-        lambda job_dir: CheckpointStore(job_dir).write(Position(1, 2), Lineage(step=2), save),
-        lambda job_dir: [one.lineage.step for one in CheckpointStore(job_dir).newest_first()] == [2],
+        lambda job_dir: CheckpointStore(JobDir(job_dir)).write(Position(1, 2), Lineage(step=2), save),
+        lambda job_dir: [one.lineage.step for one in CheckpointStore(JobDir(job_dir)).newest_first()] == [2],
     ),
     "an epoch": (
-        lambda job_dir: CheckpointStore(job_dir).begin_epoch(2, Position(1, 7)),
-        lambda job_dir: CheckpointStore(job_dir).forks() == {2: Position(1, 7)},
+        lambda job_dir: CheckpointStore(JobDir(job_dir)).begin_epoch(2, Position(1, 7)),
+        lambda job_dir: CheckpointStore(JobDir(job_dir)).forks() == {2: Position(1, 7)},
     ),
     "weights": (
-        lambda job_dir: WeightStore(job_dir).write(3, 1, 2, save),
-        lambda job_dir: WeightStore(job_dir).verify(WeightStore(job_dir).manifest(3)) is None,
+        lambda job_dir: WeightStore(JobDir(job_dir)).write(3, 1, 2, save),
+        lambda job_dir: WeightStore(JobDir(job_dir)).verify(WeightStore(JobDir(job_dir)).manifest(3)) is None,
     ),
     "what was trained": (
-        lambda job_dir: TrainedLog(job_dir).write(1, 1, {}),
-        lambda job_dir: TrainedLog(job_dir).path(1, 1).exists(),
+        lambda job_dir: TrainedLog(JobDir(job_dir)).write(1, 1, {}),
+        lambda job_dir: TrainedLog(JobDir(job_dir)).path(1, 1).exists(),
     ),
     "a state": (
-        lambda job_dir: JobDirectory(job_dir).write_status(1, {"status": "queued"}),
-        lambda job_dir: JobDirectory(job_dir).newest_status() == (1, {"status": "queued"}),
+        lambda job_dir: JobRecords(JobDir(job_dir)).write_status(1, {"status": "queued"}),
+        lambda job_dir: JobRecords(JobDir(job_dir)).newest_status() == (1, {"status": "queued"}),
     ),
 }
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 import transformers
 
+from gspo_core.log.lineage import Lineage
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
-from services.export import CheckpointNotFound, ExportFailed, checkpoint_path, export_checkpoint, main
-from services.job_directory import AcceptedJob, JobDirectory
+from services.checkpoints import CheckpointStore
+from services.export import CheckpointNotFound, ExportFailed, export_checkpoint, main
+from services.job_dir import JobDir
+from services.records import AcceptedJob, JobRecords
 from services.trainer.building import make_learner
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.lineage import Lineage
 from tests.core.learner_support import make_sequences, with_behavior, write_model
 
 
@@ -34,14 +35,14 @@ def test_what_transformers_loads_are_the_weights_of_the_checkpoint(
             "resources": {"device": "cpu"},
         }
     )
-    JobDirectory(job_dir).accept(AcceptedJob(spec.model_dump_json(), "", "now"))
+    JobRecords(JobDir(job_dir)).accept(AcceptedJob(spec.model_dump_json(), "", "now"))
     learner, sequences = make_learner(spec), make_sequences(6)
     with_behavior(learner, sequences)
     learner.step(sequences)
-    CheckpointStore(job_dir).write(Position(2, 7), Lineage(step=7), learner.save_state)
+    CheckpointStore(JobDir(job_dir)).write(Position(2, 7), Lineage(step=7), learner.save_state)
     learner.save_weights(tmp_path / "expected")
 
-    assert export_checkpoint(job_dir, 2, 7, target) == target
+    assert export_checkpoint(JobDir(job_dir), 2, 7, target) == target
     exported, expected, start = (
         transformers.AutoModelForCausalLM.from_pretrained(one).state_dict()
         for one in (target, tmp_path / "expected", model_dir)
@@ -51,11 +52,11 @@ def test_what_transformers_loads_are_the_weights_of_the_checkpoint(
     assert (target / "tokenizer.json").is_file()
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
     with pytest.raises(ExportFailed, match="exists"):
-        export_checkpoint(job_dir, 2, 7, target)
+        export_checkpoint(JobDir(job_dir), 2, 7, target)
     with pytest.raises(CheckpointNotFound, match="epoch 2, step 8"):
-        export_checkpoint(job_dir, 2, 8, tmp_path / "two")
+        export_checkpoint(JobDir(job_dir), 2, 8, tmp_path / "two")
 
-    shard = checkpoint_path(job_dir, 2, 7) / "learner" / "rank-00000.safetensors"
+    shard = CheckpointStore(JobDir(job_dir)).learner_dir(Position(2, 7)) / "rank-00000.safetensors"
     data = bytearray(shard.read_bytes())
     data[-9] ^= 1
     shard.write_bytes(bytes(data))

@@ -20,10 +20,11 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Outcome, Segment, StopReason
 from services.batch_log import BatchLog
 from services.bus import Append, Bus, EpisodeLease
+from services.checkpoints import CheckpointStore
 from services.engine_client import EngineClient
+from services.job_dir import JobDir
 from services.store import Claim, Store
 from services.trainer import engines as engines_module
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.engines import Engines
 from services.trainer.intake import Intake
 from services.trainer.run import JobRun, Services
@@ -108,7 +109,7 @@ async def test_a_job_learns_without_a_shared_volume(
     process, wire = EngineProcess(model_dir), Wire()
     await store.describe_environment(job, 0, {"num_tasks": {"train": 4, "eval": 0}})
     async with httpx.AsyncClient(transport=wire, trust_env=False) as http:
-        weights = WeightStore(job_dir)
+        weights = WeightStore(JobDir(job_dir))
         engines = Engines(
             store,
             job,
@@ -125,9 +126,9 @@ async def test_a_job_learns_without_a_shared_volume(
             engines=engines,
             intake=Intake(bus, job),
             weights=weights,
-            batch_log=BatchLog(job_dir),
-            checkpoints=CheckpointStore(job_dir),
-            metrics_path=job_dir / "metrics.jsonl",
+            batch_log=BatchLog(JobDir(job_dir)),
+            checkpoints=CheckpointStore(JobDir(job_dir)),
+            job_dir=JobDir(job_dir),
         )
         learner = make_learner(model_dir, ObjectiveConfig(), optimizer=OptimizerConfig(lr=1e-2))
         player = Player(bus, job, EngineClient(process.url, http, vocab_size=VOCAB_SIZE))

@@ -15,6 +15,7 @@ from gspo_core.staleness import Position
 from gspo_core.types import Group
 from services.batch_log import BatchLog
 from services.bus import Bus, Fenced
+from services.job_dir import JobDir, JobsDir
 from services.store import Claim, Store
 from tests.services.small_trainer import POINTS, Killed, SmallTrainer, World, judge
 
@@ -80,7 +81,7 @@ class Fate:
 
 async def world_of(redis_client: Redis, tmp_path: Path, num_steps: int) -> tuple[World, Clock]:
     clock = Clock()
-    store = Store(redis_client, lease_s=LEASE_S, clock=clock, max_attempts=10_000, jobs_dir=tmp_path)
+    store = Store(redis_client, lease_s=LEASE_S, clock=clock, max_attempts=10_000, jobs_dir=JobsDir(tmp_path))
     bus = Bus(redis_client, clock=clock)
     await bus.load_functions()
     job = (await store.create_job("{}")).id
@@ -166,7 +167,7 @@ async def log_after_the_end_of_its_epoch(redis_client: Redis, tmp_path: Path, ma
 
     with pytest.raises(Fenced):
         await make(world, await fate.claim(), visit).run()
-    assert {(1, 4), (2, 4), (2, 5)} <= set(BatchLog(world.job_dir).steps())
+    assert {(1, 4), (2, 4), (2, 5)} <= set(BatchLog(JobDir(world.job_dir)).steps())
     await make(world, await fate.claim(), no_fault).run()
     return world
 

@@ -26,6 +26,7 @@ from services.drains import Drains
 from services.errands import Errands
 from services.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
 from services.functions import library
+from services.job_dir import JobsDir
 from services.redis_child import RedisChild
 from services.redis_client import connect
 from services.redis_roles import USERS, WRITING, UnsuitablePassword, acl_file, main
@@ -59,12 +60,12 @@ async def as_user(server_binary: Path, tmp_path: Path) -> AsyncIterator[As]:
 
 
 async def test_every_role_can_do_its_work(as_user: As, tmp_path: Path) -> None:
-    api = Store(as_user("gspo-api"), jobs_dir=tmp_path / "jobs")
+    api = Store(as_user("gspo-api"), jobs_dir=JobsDir(tmp_path / "jobs"))
     await api.load_functions()
     await api.rebuild()
     job = (await api.create_job("{}", idempotency_key="k")).id
     trainer_redis = as_user("gspo-trainer")
-    trainer, store = Bus(trainer_redis), Store(trainer_redis, jobs_dir=tmp_path / "jobs")
+    trainer, store = Bus(trainer_redis), Store(trainer_redis, jobs_dir=JobsDir(tmp_path / "jobs"))
     await trainer.load_functions()
     await store.register_trainer(TrainerRecord(id="t"))
     await store.register_engine(EngineRecord(id="e"))
@@ -229,7 +230,7 @@ async def test_a_killed_server_with_these_users_still_holds_what_it_acknowledged
         server = _start(server_binary, tmp_path)
         try:
             async with connect(url) as redis:
-                store = Store(redis, jobs_dir=tmp_path / f"jobs-{attempt}")
+                store = Store(redis, jobs_dir=JobsDir(tmp_path / f"jobs-{attempt}"))
                 if attempt == 0:
                     await store.load_functions()
                     job = (await store.create_job('{"kept":true}')).id

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from services.job_dir import JobsDir
 from services.jobs import CancelManner, IllegalTransition, StatusReason
 from services.refusals import Conflict, Fenced
 from services.store import Claim, Store
@@ -17,7 +18,7 @@ LR = {"optimizer.lr": 0.5}
 
 @pytest.fixture
 async def store(redis_client: Redis, tmp_path: Path) -> Store:
-    store = Store(redis_client, jobs_dir=tmp_path / "jobs")
+    store = Store(redis_client, jobs_dir=JobsDir(tmp_path / "jobs"))
     await store.load_functions()
     return store
 
@@ -63,7 +64,7 @@ async def test_all_of_it_outlives_redis(
     before = await store.get_job(claim.job_id)
     assert before.attempts
     await redis_client.flushall()
-    assert await Store(new_client(), jobs_dir=tmp_path / "jobs").get_job(claim.job_id) == before
+    assert await Store(new_client(), jobs_dir=JobsDir(tmp_path / "jobs")).get_job(claim.job_id) == before
 
 
 # How a job is cancelled
@@ -112,7 +113,7 @@ async def test_every_attempt_is_listed_with_what_ended_it(store: Store) -> None:
 
 async def test_a_lost_trainer_is_the_cause_of_its_end(redis_client: Redis, tmp_path: Path) -> None:
     clock = [0.0]
-    store = Store(redis_client, lease_s=10.0, clock=lambda: clock[0], jobs_dir=tmp_path)
+    store = Store(redis_client, lease_s=10.0, clock=lambda: clock[0], jobs_dir=JobsDir(tmp_path))
     await store.load_functions()
     job = (await store.create_job("{}")).id
     assert await store.claim_job("lost")

@@ -12,9 +12,10 @@ from redis.asyncio import Redis
 
 from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.bus import Bus, Fenced
-from services.job_directory import DamagedRecord, JobDirectory, RecordConflict, VersionRecord, job_directories
+from services.job_dir import JobDir, JobsDir
 from services.keys import job_key
 from services.rebuild import Rebuild
+from services.records import DamagedRecord, JobRecords, RecordConflict, VersionRecord
 from services.refusals import Conflict
 from services.store import Claim, JobConflict, JobNotFound, JobStatus, Store
 
@@ -36,7 +37,7 @@ def jobs_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def store(redis_client: Redis, jobs_dir: Path) -> Store:
-    store = Store(redis_client, jobs_dir=jobs_dir)
+    store = Store(redis_client, jobs_dir=JobsDir(jobs_dir))
     await store.load_functions()
     return store
 
@@ -264,7 +265,7 @@ async def test_a_fenced_trainer_leaves_nothing_on_disk(
 async def test_what_was_written_last_holds_however_late_others_write(
     store: Store, claim: Claim, jobs_dir: Path
 ) -> None:
-    directory = JobDirectory(jobs_dir / claim.job_id)
+    directory = JobRecords(JobDir(jobs_dir / claim.job_id))
     revision, fields = directory.newest_status()
     await store.set_status(claim.job_id, "running", token=claim.token)
     directory.write_status(revision - 1, {**fields, "status": "failed"})  # wakes up now
@@ -307,13 +308,13 @@ async def test_a_wipe_in_the_middle_of_a_rebuild_is_noticed(
 ) -> None:
     jobs = {(await store.create_job("{}")).id for _ in range(4)}
     await redis_client.flushall()
-    read, wiped = JobDirectory.accepted, []
+    read, wiped = JobRecords.accepted, []
 
-    def wipe_after_two(directory: JobDirectory) -> object:
+    def wipe_after_two(directory: JobRecords) -> object:
         wiped.append(directory)
         return read(directory)
 
-    monkeypatch.setattr(JobDirectory, "accepted", wipe_after_two)
+    monkeypatch.setattr(JobRecords, "accepted", wipe_after_two)
     listing = asyncio.create_task(store.list_jobs())
     async with asyncio.timeout(10):
         while len(wiped) < 2:
@@ -328,7 +329,7 @@ async def test_many_processes_rebuild_at_once(
 ) -> None:
     jobs = [(await store.create_job("{}")).id for _ in range(5)]
     await redis_client.flushall()
-    others = [Store(new_client(), jobs_dir=jobs_dir) for _ in range(4)]
+    others = [Store(new_client(), jobs_dir=JobsDir(jobs_dir)) for _ in range(4)]
     for listed in await asyncio.gather(*(other.list_jobs() for other in others)):
         assert [job.id for job in listed] == jobs
 
@@ -337,15 +338,15 @@ async def test_a_store_without_directories_writes_no_file(redis_client: Redis, j
     store = Store(redis_client)
     job = await store.create_job("{}")
     assert await store.rebuild() == 0
-    assert job_directories(jobs_dir) == {}
-    assert JobDirectory(jobs_dir / job.id).newest_status() == (0, {})
+    assert JobsDir(jobs_dir).accepted() == {}
+    assert JobRecords(JobDir(jobs_dir / job.id)).newest_status() == (0, {})
     await redis_client.flushall()
     with pytest.raises(JobNotFound):
         await store.get_job(job.id)
 
 
 def test_a_version_file_names_one_thing(tmp_path: Path) -> None:
-    directory = JobDirectory(tmp_path / "job")
+    directory = JobRecords(JobDir(tmp_path / "job"))
     directory.write_version(VersionRecord(3, 2, "{}"))
     directory.write_version(VersionRecord(3, 2, "{}"))
     with pytest.raises(RecordConflict):
@@ -361,14 +362,14 @@ def test_a_version_file_names_one_thing(tmp_path: Path) -> None:
 async def test_a_server_that_is_wiped_while_a_state_is_written_down_gets_the_whole_job_back(
     store: Store, redis_client: Redis, claim: Claim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, written = asyncio.get_running_loop(), JobDirectory.write_status
+    loop, written = asyncio.get_running_loop(), JobRecords.write_status
 
     def wipe(*_: object) -> bool:
-        monkeypatch.setattr(JobDirectory, "write_status", written)
+        monkeypatch.setattr(JobRecords, "write_status", written)
         asyncio.run_coroutine_threadsafe(redis_client.flushall(), loop).result(60)
         return False  # as where the server counts again what is on disk
 
-    monkeypatch.setattr(JobDirectory, "write_status", wipe)
+    monkeypatch.setattr(JobRecords, "write_status", wipe)
     await store.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
     assert [job.id for job in await store.list_jobs()] == [claim.job_id]
     assert (await store.get_job(claim.job_id)).spec_data == {"name": "test"}
@@ -381,7 +382,7 @@ async def test_versions_are_given_back_to_a_job_that_is_known_only(
     await redis_client.flushall()
     rebuild = store._rebuild
     assert rebuild is not None
-    records = JobDirectory(rebuild._root / claim.job_id).versions()
+    records = JobRecords(JobDir(rebuild._root / claim.job_id)).versions()
     assert records
     await rebuild._restore_versions(claim.job_id, records)
     assert await redis_client.keys() == []
@@ -419,7 +420,7 @@ async def test_a_server_that_is_wiped_while_it_gets_its_jobs_back_gets_them_once
     wipes = [redis_client.flushall]
     restore = Rebuild._restore_environments
 
-    async def then_wipe(self: Rebuild, job: str, directory: JobDirectory) -> None:
+    async def then_wipe(self: Rebuild, job: str, directory: JobRecords) -> None:
         await restore(self, job, directory)
         if wipes:
             await wipes.pop()()

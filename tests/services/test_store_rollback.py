@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position, token_staleness
 from gspo_core.types import Split, WeightsManifest
 from services.bus import Append, Bus, EpisodeLease, Fenced
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir, JobsDir
 from services.store import Claim, Store
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.lineage import Lineage
 from services.weights import WeightStore
 
 pytestmark = pytest.mark.every_server
@@ -30,7 +31,7 @@ class Run:
 
     def __init__(self, store: Store, claim: Claim, job_dir: Path) -> None:
         self.store, self.claim = store, claim
-        self.weights, self.checkpoints = WeightStore(job_dir), CheckpointStore(job_dir)
+        self.weights, self.checkpoints = WeightStore(JobDir(job_dir)), CheckpointStore(JobDir(job_dir))
         self.history = ""
         self.published: list[WeightsManifest] = []
 
@@ -89,7 +90,7 @@ async def test_no_label_names_two_weight_sets_and_no_token_is_younger_than_the_t
     redis_client: Redis, bus: Bus, tmp_path: Path, loss: str
 ) -> None:
     jobs_dir = tmp_path / "jobs"
-    store = Store(redis_client, jobs_dir=jobs_dir)
+    store = Store(redis_client, jobs_dir=JobsDir(jobs_dir))
     job = (await store.create_job("{}")).id
     dead, worker = await first_run(store, bus, jobs_dir / job)
     for directory in (jobs_dir / job / "checkpoints").glob("ep*-step*"):
@@ -158,7 +159,7 @@ async def play_again(bus: Bus, heir: Claim) -> EpisodeLease:
 async def test_a_server_that_forgets_hands_out_no_number_again(
     redis_client: Redis, tmp_path: Path, forgets: str
 ) -> None:
-    store = Store(redis_client, jobs_dir=tmp_path)
+    store = Store(redis_client, jobs_dir=JobsDir(tmp_path))
     job = (await store.create_job("{}")).id
     labels: list[str] = []
     for _ in range(6):

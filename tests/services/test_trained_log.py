@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from gspo_core.types import EpisodeKey
+from services.job_dir import JobDir
 from services.trained_log import TrainedLog
 
 LOGPROBS = {
@@ -17,7 +18,7 @@ LOGPROBS = {
 
 
 def test_what_was_written_is_read_bit_by_bit(tmp_path: Path) -> None:
-    log = TrainedLog(tmp_path)
+    log = TrainedLog(JobDir(tmp_path))
     log.write(2, 31, LOGPROBS)
     found = log.read(2, 31)
     assert list(found) == [(7, 0), (7, 2), (9, 1)]
@@ -25,7 +26,7 @@ def test_what_was_written_is_read_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_cut_or_damaged_is_nothing(tmp_path: Path) -> None:
-    log = TrainedLog(tmp_path)
+    log = TrainedLog(JobDir(tmp_path))
     assert log.read(1, 1) == {}
     log.write(1, 1, LOGPROBS)
     whole = log.path(1, 1).read_bytes()
@@ -37,14 +38,14 @@ def test_what_is_missing_cut_or_damaged_is_nothing(tmp_path: Path) -> None:
 
 
 def test_a_second_write_changes_nothing(tmp_path: Path) -> None:
-    log = TrainedLog(tmp_path)
+    log = TrainedLog(JobDir(tmp_path))
     log.write(1, 1, LOGPROBS)
     log.write(1, 1, {})
     assert len(log.read(1, 1)) == 3
 
 
 def test_only_what_is_named_is_removed(tmp_path: Path) -> None:
-    log = TrainedLog(tmp_path)
+    log = TrainedLog(JobDir(tmp_path))
     for step in (1, 2, 3):
         log.write(1, step, LOGPROBS)
     log.remove([(1, 1), (1, 3), (2, 2)])

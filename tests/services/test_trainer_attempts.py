@@ -18,6 +18,8 @@ import torch
 from redis.asyncio import Redis
 
 from gspo_core.learner import Learner
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 from services.jobs import CancelManner, Job
 from services.keys import job_key
 from services.local.memory import process_tree
@@ -27,7 +29,6 @@ from services.trainer import attempt_process, ranks
 from services.trainer.attempt_messages import End
 from services.trainer.attempt_process import AttemptProcesses, NotStarted, Started, start_python
 from services.trainer.building import make_learner
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.failure import RanksLost
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
@@ -154,7 +155,7 @@ async def test_a_job_begins_with_the_weights_of_its_seed_whatever_was_cancelled_
             await loop.store.set_desired_state(second, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
             assert (await at_its_end(loop, second)).status == "cancelled"
             began = make_learner(spec)
-            began.load_state(CheckpointStore(loop.job_dir.parent / second).newest_first()[0].learner_dir)
+            began.load_state(CheckpointStore(JobDir(loop.job_dir.parent / second)).newest_first()[0].learner_dir)
             expected = state_of(make_learner(spec))
             assert any("lora" in name for name in expected)
             assert {name: one.tolist() for name, one in state_of(began).items()} == {
@@ -183,7 +184,7 @@ async def test_an_attempt_that_is_killed_is_counted_with_its_cause_and_the_next_
     assert job.attempts[0].message == "the process of this attempt was killed by SIGKILL, as when memory runs out"
     assert len(set(pids)) == len(pids) >= 2
     found = make_learner(loop.spec)
-    found.load_state(CheckpointStore(loop.job_dir).newest_first()[0].learner_dir)
+    found.load_state(CheckpointStore(JobDir(loop.job_dir)).newest_first()[0].learner_dir)
     assert fingerprint(found) == fingerprint(plain_loop(loop.spec, tmp_path))
 
 

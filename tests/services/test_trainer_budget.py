@@ -14,6 +14,7 @@ from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.away import OutOfMemory
 from services.bus import Append, Bus, Fenced
 from services.fleet_records import EngineRecord, TrainerRecord
+from services.job_dir import JobDir
 from services.store import CancelManner, Claim, Store
 from services.trainer.admission import BYTES_PER_TOKEN
 from services.trainer.run import JobRun, Services
@@ -45,7 +46,7 @@ def run_of(bus: Bus, claim: Claim, budget_bytes: int | None, store: Any = None) 
         weights=nothing,
         batch_log=nothing,
         checkpoints=nothing,
-        metrics_path=Path("unused"),
+        job_dir=JobDir(Path("unused")),
         budget_bytes=budget_bytes,
     )
     run: Any = JobRun(claim, SPEC, services, nothing)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position, token_staleness
-from services.trainer.checkpoints import CheckpointStore, DamagedRecord
-from services.trainer.lineage import Lineage
+from services.checkpoints import CheckpointStore, LostForkRecord
+from services.job_dir import JobDir
 
 
 @given(st.permutations(range(12)), st.integers(0, 12))
@@ -32,7 +33,7 @@ def save(text: str) -> object:
 
 
 def test_the_newest_checkpoint_comes_first_and_older_ones_are_collected(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(JobDir(tmp_path))
     store.begin_epoch(1, Position(0, 0))
     store.begin_epoch(2, Position(1, 10))
     for epoch, step in ((1, 5), (1, 10), (2, 12)):
@@ -46,7 +47,7 @@ def test_the_newest_checkpoint_comes_first_and_older_ones_are_collected(tmp_path
 
 def test_only_intact_ones_count_among_those_that_are_kept(tmp_path: Path) -> None:
     """Else a damaged one would push out what the job can go on from."""
-    store, root = CheckpointStore(tmp_path), tmp_path / "checkpoints"
+    store, root = CheckpointStore(JobDir(tmp_path)), tmp_path / "checkpoints"
     store.begin_epoch(1, Position(0, 0))
     for step in (1, 2, 3, 4, 5):
         store.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
@@ -71,7 +72,7 @@ def test_only_intact_ones_count_among_those_that_are_kept(tmp_path: Path) -> Non
 
 
 def test_a_zombie_that_saves_late_does_not_crowd_out_what_its_successor_goes_on_from(tmp_path: Path) -> None:
-    zombie, successor = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    zombie, successor = CheckpointStore(JobDir(tmp_path)), CheckpointStore(JobDir(tmp_path))
     zombie.begin_epoch(1, Position(0, 0))
     zombie.write(Position(1, 10), Lineage(step=10), save("state"))  # type: ignore[arg-type]
     successor.begin_epoch(2, Position(1, 10))
@@ -87,14 +88,14 @@ def test_a_checkpoint_that_could_not_be_written_is_not_seen(tmp_path: Path) -> N
         (directory / "half").write_text("x")
         raise OSError("disk full")
 
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(JobDir(tmp_path))
     with pytest.raises(OSError, match="disk full"):
         store.write(Position(1, 1), Lineage(), torn)
     assert store.newest_first() == []
 
 
 def test_a_checkpoint_whose_lineage_is_damaged_is_passed_over(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(JobDir(tmp_path))
     for step in (1, 2, 3):
         store.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
     (tmp_path / "checkpoints" / "ep000001-step000003" / "checkpoint.json").write_text("")
@@ -106,7 +107,7 @@ def test_a_trainer_killed_while_it_collects_or_writes_leaves_nothing_that_looks_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here both die in the middle; the trainer of the next epoch clears what they left."""
-    store, root = CheckpointStore(tmp_path), tmp_path / "checkpoints"
+    store, root = CheckpointStore(JobDir(tmp_path)), tmp_path / "checkpoints"
     store.begin_epoch(1, Position(0, 0))
     for step in (1, 2):
         store.write(Position(1, step), Lineage(step=step), save("state"))  # type: ignore[arg-type]
@@ -116,7 +117,7 @@ def test_a_trainer_killed_while_it_collects_or_writes_leaves_nothing_that_looks_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("services.trainer.checkpoints.shutil.rmtree", dies)
+        patched.setattr("services.durable.shutil.rmtree", dies)
         with pytest.raises(KeyboardInterrupt):
             store.collect(keep=1)
         with pytest.raises(KeyboardInterrupt):
@@ -129,15 +130,15 @@ def test_a_trainer_killed_while_it_collects_or_writes_leaves_nothing_that_looks_
 
 
 def test_an_epoch_is_begun_once(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(JobDir(tmp_path))
     store.begin_epoch(3, Position(2, 40))
     with pytest.raises(FileExistsError):
-        CheckpointStore(tmp_path).begin_epoch(3, Position(2, 20))
+        CheckpointStore(JobDir(tmp_path)).begin_epoch(3, Position(2, 20))
     assert store.forks() == {3: Position(2, 40)}
 
 
 def test_where_an_epoch_forked_off_survives_the_loss_of_one_file_and_is_never_misread(tmp_path: Path) -> None:
-    store, root = CheckpointStore(tmp_path), tmp_path / "checkpoints"
+    store, root = CheckpointStore(JobDir(tmp_path)), tmp_path / "checkpoints"
     store.begin_epoch(3, Position(2, 40))
     records = sorted(root.glob("epoch*.json"))
     assert len(records) == 2
@@ -151,14 +152,14 @@ def test_where_an_epoch_forked_off_survives_the_loss_of_one_file_and_is_never_mi
         record.write_text(text)
     for record in records:
         record.write_text(text.replace("40", "41"))
-    with pytest.raises(DamagedRecord, match="epoch 3"):
+    with pytest.raises(LostForkRecord, match="epoch 3"):
         store.forks()
     records[1].write_text('{"epoch": 2, "step": 40}')  # as the release before wrote it
     assert store.forks() == {3: Position(2, 40)}
 
 
 def test_tokens_of_a_rolled_back_version_count_from_the_fork(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(JobDir(tmp_path))
     store.begin_epoch(1, Position(0, 0))
     store.begin_epoch(2, Position(1, 20))
     versions = {37: Position(1, 37), 38: Position(2, 21)}

@@ -14,10 +14,11 @@ import pytest
 from redis.asyncio import Redis
 
 from services.bus import Bus
+from services.checkpoints import CheckpointStore
 from services.durable import append_line
-from services.job_directory import JobDirectory
+from services.job_dir import JobDir, JobsDir
+from services.records import JobRecords
 from services.store import Store
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.disk import PatientDisk
 from services.trainer.event_file import EventFile
 from services.trainer.worker import TrainerWorker
@@ -80,7 +81,7 @@ async def test_a_full_disk_is_waited_for(
             await serving
         assert await alerts(loop, "disk_has_room")
     assert fingerprint(saved(loop)) == fingerprint(plain_loop(spec, tmp_path))
-    assert CheckpointStore(loop.job_dir).newest_first()[0].position.step == spec.steps
+    assert CheckpointStore(JobDir(loop.job_dir)).newest_first()[0].position.step == spec.steps
     assert not list(loop.job_dir.rglob(".tmp-*")), "what did not fit was left behind"
 
 
@@ -126,7 +127,7 @@ async def test_a_job_is_claimed_when_there_is_room_to_write_that_down(
     redis_client: Redis, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.room.RETRY_S", 0.05)
-    store = Store(redis_client, jobs_dir=small_disk / "jobs", waits_for_room=True)
+    store = Store(redis_client, jobs_dir=JobsDir(small_disk / "jobs"), waits_for_room=True)
     await store.load_functions()
     job = (await store.create_job("{}")).id
     ballast = fill(small_disk)
@@ -138,14 +139,14 @@ async def test_a_job_is_claimed_when_there_is_room_to_write_that_down(
         ballast.unlink()
         claim = await claiming
     assert claim is not None
-    assert JobDirectory(small_disk / "jobs" / job).newest_status()[1]["status"] == "starting"
+    assert JobRecords(JobDir(small_disk / "jobs" / job)).newest_status()[1]["status"] == "starting"
 
 
 async def test_a_disk_that_is_full_at_the_wrong_moment_is_no_reason_for_a_job_to_end(
     redis_client: Redis, small_disk: Path
 ) -> None:
     """Whatever write of a run it is that nobody waits for: the job is left to the next trainer."""
-    store = Store(redis_client, jobs_dir=small_disk / "jobs")
+    store = Store(redis_client, jobs_dir=JobsDir(small_disk / "jobs"))
     await store.load_functions()
     job = (await store.create_job(SPEC)).id
 

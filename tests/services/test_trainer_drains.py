@@ -11,9 +11,10 @@ import pytest
 from redis.asyncio import Redis
 
 from services.cancelling import cancel_all
+from services.checkpoints import CheckpointStore
 from services.drains import Drains
+from services.job_dir import JobDir
 from services.trainer import recovery
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
 from tests.services.loop_kit import (
@@ -67,7 +68,7 @@ async def serve(loop: Loop, name: str) -> None:
 
 
 def checkpoints(loop: Loop) -> list[int]:
-    return [one.position.step for one in CheckpointStore(loop.job_dir).newest_first()]
+    return [one.position.step for one in CheckpointStore(JobDir(loop.job_dir)).newest_first()]
 
 
 async def test_the_step_is_ended_and_saved_and_another_trainer_goes_on(

@@ -13,9 +13,10 @@ import pytest
 from redis.asyncio import Redis
 
 from services.batch_log import BatchLog
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 from services.jobs import CancelManner, Job
 from services.trainer import run
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
 from tests.services.loop_kit import (
@@ -86,7 +87,7 @@ def told(job: Job) -> tuple[str, str]:
 
 
 def checkpoints(loop: Loop) -> list[int]:
-    return [one.position.step for one in CheckpointStore(loop.job_dir).newest_first()]
+    return [one.position.step for one in CheckpointStore(JobDir(loop.job_dir)).newest_first()]
 
 
 async def test_all_steps_are_done(loop_of: Any) -> None:
@@ -237,7 +238,7 @@ async def test_a_cancelled_job_whose_trainer_was_lost_is_saved_as_it_was_asked(
         await loop.store.set_desired_state(loop.job, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
         job = await end_of(loop)
     assert told(job) == ("cancelled", "user_cancelled")
-    assert checkpoints(loop) == [BatchLog(loop.job_dir).steps()[-1][1]]
+    assert checkpoints(loop) == [BatchLog(JobDir(loop.job_dir)).steps()[-1][1]]
 
 
 async def test_a_job_that_waits_for_its_batch_pauses_at_once(
@@ -260,7 +261,7 @@ async def test_a_job_that_waits_for_its_batch_pauses_at_once(
             while (await loop.store.get_job(loop.job)).status != "paused":
                 assert not ending.done()
                 await asyncio.sleep(0.02)
-        assert BatchLog(loop.job_dir).steps() == []
+        assert BatchLog(JobDir(loop.job_dir)).steps() == []
         await loop.store.set_desired_state(loop.job, "running")
         may_play.set()
         job = await ending

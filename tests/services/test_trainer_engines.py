@@ -23,6 +23,7 @@ from services.engine_beats import ANSWER_S, EngineBeats
 from services.engine_client import EngineClient
 from services.engines.protocol import Generation, info_calls
 from services.fleet_records import EngineRecord, EngineReport
+from services.job_dir import JobDir
 from services.store import Claim, Store
 from services.trainer import engines as engines_module
 from services.trainer.engine_switch import Deadlines
@@ -68,7 +69,7 @@ class Place:
         return asyncio.create_task(call)
 
     def engines_of(self, claim: Claim, *urls: str, **options: Any) -> Job:
-        weights = WeightStore(self.root / claim.job_id)
+        weights = WeightStore(JobDir(self.root / claim.job_id))
         engines = Engines(
             self.store, claim.job_id, claim.token, weights, urls, self.client, **{"lease_s": LEASE_S, **options}
         )

@@ -8,7 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from services.batch_log import BatchLog
-from services.trainer.checkpoints import CheckpointStore
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 from tests.core.learner_support import write_model
 from tests.services.loop_kit import (
     Fate,
@@ -38,7 +39,7 @@ async def test_without_staleness_the_service_is_a_plain_on_policy_loop(
     assert fingerprint(trained) == fingerprint(plain_loop(spec, tmp_path))
     other = spec.model_copy(update={"seed": spec.seed + 1})
     assert fingerprint(trained) != fingerprint(plain_loop(other, tmp_path / "other")), "the comparison sees a seed"
-    assert BatchLog(loop.job_dir).steps() == [(1, step) for step in range(1, spec.steps + 1)]
+    assert BatchLog(JobDir(loop.job_dir)).steps() == [(1, step) for step in range(1, spec.steps + 1)]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
@@ -51,6 +52,6 @@ async def test_a_loop_that_is_killed_at_random_points_ends_bit_for_bit_where_an_
         num_trainers = await serve_although_killed(loop, fate, {1, 3})
     assert num_trainers > 3, fate.points
     assert fingerprint(saved(loop)) == fingerprint(plain_loop(spec, tmp_path))
-    newest = CheckpointStore(loop.job_dir).newest_first()[0]
+    newest = CheckpointStore(JobDir(loop.job_dir)).newest_first()[0]
     assert list(newest.lineage.owed()) == []
     assert newest.position.step == newest.lineage.step == spec.steps

@@ -25,13 +25,14 @@ from starlette.routing import Route
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from services.batch_log import BatchLog
+from services.checkpoints import CheckpointStore
 from services.children import die_with_parent
 from services.engine.scripted import ScriptedEngine
 from services.engine.scripted.protocol import answer
+from services.job_dir import JobDir
 from services.ports import free_port
 from services.redis_server import RedisServer
 from services.trainer.building import make_learner
-from services.trainer.checkpoints import CheckpointStore
 from services.weights import WeightStore
 from tests.core.learner_support import largest_difference, weights, write_model
 from tests.services import ranked_process
@@ -81,7 +82,7 @@ def of_one_rank(spec: JobSpec, state: Path) -> Learner:
 
 
 def newest(job_dir: Path) -> Path:
-    return CheckpointStore(job_dir).newest_first()[0].learner_dir
+    return CheckpointStore(JobDir(job_dir)).newest_first()[0].learner_dir
 
 
 def files_of(state: Path) -> dict[str, bytes]:
@@ -104,8 +105,8 @@ def test_the_same_job_ends_with_the_same_weights_as_on_one_rank(root: Path, tmp_
     two, one = of_one_rank(spec_of(root), newest(job_dir)), plain_loop(spec_of(root), tmp_path)
     assert two.counters == one.counters
     check_near(root, weights(two), weights(one))
-    assert BatchLog(job_dir).steps() == [(1, step) for step in range(1, spec_of(root).steps + 1)]
-    store = WeightStore(job_dir)
+    assert BatchLog(JobDir(job_dir)).steps() == [(1, step) for step in range(1, spec_of(root).steps + 1)]
+    store = WeightStore(JobDir(job_dir))
     published = store.manifest(store.versions()[-1])
     store.verify(published)
     assert [file.path for file in published.files if file.path.endswith(".safetensors")] == [
@@ -264,7 +265,7 @@ async def test_a_trainer_whose_ranks_are_killed_trains_every_step_once(
     assert len(job.attempts) > 1
     if num_machines > 1:  # nobody told the first rank
         assert "rank_lost" in [one.code for one in job.attempts]
-    assert sorted({step for _, step in BatchLog(loop.job_dir).steps()}) == list(range(1, spec.steps + 1))
+    assert sorted({step for _, step in BatchLog(JobDir(loop.job_dir)).steps()}) == list(range(1, spec.steps + 1))
     counts = await loop.bus.counters(loop.job)
     assert counts["trained"] == spec.steps * spec.groups_per_step
     assert counts["in_flight"] == 0

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from gspo_core.learner import Learner
+from gspo_core.log.lineage import Lineage
 from gspo_core.objective_config import ObjectiveConfig
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import Group, Split, Trajectory
 from services.batch_log import BatchLog
-from services.trainer.lineage import Lineage
+from services.job_dir import JobDir
 from services.trainer.replay import replay, train_again
 from services.trainer.tuning import Tuning
 from tests.core import learner_support
@@ -67,7 +68,7 @@ def logged(log: BatchLog, epoch: int, step: int, groups: list[Group], **extra: A
 @pytest.fixture
 def log(tmp_path: Path) -> BatchLog:
     """Three steps of epoch 1; on the way group 2 was dropped."""
-    log = BatchLog(tmp_path)
+    log = BatchLog(JobDir(tmp_path))
     logged(log, 1, 1, [group(0, [1.0, 0.0]), group(1, [0.0, 1.0], versions=(0, 1))])
     logged(log, 1, 2, [group(3, [1.0, 0.0, 0.0])], dropped={"dropped_stale": [2]})
     logged(log, 1, 3, [group(4, [0.0, 1.0])], num_dispatched=9)
@@ -97,7 +98,7 @@ def test_the_same_weights_come_out_and_every_group_is_accounted_for(
 
 def test_the_age_that_was_logged_counts(model_dir: Path, tmp_path: Path) -> None:
     """Beyond the cap nothing is trained, also the second time."""
-    young, old = BatchLog(tmp_path / "young"), BatchLog(tmp_path / "old")
+    young, old = BatchLog(JobDir(tmp_path / "young")), BatchLog(JobDir(tmp_path / "old"))
     logged(young, 1, 1, [group(0, [1.0, 0.0])])
     logged(old, 1, 1, [group(0, [1.0, 0.0])], staleness={"0": 100})
     moved = []

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gspo_core.types import StepReport, WeightFile, WeightsManifest
+from services.job_dir import JobDir
 from services.refusals import Fenced
 from services.store import Claim, Store
 from services.trainer.event_file import EventFile, crc32c
@@ -93,7 +94,7 @@ def test_tensorboard_reads_them(tmp_path: Path) -> None:
 
 async def test_a_step_reaches_everybody(store: Store, claim: Claim, tmp_path: Path) -> None:
     listener = Listener()
-    reports = Reports(store, claim, tmp_path / "metrics.jsonl", [listener])
+    reports = Reports(store, claim, JobDir(tmp_path), [listener])
     await reports.step(StepReport(1, 1, 1, HEALTHY), [])
     await reports.evaluation(1, {"eval/reward/mean": 0.25})
     (row,) = await store.read_metrics(claim.job_id)
@@ -110,7 +111,7 @@ async def test_a_step_reaches_everybody(store: Store, claim: Claim, tmp_path: Pa
 
 
 async def test_an_alarm_is_an_event_with_its_numbers_and_advice(store: Store, claim: Claim, tmp_path: Path) -> None:
-    reports = Reports(store, claim, tmp_path / "metrics.jsonl")
+    reports = Reports(store, claim, JobDir(tmp_path))
     await reports.step(StepReport(1, 1, 1, {**HEALTHY, "disk/free_bytes": 1e9}), [])
     (alert,) = [one.data for one in await store.read_events(claim.job_id) if one.type == "alert"]
     assert (alert["kind"], alert["step"], alert["value"]) == ("disk_nearly_full", 1, 1e9)
@@ -122,7 +123,7 @@ async def test_a_listener_that_fails_costs_no_step_and_hears_nothing_more(
     store: Store, claim: Claim, tmp_path: Path
 ) -> None:
     broken, sound = Listener(RuntimeError("no network")), Listener()
-    reports = Reports(store, claim, tmp_path / "metrics.jsonl", [broken, sound])
+    reports = Reports(store, claim, JobDir(tmp_path), [broken, sound])
     for step in (1, 2):
         await reports.step(StepReport(step, step, 1, HEALTHY), [])
     assert (len(broken.told), len(sound.told)) == (1, 2)
@@ -132,7 +133,7 @@ async def test_a_disk_that_was_full_for_a_moment_costs_a_listener_that_step_alon
     store: Store, claim: Claim, tmp_path: Path
 ) -> None:
     listener = Listener(OSError(errno.ENOSPC, "No space left on device"))
-    reports = Reports(store, claim, tmp_path / "metrics.jsonl", [listener])
+    reports = Reports(store, claim, JobDir(tmp_path), [listener])
     for step in (1, 2):
         await reports.step(StepReport(step, step, 1, HEALTHY), [])
     assert [step for step, _ in listener.told] == [1, 2]
@@ -142,7 +143,7 @@ async def test_who_lost_the_job_writes_no_file(store: Store, claim: Claim, tmp_p
     await store.release_job(claim.job_id, claim.token)
     assert await store.claim_job("heir") is not None
     with pytest.raises(Fenced):
-        await Reports(store, claim, tmp_path / "metrics.jsonl").step(StepReport(1, 1, 1, HEALTHY), [])
+        await Reports(store, claim, JobDir(tmp_path)).step(StepReport(1, 1, 1, HEALTHY), [])
     assert os.listdir(tmp_path) == []
 
 

@@ -19,10 +19,11 @@ from gspo_core.staleness import Position
 from gspo_core.types import Split, WeightFile, WeightsManifest
 from services.batch_log import BatchLog
 from services.bus import Append, Bus
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 from services.store import Claim, Store
 from services.trained_log import TrainedLog
 from services.trainer import reports
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.evaluation import Evaluator
 from services.trainer.failure import JobFailure
 from services.trainer.intake import Intake
@@ -61,10 +62,10 @@ def run_of(claim: Claim, store: Store, bus: Bus, job_dir: Path, model_dir: Path)
         status=JobStatusBoard(store, claim),
         engines=cast(Any, NoEngines()),
         intake=Intake(bus, claim.job_id),
-        weights=WeightStore(job_dir),
-        batch_log=BatchLog(job_dir),
-        checkpoints=CheckpointStore(job_dir),
-        metrics_path=job_dir / "metrics.jsonl",
+        weights=WeightStore(JobDir(job_dir)),
+        batch_log=BatchLog(JobDir(job_dir)),
+        checkpoints=CheckpointStore(JobDir(job_dir)),
+        job_dir=JobDir(job_dir),
     )
     return JobRun(claim, SPEC, services, lambda: learner_support.make_learner(model_dir))
 
@@ -75,7 +76,7 @@ async def test_a_job_whose_last_steps_come_from_logs_alone_ends_whole(
     """Its trainer was lost after it had logged the last step, and before it saved."""
     job = claim.job_id
     job_dir = tmp_path / job
-    log, checkpoints = BatchLog(job_dir), CheckpointStore(job_dir)
+    log, checkpoints = BatchLog(JobDir(job_dir)), CheckpointStore(JobDir(job_dir))
     checkpoints.begin_epoch(1, Position(0, 0))
     for step in range(1, STEPS + 1):
         extra = {"num_dispatched": step, "dropped": {}, "staleness": {"0": 0}}
@@ -98,11 +99,11 @@ async def test_a_job_whose_last_steps_come_from_logs_alone_ends_whole(
     published = await store.current_version(job)
     assert published is not None
     assert published.step == STEPS
-    assert WeightStore(job_dir).versions() == [published.version]
+    assert WeightStore(JobDir(job_dir)).versions() == [published.version]
     assert played == [STEPS], "the end is measured, and once"
     saved = learner_support.make_learner(model_dir)
     saved.load_state(newest.learner_dir)
-    exported = learner_support.make_learner(WeightStore(job_dir).path(published.version))
+    exported = learner_support.make_learner(WeightStore(JobDir(job_dir)).path(published.version))
     assert largest_difference(weights(exported), weights(saved)) == 0
 
 
@@ -171,7 +172,7 @@ async def test_what_the_parity_gate_refuses_is_not_logged(
             await run._step(learner_support.make_learner(model_dir))
     finally:
         await stop(reading)
-    assert BatchLog(tmp_path).steps() == []
+    assert BatchLog(JobDir(tmp_path)).steps() == []
     assert (await bus.counters(job)).get("trained", 0) == 0
     assert 0 in await bus.open_groups(job)
 
@@ -187,12 +188,12 @@ def test_the_log_of_a_step_that_is_written_while_others_are_removed_stays(tmp_pa
                 trained.write(1, 4, {})
             return found
 
-    log, trained = Meanwhile(tmp_path), TrainedLog(tmp_path)
+    log, trained = Meanwhile(tmp_path), TrainedLog(JobDir(tmp_path))
     for step in (1, 2, 3):
-        BatchLog(tmp_path).write(1, step, [], {})
+        BatchLog(JobDir(tmp_path)).write(1, step, [], {})
         trained.write(1, step, {})
-    services = SimpleNamespace(batch_log=log, metrics_path=tmp_path / "metrics.jsonl")
+    services = SimpleNamespace(batch_log=log, job_dir=JobDir(tmp_path))
     run = SimpleNamespace(_services=services, _spec=SimpleNamespace(checkpoints=SimpleNamespace(keep_batches=0)))
     JobRun._collect_batches(cast("JobRun", run), 2)
-    assert BatchLog(tmp_path).steps() == [(1, 3), (1, 4)]
+    assert BatchLog(JobDir(tmp_path)).steps() == [(1, 3), (1, 4)]
     assert [step for step in range(1, 5) if trained.path(1, step).exists()] == [3, 4]

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.types import Group, Segment, Split, Trajectory
-from services.trainer.sequences import by_episode, group_metrics, staleness_metrics, train_sequences
+from services.trainer.sequences import group_metrics, staleness_metrics, train_batch
 from tests.services.trainer_kit import episode, group
 
 
@@ -23,7 +23,8 @@ def with_metrics(segment: Segment, metrics: dict[str, float]) -> Segment:
 
 
 def test_an_episode_without_a_reward_is_left_out_of_batch_and_baseline() -> None:
-    sequences, metrics = train_sequences([group(0, [1.0, 0.0, None, 1.0])], ages, AdvantageConfig(scale="none"))
+    batch = train_batch([group(0, [1.0, 0.0, None, 1.0])], ages, AdvantageConfig(scale="none"))
+    sequences, metrics = batch.sequences, batch.metrics
     means = [float(one.advantages[one.action_mask].mean()) for one in sequences]  # type: ignore[index]
     assert means == pytest.approx([1 / 3, -2 / 3, 1 / 3])
     assert metrics["groups/partial"] == 1
@@ -31,9 +32,10 @@ def test_an_episode_without_a_reward_is_left_out_of_batch_and_baseline() -> None
 
 def test_values_of_sequences_find_back_to_their_episodes() -> None:
     groups = [group(0, [1.0, None, 0.0], versions=[3, 7]), group(1, [1.0, 0.0])]
-    sequences, _ = train_sequences(groups, ages, AdvantageConfig())
+    batch = train_batch(groups, ages, AdvantageConfig())
+    sequences = batch.sequences
     values = [np.full(one.num_actions, place, np.float32) for place, one in enumerate(sequences)]
-    found = by_episode(groups, values, AdvantageConfig())
+    found = batch.by_episode(values)
     assert {(key.group, key.member): one.tolist() for key, one in found.items()} == {
         (0, 0): [0.0] * 6,
         (0, 2): [1.0] * 6,
@@ -43,7 +45,7 @@ def test_values_of_sequences_find_back_to_their_episodes() -> None:
 
 
 def test_each_token_keeps_the_staleness_of_the_version_that_sampled_it() -> None:
-    (first, _), _ = train_sequences([group(0, [1.0, 0.0], versions=[3, 7])], ages, AdvantageConfig())
+    first, _ = train_batch([group(0, [1.0, 0.0], versions=[3, 7])], ages, AdvantageConfig()).sequences
     assert first.staleness[first.action_mask].tolist() == [6, 6, 6, 2, 2, 2]
     assert first.behavior_logprobs[first.action_mask].tolist() == [-0.5] * 3 + [-1.5] * 3
     assert staleness_metrics([first], cap=4) == {
@@ -55,7 +57,8 @@ def test_each_token_keeps_the_staleness_of_the_version_that_sampled_it() -> None
 
 
 def test_advantages_are_compared_within_a_group_only() -> None:
-    sequences, _ = train_sequences([group(0, [1.0, 0.0]), group(5, [10.0, 9.0])], ages, AdvantageConfig(scale="none"))
+    groups = [group(0, [1.0, 0.0]), group(5, [10.0, 9.0])]
+    sequences = train_batch(groups, ages, AdvantageConfig(scale="none")).sequences
     assert [float(one.advantages[-1]) for one in sequences] == pytest.approx([0.5, -0.5, 0.5, -0.5])  # type: ignore[index]
 
 
@@ -63,7 +66,7 @@ def test_turn_rewards_give_turns_advantages_of_their_own() -> None:
     members = (episode(0, 0, 1.0, [0, 0], [1.0, None]), episode(0, 1, 1.0, [0, 0], [0.0, None]))
     one_group = Group("job_a", 0, Split.TRAIN, 0, 2, members)
     config = AdvantageConfig(scale="none", turn_reward_weight=1.0)
-    sequences, _ = train_sequences([one_group], ages, config)
+    sequences = train_batch([one_group], ages, config).sequences
     values = sequences[0].advantages[sequences[0].action_mask]  # type: ignore[index]
     assert values.tolist() == pytest.approx([0.5] * 3 + [0.0] * 3)
 

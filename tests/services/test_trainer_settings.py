@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from gspo_core.live_settings import live_values
 from services.batch_log import BatchLog
+from services.job_dir import JobDir
 from services.trainer.building import make_learner
 from services.trainer.run import JobRun
 from services.trainer.tuning import Tuning, learner_config
@@ -94,7 +95,7 @@ async def test_a_change_between_checkpoint_and_kill_is_resumed_bit_for_bit(
             await redis_client.flushall()
         await run_until_done(loop)
         applied = [one.data for one in await loop.store.read_events(loop.job) if one.type == "settings.applied"]
-    log = BatchLog(loop.job_dir)
+    log = BatchLog(JobDir(loop.job_dir))
     held = {step: log.read(epoch, step).extra["settings"] for epoch, step in log.steps()}
     assert {step: settings["version"] for step, settings in held.items()} == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 1}
     assert held[4]["values"] == CHANGES

@@ -15,9 +15,10 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group
 from services.batch_log import BatchLog
 from services.bus import Append, Bus, Fenced
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 from services.store import Claim, Store
 from services.trainer.census import Census
-from services.trainer.checkpoints import CheckpointStore
 from services.trainer.intake import Intake
 from services.trainer.parity import Held
 from services.trainer.run import JobRun, Services
@@ -55,10 +56,10 @@ class Stage:
             status=JobStatusBoard(store, claim),
             engines=cast(Any, None),
             intake=self.intake,
-            weights=WeightStore(job_dir),
-            batch_log=BatchLog(job_dir),
-            checkpoints=CheckpointStore(job_dir),
-            metrics_path=job_dir / "metrics.jsonl",
+            weights=WeightStore(JobDir(job_dir)),
+            batch_log=BatchLog(JobDir(job_dir)),
+            checkpoints=CheckpointStore(JobDir(job_dir)),
+            job_dir=JobDir(job_dir),
         )
         self.run: Any = JobRun(claim, spec, services, lambda: cast(Any, None))
         self.run._ages.add(0, 0)

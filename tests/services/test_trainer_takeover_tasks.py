@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from gspo_core.log.lineage import Lineage
 from services.bus import Bus
 from services.store import Claim
-from services.trainer.lineage import Lineage
 from services.trainer.tasks import TaskSchedule
 from tests.services.test_trainer_budget import SPEC, run_of
 

@@ -19,6 +19,7 @@ from gspo_core.types import WeightsManifest
 from services.engine_client import EngineClient, open_http
 from services.engine_http import EngineTransport
 from services.engines.protocol import Generation
+from services.job_dir import JobDir
 from services.store import Claim, Store
 from services.trainer import engines as engines_module
 from services.trainer.engines import Engines
@@ -125,7 +126,7 @@ async def place(
         await before.pause("abort")
         await before.load_weights(models.paths[0], "default")
         await before.resume()
-        weights = WeightStore(tmp_path / claim.job_id)
+        weights = WeightStore(JobDir(tmp_path / claim.job_id))
         engines = Engines(
             store,
             claim.job_id,

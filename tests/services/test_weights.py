@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_core.types import InvalidValue, WeightsManifest
+from services.job_dir import JobDir
 from services.weights import MANIFEST_NAME, DamagedVersion, VersionExists, VersionNotFound, WeightStore
 from tests.services.file_events import recorded
 
@@ -37,7 +38,7 @@ def job_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(job_dir: Path) -> WeightStore:
-    return WeightStore(job_dir)
+    return WeightStore(JobDir(job_dir))
 
 
 class TestWrite:
@@ -68,7 +69,7 @@ class TestWrite:
 
         def save_late(directory: Path) -> None:
             save(directory)
-            WeightStore(job_dir).write(0, 0, 0, save)
+            WeightStore(JobDir(job_dir)).write(0, 0, 0, save)
 
         with pytest.raises(VersionExists):
             store.write(0, 1, 0, save_late)
@@ -83,7 +84,7 @@ class TestWrite:
         def write(epoch: int) -> None:
             start.wait()
             try:
-                WeightStore(job_dir).write(0, epoch, 0, save)
+                WeightStore(JobDir(job_dir)).write(0, epoch, 0, save)
                 won.append(epoch)
             except VersionExists:
                 lost.append(epoch)
@@ -94,7 +95,7 @@ class TestWrite:
         for writer in writers:
             writer.join()
         assert (len(won), len(lost)) == (1, 7)
-        assert WeightStore(job_dir).manifest(0).epoch == won[0]
+        assert WeightStore(JobDir(job_dir)).manifest(0).epoch == won[0]
 
     def test_a_failed_save_leaves_nothing(self, store: WeightStore, job_dir: Path) -> None:
         def fail(directory: Path) -> None:
@@ -151,6 +152,7 @@ class TestWrite:
 WRITER = """
 import sys
 from pathlib import Path
+from services.job_dir import JobDir
 from services.weights import WeightStore
 
 def save(directory):
@@ -160,7 +162,7 @@ def save(directory):
         sys.stdin.read()
     (directory / "model.safetensors").write_bytes(bytes(100))
 
-WeightStore(Path(sys.argv[1])).write(5, 0, 1, save)
+WeightStore(JobDir(Path(sys.argv[1]))).write(5, 0, 1, save)
 print("done", flush=True)
 """
 
@@ -178,7 +180,7 @@ class TestKilledWriter:
         return job_dir
 
     def test_what_it_left_is_invisible_and_blocks_nobody(self, torn: Path) -> None:
-        store = WeightStore(torn)
+        store = WeightStore(JobDir(torn))
         assert len(list((torn / "weights").iterdir())) == 1
         assert store.versions() == []
         with pytest.raises(VersionNotFound):
@@ -187,9 +189,9 @@ class TestKilledWriter:
         assert store.versions() == [5]
 
     def test_what_it_left_is_swept_when_it_is_old_but_not_before(self, torn: Path) -> None:
-        WeightStore(torn).collect(set())
+        WeightStore(JobDir(torn)).collect(set())
         assert len(list((torn / "weights").iterdir())) == 1
-        in_two_hours = WeightStore(torn, clock=lambda: time.time() + 7200)
+        in_two_hours = WeightStore(JobDir(torn), clock=lambda: time.time() + 7200)
         assert in_two_hours.collect(set()) == []
         assert list((torn / "weights").iterdir()) == []
 
@@ -199,12 +201,12 @@ class TestKilledWriter:
         (temporary / "model.safetensors").write_bytes(b"x")
         for old in (temporary, temporary.parent):
             os.utime(old, (0, 0))
-        WeightStore(job_dir).collect(set())
+        WeightStore(JobDir(job_dir)).collect(set())
         assert (temporary / "model.safetensors").exists()
 
     def test_killed_at_any_moment_a_version_is_whole_or_absent(self, job_dir: Path) -> None:
         """Kill after ever longer delays, until the writer gets through."""
-        store, delay_s = WeightStore(job_dir), 0.0
+        store, delay_s = WeightStore(JobDir(job_dir)), 0.0
         while not store.versions():
             with subprocess.Popen([sys.executable, "-c", WRITER, str(job_dir), "go"], stdout=subprocess.PIPE) as writer:
                 assert writer.stdout is not None
@@ -225,7 +227,7 @@ class TestVerify:
     @settings(max_examples=30, deadline=None)
     @given(data=st.data())
     def test_finds_any_flipped_bit(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-        store = WeightStore(tmp_path_factory.mktemp("job"))
+        store = WeightStore(JobDir(tmp_path_factory.mktemp("job")))
         manifest = store.write(0, 0, 0, save)
         name = data.draw(st.sampled_from(sorted(CONTENT)))
         content = bytearray(CONTENT[name])
@@ -349,7 +351,7 @@ class TestCollect:
             (path / "config.json").unlink()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("services.weights.shutil.rmtree", die)
+        monkeypatch.setattr("services.durable.shutil.rmtree", die)
         with pytest.raises(KeyboardInterrupt):
             store.collect(set())
         assert store.versions() == []

@@ -12,6 +12,7 @@ from services.api.checkpoint_views import CheckpointView, checkpoints_of
 from services.api.context import ContextOf
 from services.api.paging import after_id
 from services.api.views import Page, View, page
+from services.weights import WeightStore
 
 router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"])
 
@@ -62,7 +63,7 @@ async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], conte
     job = await context.store.get_job(id)
     manifests = {one.version: one for one in await context.store.versions(job.id)}
     engines = await context.store.engines()
-    weights = context.history.job_dir(job.id) / "weights"
+    weights = WeightStore(context.history.job_dir(job.id))
     rows = [
         VersionView(
             id=manifests[row.version].label,
@@ -78,7 +79,7 @@ async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], conte
         if row.version in manifests
     ]
     shown = page(after_id(rows, query.after, query.limit), query.limit)
-    kept = await asyncio.to_thread(lambda: {one.id for one in shown.data if (weights / f"v{one.version}").is_dir()})
+    kept = await asyncio.to_thread(lambda: {one.id for one in shown.data if weights.has(one.version)})
     return shown.model_copy(update={"data": [one.model_copy(update={"is_kept": one.id in kept}) for one in shown.data]})
 
 
@@ -88,7 +89,7 @@ async def list_checkpoints(
 ) -> Page[CheckpointView]:
     """Checkpoints that are kept, the newest first."""
     job = await context.store.get_job(id)
-    found = await asyncio.to_thread(checkpoints_of, job.id, context.history.job_dir(job.id))
+    found = await asyncio.to_thread(checkpoints_of, context.history.job_dir(job.id))
     return page(after_id(found, query.after, query.limit), query.limit)
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import uuid
-from pathlib import Path as FilePath
 from typing import Annotated
 
 from fastapi import APIRouter, Path
 
+from gspo_core.staleness import Position
 from services.api.checkpoint_views import CheckpointDetail, CheckpointView, checkpoints_of, files_of
 from services.api.context import ContextOf
 from services.api.errors import FINAL, ApiError, documented
-from services.api.exports import export_path
-from services.durable import TEMPORARY_PREFIX
-from services.export import checkpoint_path
+from services.checkpoints import CheckpointStore
+from services.job_dir import JobDir
 
 router = APIRouter(prefix="/checkpoints/{job}/{epoch}/{step}", tags=["artifacts"])
 
@@ -34,7 +31,7 @@ async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> C
     """Write its weights as a plain model directory below the job's. The checkpoint says when it is ready."""
     await context.store.get_job(job)
     await asyncio.to_thread(_detail, context, job, epoch, step)
-    context.exports.begin(context.history.job_dir(job), epoch, step)
+    context.exports.begin(context.history.job_dir(job), Position(epoch, step))
     return await asyncio.to_thread(_detail, context, job, epoch, step)
 
 
@@ -43,33 +40,31 @@ async def remove_checkpoint(job: str, epoch: Number, step: Number, context: Cont
     """Remove a checkpoint and its export. The newest one of a job that is not over is what it would go on from."""
     record = await context.store.get_job(job)
     job_dir = context.history.job_dir(job)
-    found = await asyncio.to_thread(_find, job, job_dir, epoch, step)
-    newest = (await asyncio.to_thread(checkpoints_of, job, job_dir))[:1]
+    found = await asyncio.to_thread(_find, job_dir, Position(epoch, step))
+    newest = (await asyncio.to_thread(checkpoints_of, job_dir))[:1]
     if not record.status.is_terminal and found.id in [one.id for one in newest]:
         raise ApiError(409, "checkpoint_in_use", "the job would go on from this checkpoint", headers=FINAL)
-    for path in (export_path(job_dir, epoch, step), checkpoint_path(job_dir, epoch, step)):
-        await asyncio.to_thread(_remove, path)
+    await asyncio.to_thread(context.exports.remove, job_dir, Position(epoch, step))
+    await asyncio.to_thread(CheckpointStore(job_dir).remove, Position(epoch, step))
 
 
 def _detail(context: ContextOf, job: str, epoch: int, step: int) -> CheckpointDetail:
-    job_dir = context.history.job_dir(job)
-    found = _find(job, job_dir, epoch, step)
-    files = files_of(checkpoint_path(job_dir, epoch, step))
-    return CheckpointDetail(**dict(found), files=files, export=context.exports.view(job_dir, epoch, step))
-
-
-def _find(job: str, job_dir: FilePath, epoch: int, step: int) -> CheckpointView:
-    for one in checkpoints_of(job, job_dir):
-        if (one.epoch, one.step) == (epoch, step):
-            return one
-    raise ApiError(404, "checkpoint_not_found", f"{job} keeps no checkpoint of epoch {epoch}, step {step}")
-
-
-def _remove(path: FilePath) -> None:
-    """First its name, so that nobody finds half of it."""
-    condemned = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+    job_dir, at = context.history.job_dir(job), Position(epoch, step)
+    found = _find(job_dir, at)
     try:
-        path.rename(condemned)
+        files = files_of(CheckpointStore(job_dir).describe(at))
     except FileNotFoundError:
-        return
-    shutil.rmtree(condemned, ignore_errors=True)
+        raise _not_kept(job_dir, at) from None
+    return CheckpointDetail(**dict(found), files=files, export=context.exports.view(job_dir, at))
+
+
+def _find(job_dir: JobDir, at: Position) -> CheckpointView:
+    for one in checkpoints_of(job_dir):
+        if (one.epoch, one.step) == at:
+            return one
+    raise _not_kept(job_dir, at)
+
+
+def _not_kept(job_dir: JobDir, at: Position) -> ApiError:
+    message = f"{job_dir.id} keeps no checkpoint of epoch {at.epoch}, step {at.step}"
+    return ApiError(404, "checkpoint_not_found", message)

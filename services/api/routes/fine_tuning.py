@@ -140,7 +140,7 @@ async def list_checkpoints(
 ) -> Page[FineTuningCheckpoint]:
     """Checkpoints that are kept, the newest first."""
     job = await context.store.get_job(id)
-    found = await asyncio.to_thread(checkpoints_of, job.id, context.history.job_dir(job.id))
+    found = await asyncio.to_thread(checkpoints_of, context.history.job_dir(job.id))
     views = [
         FineTuningCheckpoint(
             id=one.id,

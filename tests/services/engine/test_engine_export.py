@@ -8,15 +8,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gspo_core.log.lineage import Lineage
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
+from services.checkpoints import CheckpointStore
 from services.engine_client import EngineClient
 from services.export import export_checkpoint
-from services.job_directory import AcceptedJob, JobDirectory
+from services.job_dir import JobDir
 from services.local.sglang import SGLangProcess
+from services.records import AcceptedJob, JobRecords
 from services.trainer.building import make_learner
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.lineage import Lineage
 from tests.core.learner_support import make_sequences, with_behavior
 from tests.services.engine_kit import VOCAB_SIZE, Models, make_model
 
@@ -37,12 +38,12 @@ async def test_sglang_serves_an_exported_checkpoint(tmp_path: Path) -> None:
         }
     )
     job_dir = tmp_path / "job_a"
-    JobDirectory(job_dir).accept(AcceptedJob(spec.model_dump_json(), "", "now"))
+    JobRecords(JobDir(job_dir)).accept(AcceptedJob(spec.model_dump_json(), "", "now"))
     learner, sequences = make_learner(spec), make_sequences(6)
     with_behavior(learner, sequences)
     learner.step(sequences)
-    CheckpointStore(job_dir).write(Position(1, 1), Lineage(step=1), learner.save_state)
-    export_checkpoint(job_dir, 1, 1, target)
+    CheckpointStore(JobDir(job_dir)).write(Position(1, 1), Lineage(step=1), learner.save_state)
+    export_checkpoint(JobDir(job_dir), 1, 1, target)
 
     server = SGLangProcess(Path(SGLANG_VENV), target, tmp_path / "sglang.log")
     try:

@@ -1,12 +1,12 @@
 """What has happened to the groups of a job on the way to the trainer's present weights.
 
-The rule it keeps: weights and lineage travel together. A checkpoint holds both, so a trainer that takes over knows of
-every group whether it is inside the weights, dropped, or still owed.
+The rule: weights and lineage travel together. A checkpoint holds both, so a trainer that takes over knows of every
+group whether it is inside the weights, dropped, or still owed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ class Lineage:
     low_watermark: int = 0
 
     def become(self, other: Lineage) -> None:
-        """What ``other`` is; whoever shares this one sees it too."""
+        """Take the values of ``other``; everyone who holds this lineage sees them."""
         vars(self).update(vars(other))
 
     def settle(self, groups: Iterable[int]) -> None:
@@ -40,9 +40,9 @@ class Lineage:
         """Dispatched, and neither trained nor dropped."""
         return (group for group in range(self.low_watermark, self.num_dispatched) if group not in self.settled)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, int | list[int]]:
         return {**vars(self), "settled": sorted(self.settled)}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         return cls(**{**data, "settled": set(data["settled"])})

@@ -1,0 +1,57 @@
+"""The records of a job that outlive Redis: what was accepted, its states, its environments, its published versions.
+
+The rule: each is a JSON object with sorted keys, written once; anything else is damage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gspo_core.spec import JobSpec
+
+
+class DamagedRecord(Exception):
+    """A record is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedJob:
+    spec: str
+    """The specification as JSON text."""
+    digest: str
+    created_at: str
+    idempotency: str | None = None
+    """Digest of the client's key."""
+    owner: str = ""
+
+    @property
+    def job_spec(self) -> JobSpec:
+        """Raises pydantic.ValidationError for a specification that only another release can read."""
+        return JobSpec.model_validate_json(self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    version: int
+    step: int
+    manifest: str
+    """As the row of the version table (``manifests.encode_row``)."""
+
+
+def encode_record(record: Mapping[str, Any] | AcceptedJob | VersionRecord) -> bytes:
+    fields = asdict(record) if isinstance(record, AcceptedJob | VersionRecord) else dict(record)
+    return json.dumps(fields, sort_keys=True, allow_nan=False).encode()
+
+
+def decode_record(data: bytes) -> dict[str, Any]:
+    """Raises DamagedRecord."""
+    try:
+        record = json.loads(data)
+    except ValueError as error:
+        raise DamagedRecord(str(error)) from error
+    if not isinstance(record, dict):
+        raise DamagedRecord("holds no record")
+    return record
