@@ -1,1 +1,3 @@
-"""The whole system on one machine: ``stack`` (processes), ``up`` (``gspo up``), ``demo`` (``make demo``)."""
+"""What starts the system: ``topology`` (which processes there are), ``stack`` and ``up`` (``gspo up``: here), ``launch``
+with ``launchers`` (``gspo launch``: elsewhere), ``demo`` (``make demo``).
+"""
