@@ -2,7 +2,7 @@
 
 Rule: the library imports nothing of the service. It looks for one module by name, ``REGISTRY``, in which the service
 lists what it adds; where only the library is installed, each of those commands says so. It is found by import and not
-by entry point: a container runs the service from a plain folder, and a checkout may be newer than its installed metadata.
+by entry point: a container runs the service from a plain folder, and a checkout can be newer than installed metadata.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The processes of an installation: what starts each one, what it needs, how it is probed, and how it leaves.
 
-Every launcher reads this description: ``stack`` (``gspo up``) and the modules in ``launchers`` (``gspo launch``); so does
+Every launcher reads it: ``stack`` (``gspo up``) and the modules in ``launchers`` (``gspo launch``). So does
 a test that holds docker-compose.yml, the Dockerfile and k8s/ to it. Rule: it is data. It starts nothing, reads no
 environment variable, and imports nothing outside the standard library.
 """
