@@ -47,10 +47,10 @@ class StackConfig:
     model_dir: Path
     host: str = LOOPBACK
     port: int = 8000
-    """Of the API; 0 takes a free one."""
+    """The port of the API; 0 takes a free one."""
     rollout_workers: int = 1
     engine_urls: tuple[str, ...] = ()
-    """Engines that run already, such as SGLang servers; empty starts an embedded one."""
+    """Engines that are running already, such as SGLang servers; if there are none, an embedded one is started."""
     threads: int | None = None
     """For each process that computes with torch (engine and trainer); unset divides the cores between the two."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -204,14 +204,14 @@ class Stack:
             )
 
     def ended(self) -> dict[str, int | None]:
-        """Processes that do not run any more, with the codes that are known."""
+        """Processes that have ended, each with its exit code where that is known."""
         codes: dict[str, int | None] = {
             child.name: code for child in self._children if (code := child.process.poll()) is not None
         }
         return ({REDIS: None} if self._redis is not None and self._redis.has_ended else {}) | codes
 
     def restart(self, name: str) -> None:
-        """Start a process again that has ended or is to end now, where the others look for it."""
+        """Stop a process if it still runs, and start it again at the same address."""
         if name == REDIS and self._redis is not None:
             self._redis.close()
             self._start_redis()  # its address depends on its directory alone
@@ -246,7 +246,7 @@ def default_threads() -> int:
 
 
 def check_place(config: StackConfig) -> None:
-    """What can be known before the long work starts: the port is free and the data folder can be written."""
+    """Check before the long work starts that the port is free and the data directory can be written."""
     claim_port(config.host, config.port)
     try:
         config.data_dir.mkdir(parents=True, exist_ok=True)
@@ -259,7 +259,7 @@ def check_place(config: StackConfig) -> None:
 
 
 def claim_port(host: str, port: int) -> int:
-    """``port`` if it can be bound, a free one for 0; otherwise an error that says what to do."""
+    """``port`` if it can be bound, or a free one for 0. Raises a StackError that says what to do."""
     try:
         if port == 0:
             return free_port(host)

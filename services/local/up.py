@@ -1,7 +1,7 @@
-"""``gspo up``: the whole stack until Ctrl-C, with the addresses that a person needs and the logs of all as one.
+"""``gspo up``: runs the whole stack until Ctrl-C, prints its addresses, and follows the logs of all processes.
 
-A process that dies is started again; a stack that is started again in the same folder goes on with its jobs. Engines in
-GSPO_ENGINE_URLS are used, and then none is started here.
+A process that dies is restarted, and a stack that is started again in the same directory resumes its jobs. Where
+GSPO_ENGINE_URLS names engines, they are used and none is started here.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _provide_model(model_dir: Path, *, make: bool) -> None:
 
 
 def look_after(stack: Stack, logs: LogView) -> NoReturn:
-    """Show what the processes log and start again what ends, until an interrupt."""
+    """Show the logs and restart processes that end, until an interrupt."""
     from rich.text import Text
 
     console = _console()
@@ -131,7 +131,7 @@ def _console() -> Console:
 
 
 def typed_gspo() -> str:
-    """The command as it can be typed here: `make` has no activated environment."""
+    """The command as it can be typed in this shell: `make` activates no virtual environment."""
     return "gspo" if shutil.which("gspo") else os.path.relpath(Path(sys.executable).with_name("gspo"))
 
 

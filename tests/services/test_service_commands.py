@@ -15,9 +15,10 @@ from services.local import checks, commands
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "REGISTRY", "services_that_are_not_there.commands")
+@pytest.fixture(params=["services_that_are_not_there.local.commands", "json.local.commands"])
+def no_service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second: a package of that name is there, and it is somebody else's."""
+    monkeypatch.setattr(service, "REGISTRY", request.param)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """``gspo launch slurm``: writes a batch script that runs the stack over an allocation of Slurm.
 
-Rule: it only writes. The script needs a checkout of the project and one directory that all nodes share; everything that
-must outlive the allocation is there, so the same script, submitted again, goes on where it ended: also with the same
-job, which it names by a key of its own.
+Rule: it only writes. The script needs a checkout of the project and one directory that all nodes share. Everything that
+must outlive the allocation is kept there, so the same script, submitted again, resumes where it ended. It submits its
+job under an idempotency key of its own, so the job is resumed too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Allocation:
     partition: str | None = None
     gpus_per_node: int = 0
     rollout_workers: int = 1
-    """On each node."""
+    """The number on each node."""
     trainer_nodes: int = 1
-    """The first ones."""
+    """The trainer runs on this many nodes, from the first on."""
     trainer_ranks: int = 1
-    """On each node of the trainer."""
+    """The number on each of the trainer's nodes."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
