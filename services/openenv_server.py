@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -256,27 +256,25 @@ async def serve_ref(ref: str, config: dict[str, Any], host: str, port: int, capa
         await environment.close()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Also what `gspo env serve` runs."""
-    parser = argparse.ArgumentParser(
-        prog="gspo env serve", description="Serves an environment over OpenEnv's protocol."
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", help="package.module:Class or path/to/file.py:Class")
     parser.add_argument("--config", type=json.loads, default={}, help="keyword arguments of the class, as JSON")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to bind (default: %(default)s)")
     parser.add_argument("--capacity", type=int, default=16, help="episodes at once (default: %(default)s)")
     parser.add_argument("--venvs", type=Path, default=Path(".gspo/venvs"), help="where dependencies are installed")
-    given = parser.parse_args(arguments)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``gspo env serve``: serves until Ctrl-C; the exit status."""
+    if "" not in sys.path:  # modules beside the caller can be named
+        sys.path.insert(0, "")
+    place = arguments.host, arguments.port, arguments.capacity
     try:
-        asyncio.run(serve_ref(given.ref, given.config, given.host, given.port, given.capacity, given.venvs))
+        asyncio.run(serve_ref(arguments.ref, arguments.config, *place, arguments.venvs))
     except KeyboardInterrupt:
         return 0
     except InvalidEnvironment as error:
         print(f"gspo env serve: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """The ``gspo`` command: thin, and quick to start, since each command imports what it needs only when it runs.
 
-``up`` and ``doctor`` reach into the services when those are there; a bare wheel (no services) says so clearly.
+Commands that belong to the service (``up``, ``launch``, ``env serve``) are registered by it: ``gspo_core.cli.service``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,28 @@ class CommandError(Exception):
     """Ends the command with status 1; the message is for a person."""
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose options may wait until its command is typed, so that no other command pays for their imports."""
+
+    _fill: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def defer(self, fill: Callable[[argparse.ArgumentParser], None]) -> None:
+        """``fill`` adds the options; it is called once, and may raise CommandError."""
+        self._fill = fill
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill(self)
+        return super().parse_known_args(args, namespace)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = arguments.run
     try:
+        arguments = _parser().parse_args(argv)
+        run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except CommandError as error:
         from gspo_core.cli.terminal import plain
@@ -35,14 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     from gspo_core.cli.env_options import add_env
+    from gspo_core.cli.service import add_service_commands
 
-    parser = argparse.ArgumentParser(prog="gspo", description="Train language-model agents by reinforcement learning.")
+    parser = CommandParser(prog="gspo", description="Train language-model agents by reinforcement learning.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.set_defaults(run=_no_command(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    _add_up(commands)
+    add_service_commands(commands)
     _add_submit(commands)
     _add_watch(commands)
     _add_jobs(commands)
@@ -50,7 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_episodes(commands)
     add_env(commands, _add_server)
     _add_workers(commands)
-    _add_launch(commands)
     doctor = commands.add_parser("doctor", help="look for what is missing or wrong on this machine")
     _add_server(doctor)
     doctor.set_defaults(run=_doctor)
@@ -65,16 +83,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    up = commands.add_parser("up", help="run the whole stack on this machine until Ctrl-C")
-    up.add_argument("--data-dir", help="where everything is kept (default: $GSPO_DATA_DIR or .gspo)")
-    up.add_argument("--model", help="model that the engine starts with (default: the demo model, made when missing)")
-    up.add_argument("--port", type=int, default=8000, help="of the API; 0 takes a free one (default: 8000)")
-    up.add_argument("--rollout-workers", type=int, default=1, help="number of rollout processes (default: 1)")
-    up.set_defaults(run=_up)
-
-
-def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_submit(commands: argparse._SubParsersAction[CommandParser]) -> None:
     submit = commands.add_parser("submit", help="submit a job from a JSON, YAML or TOML file")
     submit.add_argument("file")
     submit.add_argument("--dry-run", action="store_true", help="check the file against the server; create nothing")
@@ -84,7 +93,7 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     submit.set_defaults(run=_submit)
 
 
-def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_watch(commands: argparse._SubParsersAction[CommandParser]) -> None:
     watch = commands.add_parser("watch", help="follow a job live")
     watch.add_argument("job")
     watch.add_argument("--json", action="store_true", help="one JSON object per event instead of a display")
@@ -92,14 +101,14 @@ def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     watch.set_defaults(run=_watch)
 
 
-def _add_jobs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_jobs(commands: argparse._SubParsersAction[CommandParser]) -> None:
     jobs = commands.add_parser("jobs", help="list the jobs, newest first")
     jobs.add_argument("--json", action="store_true", help="one JSON object per job")
     _add_server(jobs)
     jobs.set_defaults(run=_jobs)
 
 
-def _add_control(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_control(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what = {"pause": "pause a job after its present step", "resume": "let a paused job go on", "cancel": "cancel a job"}
     for name, text in what.items():
         control = commands.add_parser(name, help=text)
@@ -116,7 +125,7 @@ def _add_control(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     change.set_defaults(run=_set)
 
 
-def _add_workers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_workers(commands: argparse._SubParsersAction[CommandParser]) -> None:
     workers = commands.add_parser("workers", help="list trainers, rollout workers and engines")
     workers.set_defaults(run=_workers)
     drain = commands.add_parser("drain", help="ask a trainer or rollout worker to leave, or leave an engine alone")
@@ -128,7 +137,7 @@ def _add_workers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         _add_server(action)
 
 
-def _add_episodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_episodes(commands: argparse._SubParsersAction[CommandParser]) -> None:
     episodes = commands.add_parser("episodes", help="list the trained episodes of a job, or read one")
     episodes.add_argument("which", metavar="JOB | JOB/GROUP/MEMBER")
     episodes.add_argument("--step", type=int, help="only of this step")
@@ -137,26 +146,6 @@ def _add_episodes(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     episodes.add_argument("--json", action="store_true", help="one JSON object per episode")
     _add_server(episodes)
     episodes.set_defaults(run=_episodes)
-
-
-def _add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    launch = commands.add_parser("launch", help="run the whole stack elsewhere")
-    places = launch.add_subparsers(title="places", metavar="PLACE", required=True)
-    slurm = places.add_parser("slurm", help="write a batch script that runs the stack over an allocation")
-    slurm.add_argument("--project", default=".", help="checkout of the project, with its .venv (default: here)")
-    slurm.add_argument("--data-dir", required=True, help="directory that all nodes share")
-    slurm.add_argument("--model", required=True, help="model that the engines start with, on every node")
-    slurm.add_argument("--engine", help="command of an engine, with {model} and {port} (default: the embedded one)")
-    slurm.add_argument("--job", metavar="FILE", help="submit this job; when it ends, the allocation does")
-    slurm.add_argument("--nodes", type=int, default=1)
-    slurm.add_argument("--time", default="24:00:00")
-    slurm.add_argument("--partition")
-    slurm.add_argument("--gpus-per-node", type=int, default=0)
-    slurm.add_argument("--rollout-workers", type=int, default=1, help="on each node (default: 1)")
-    slurm.add_argument("--trainer-nodes", type=int, default=1, help="that train together (default: the first)")
-    slurm.add_argument("--trainer-ranks", type=int, default=1, help="of the trainer, on each of its nodes (default: 1)")
-    slurm.add_argument("--output", metavar="FILE", help="where to write it (default: the terminal)")
-    slurm.set_defaults(run=_launch_slurm)
 
 
 def _no_command(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -170,51 +159,6 @@ def _no_command(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace
         return 2
 
     return run
-
-
-def _up(arguments: argparse.Namespace) -> int:
-    try:
-        from services.local.up import up
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            f"`gspo up` runs the services, and {error.name} is not installed here. Use a checkout of the project: "
-            f"`make up` there installs what it needs and starts the stack."
-        ) from error
-    status: int = up(
-        data_dir=arguments.data_dir,
-        model=arguments.model,
-        port=arguments.port,
-        rollout_workers=arguments.rollout_workers,
-    )
-    return status
-
-
-def _launch_slurm(arguments: argparse.Namespace) -> int:
-    from gspo_core.cli.launch import EMBEDDED, Allocation, slurm_script, write
-
-    if not 1 <= arguments.trainer_nodes <= arguments.nodes or arguments.trainer_ranks < 1:
-        raise CommandError(
-            f"a trainer is one rank or more on one node or more of the {arguments.nodes} of the allocation; "
-            f"not --trainer-nodes {arguments.trainer_nodes} --trainer-ranks {arguments.trainer_ranks}"
-        )
-    allocation = Allocation(
-        nodes=arguments.nodes,
-        time=arguments.time,
-        partition=arguments.partition,
-        gpus_per_node=arguments.gpus_per_node,
-        rollout_workers=arguments.rollout_workers,
-        trainer_nodes=arguments.trainer_nodes,
-        trainer_ranks=arguments.trainer_ranks,
-    )
-    script = slurm_script(
-        allocation,
-        project=os.path.abspath(arguments.project),
-        data_dir=os.path.abspath(arguments.data_dir),
-        model=arguments.model,
-        engine=arguments.engine or EMBEDDED,
-        job=os.path.abspath(arguments.job) if arguments.job else None,
-    )
-    return write(script, arguments.output)
 
 
 def _submit(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
 """The actions of ``gspo env`` and their options; what each does is in ``env`` (here) and ``registered`` (the service).
+``serve`` comes with the service.
 
 A reference with a colon (``package.module:Class``, ``file.py:Class``) is code on this machine; a name, or
 ``name@version``, is a registered environment.
@@ -7,23 +8,28 @@ A reference with a colon (``package.module:Class``, ``file.py:Class``) is code o
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
+from typing import TypeAlias
 
-Actions = argparse._SubParsersAction
+from gspo_core.cli import CommandParser
+
+Actions: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 AddServer = Callable[[argparse.ArgumentParser], None]
 LOCAL_REF = "package.module:Class or path/to/file.py:Class"
 
 
-def add_env(commands: Actions[argparse.ArgumentParser], add_server: AddServer) -> None:
+def add_env(commands: Actions, add_server: AddServer) -> None:
+    from gspo_core.cli.service import add_service_commands
+
     env = commands.add_parser("env", help="environments: examine one, try one by hand, register one")
     actions = env.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_local(actions, add_server)
     _add_add(actions, add_server)
     _add_registered(actions, add_server)
+    add_service_commands(actions, "env")
 
 
-def _add_local(actions: Actions[argparse.ArgumentParser], add_server: AddServer) -> None:
+def _add_local(actions: Actions, add_server: AddServer) -> None:
     validate = actions.add_parser("validate", help="examine an environment before it trains anything")
     validate.add_argument("ref", help=f"{LOCAL_REF}; or a registered NAME, which a rollout worker examines")
     validate.add_argument("--json", action="store_true", help="the report as JSON")
@@ -37,13 +43,6 @@ def _add_local(actions: Actions[argparse.ArgumentParser], add_server: AddServer)
     play.set_defaults(run=_play)
     for action in (validate, play):
         action.add_argument("--config", metavar="JSON", help="keyword arguments of the class")
-    serve = actions.add_parser("serve", help="serve an environment over OpenEnv's protocol")
-    serve.add_argument("ref", help=LOCAL_REF)
-    serve.add_argument("--config", default="{}", help="keyword arguments of the class, as JSON")
-    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
-    serve.add_argument("--port", default="8000", help="port to bind (default: %(default)s)")
-    serve.add_argument("--capacity", default="16", help="episodes at once (default: %(default)s)")
-    serve.set_defaults(run=_serve)
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +51,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def _add_add(actions: Actions[argparse.ArgumentParser], add_server: AddServer) -> None:
+def _add_add(actions: Actions, add_server: AddServer) -> None:
     add = actions.add_parser(
         "add",
         help="register an environment under a name",
@@ -75,7 +74,7 @@ def _add_add(actions: Actions[argparse.ArgumentParser], add_server: AddServer) -
     _ask(add, add_server, _call("add"))
 
 
-def _add_registered(actions: Actions[argparse.ArgumentParser], add_server: AddServer) -> None:
+def _add_registered(actions: Actions, add_server: AddServer) -> None:
     listing = actions.add_parser("list", help="registered environments")
     listing.add_argument("name", nargs="?", help="only the versions of this name")
     _ask(listing, add_server, _call("listing"))
@@ -122,17 +121,3 @@ def _play(arguments: argparse.Namespace) -> int:
     from gspo_core.cli import env
 
     return env.play(arguments)
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from gspo_core.cli import CommandError
-
-    try:
-        from services.openenv_server import main as serve
-    except ImportError as error:
-        raise CommandError(f"serving needs the services, which are not installed: {error}") from error
-    if "" not in sys.path:  # modules beside the caller can be named
-        sys.path.insert(0, "")
-    names = ("config", "host", "port", "capacity")
-    options = [text for name in names for text in (f"--{name}", getattr(arguments, name))]
-    return serve([arguments.ref, *options])

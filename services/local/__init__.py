@@ -1,1 +1,3 @@
-"""The whole system on one machine: ``stack`` (processes), ``up`` (``gspo up``), ``demo`` (``make demo``)."""
+"""What starts the system: ``topology`` (the processes), ``stack`` and ``up`` (``gspo up``: on this machine), ``launch``
+with ``launchers`` (``gspo launch``: elsewhere), ``demo`` (``make demo``).
+"""

@@ -1,7 +1,7 @@
-"""The logs of all processes as one: a line per fact, who says it in front.
+"""The logs of all processes merged into one stream for a terminal, each line headed by the name of its process.
 
-Rule: the files are the record and stay as they are; here is only what a person at a terminal reads, cut to its width.
-What others wrote moves no cursor. It looks when it is asked to.
+Rule: the log files are the record and are never changed. Control characters in them are spelled out, so that none acts
+on the terminal. Files are read only when ``news`` is called.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NAME_WIDTH = 10
 MAX_READ_BYTES = 1 << 20
 STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
 COLOURS = ("cyan", "magenta", "green", "blue", "bright_cyan", "bright_magenta")
-# Said in front of the line, or the same in every line of a process.
+# Shown at the head of the line, or the same in every line of a process.
 _FAMILIAR = frozenset({"service", "level", "timestamp", "event", "worker", "exception"})
 
 
 class LogView:
-    """What is written to the logs in ``directory`` from now on."""
+    """Lines that are written to the logs in ``directory`` from now on."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -39,7 +39,7 @@ class LogView:
         return sorted(self._directory.glob("*.log"))
 
     def news(self) -> Iterator[Text]:
-        """Whole lines since the last time, in the order of their times; one without follows the one before it."""
+        """Complete lines since the last call, by their timestamps; one without stays after its predecessor."""
         found: list[tuple[str, str, str, str]] = []
         for number, path in enumerate(self._paths()):
             at = ""
@@ -52,7 +52,7 @@ class LogView:
     def _new_lines(self, path: Path) -> list[str]:
         with path.open("rb") as log:
             start = self._read_to.get(path, 0)
-            if log.seek(0, os.SEEK_END) < start:  # emptied by whoever keeps logs small
+            if log.seek(0, os.SEEK_END) < start:  # truncated, for instance by log rotation
                 start = 0
             log.seek(start)
             found = log.read(MAX_READ_BYTES)
@@ -65,7 +65,7 @@ class LogView:
 
 
 def _last_state(line: str) -> str:
-    """Of a line that overwrites itself what stands there in the end; nothing of a progress bar."""
+    """The final state of a line that overwrites itself with carriage returns; empty for a progress bar."""
     last = line.rpartition("\r")[2]
     return "" if "%|" in last else last
 
@@ -96,7 +96,7 @@ def _record(line: str) -> Mapping[str, Any] | None:
 
 
 def _hour(record: Mapping[str, Any] | None) -> str:
-    """Of the reader's own clock; blank for what is no record."""
+    """In local time; blank for a line that is no record."""
     try:
         return datetime.fromisoformat(str((record or {}).get("timestamp"))).astimezone().strftime("%H:%M:%S")
     except ValueError:

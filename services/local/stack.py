@@ -1,8 +1,8 @@
-"""The whole system as child processes of this one: Redis, engine, API, rollout worker, trainer.
+"""The whole system as child processes of this one; ``topology`` says which they are.
 
 The rule it keeps: whatever ends this process, no child outlives it. Each child is asked to stop (SIGTERM, in the
 reverse order of the start), then killed. It restarts nothing by itself (``supervisor`` does); a child that dies is
-reported with its last words.
+reported with the end of its log.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import httpx
 from services.children import die_with_parent
 from services.data_dir import DataDir
 from services.engines.kinds import engine_is_ready
+from services.local import topology
+from services.local.topology import Process, Site
 from services.ports import free_port, kept_port
 from services.redis_server import RedisServer, RedisUnsuitable
 from services.settings import SettingsError
@@ -33,7 +35,8 @@ from services.settings import SettingsError
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
-REDIS = "redis"
+REDIS = topology.REDIS.name
+LOOPBACK = "127.0.0.1"
 
 
 class StackError(RuntimeError):
@@ -44,14 +47,14 @@ class StackError(RuntimeError):
 class StackConfig:
     data_dir: Path
     model_dir: Path
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 8000
-    """Of the API; 0 takes a free one."""
+    """The port of the API; 0 takes a free one."""
     rollout_workers: int = 1
     engine_urls: tuple[str, ...] = ()
-    """Engines that run already, such as SGLang servers; empty starts an embedded one."""
+    """Engines that are running already, such as SGLang servers; if there are none, an embedded one is started."""
     threads: int | None = None
-    """Of the engine and of the trainer, each; unset divides the cores between the two."""
+    """For each process that computes with torch (engine and trainer); unset divides the cores between the two."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further GSPO_* settings for every process."""
 
@@ -98,6 +101,8 @@ class Stack:
         self.log_dir = DataDir(config.data_dir).logs
         self._children: list[Child] = []
         self._redis: RedisServer | None = None
+        self._api_port = 0
+        self._engine_port = 0
         self.api_url = ""
         self.engine_url = ""
         self.redis_url = ""
@@ -116,23 +121,26 @@ class Stack:
     def _start(self) -> None:
         config = self.config
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        api_port = claim_port(config.host, config.port)
-        self.api_url = f"http://{config.host}:{api_port}"
-        engine_port = 0 if config.engine_urls else kept_port(DataDir(config.data_dir).engine_port, but=api_port)
-        self.engine_url = ",".join(config.engine_urls) or f"http://127.0.0.1:{engine_port}"
-        self._start_redis()
-        environment = self._environment()
-        threads = str(config.threads or default_threads())
-        compute = {**environment, "OMP_NUM_THREADS": threads}
-        if engine_port:
-            self._spawn("engine", ["--model", str(config.model_dir), "--port", str(engine_port)], compute)
-        self._spawn("api", [], {**environment, "GSPO_API_HOST": config.host, "GSPO_API_PORT": str(api_port)})
-        self._spawn("trainer", [], compute)
-        for number in range(config.rollout_workers):
-            self._spawn("rollout", [], environment, name=f"rollout-{number}")
-        self._wait_until_answering(f"{self.api_url}/healthz", "api")
+        self._api_port = claim_port(config.host, config.port)
+        self.api_url = f"http://{config.host}:{self._api_port}"
+        if not config.engine_urls:
+            self._engine_port = kept_port(DataDir(config.data_dir).engine_port, but=self._api_port)
+        self.engine_url = ",".join(config.engine_urls) or f"http://{LOOPBACK}:{self._engine_port}"
+        for process in self.processes():
+            if process is topology.REDIS:
+                self._start_redis()
+            elif process is topology.ROLLOUT:
+                for number in range(config.rollout_workers):
+                    self._spawn(process.name, [], self._environment(process), name=f"{process.name}-{number}")
+            else:
+                self._spawn(process.name, [], self._environment(process))
+        self._wait_until_answering(f"{self.api_url}{topology.API_HEALTH.live}", topology.API.name)
         for url in self.engine_url.split(","):
             self._wait_until_ready(url)
+
+    def processes(self) -> tuple[Process, ...]:
+        """The kinds of process that this stack starts, in that order."""
+        return topology.processes(Site.LAPTOP, has_engines=bool(self.config.engine_urls))
 
     def _start_redis(self) -> None:
         try:
@@ -141,24 +149,39 @@ class Stack:
             raise StackError(str(error)) from error
         self.redis_url = self._redis.url
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, process: Process) -> dict[str, str]:
+        settings = {
+            "redis_url": self.redis_url,
+            "data_dir": str(self.config.data_dir),
+            "engine_urls": self.engine_url,
+            "api_host": self.config.host,
+            "api_port": str(self._api_port),
+        }
         return {
             **os.environ,
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": self._threads() if process.on_device else "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "GSPO_REDIS_URL": self.redis_url,
-            "GSPO_DATA_DIR": str(self.config.data_dir),
-            "GSPO_ENGINE_URLS": self.engine_url,
+            **process.settings(settings),
             **self.config.environment,
         }
+
+    def _threads(self) -> str:
+        return str(self.config.threads or default_threads())
 
     def _spawn(
         self, service: str, arguments: Sequence[str], environment: Mapping[str, str], name: str | None = None
     ) -> None:
+        """Start the process that the topology calls ``service``, with further arguments."""
+        places = {
+            "model": str(self.config.model_dir),
+            "host": LOOPBACK,
+            "port": str(self._engine_port),
+            "threads": self._threads(),
+        }
+        python, *command = topology.find(service).command(sys.executable, Site.LAPTOP, places, *arguments)
         name = name or service
         # -P keeps the caller's folder off the path: a user's own `environments` must not shadow ours.
-        argv = [sys.executable, "-P", "-m", f"services.{service}", *arguments]
-        self._children.append(Child(name, argv, environment, self.log_dir / f"{name}.log"))
+        self._children.append(Child(name, [python, "-P", *command], environment, self.log_dir / f"{name}.log"))
 
     def _wait_until_answering(self, url: str, name: str) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -193,14 +216,14 @@ class Stack:
             )
 
     def ended(self) -> dict[str, int | None]:
-        """Processes that do not run any more, with the codes that are known."""
+        """Processes that have ended, each with its exit code where that is known."""
         codes: dict[str, int | None] = {
             child.name: code for child in self._children if (code := child.process.poll()) is not None
         }
         return ({REDIS: None} if self._redis is not None and self._redis.has_ended else {}) | codes
 
     def restart(self, name: str) -> None:
-        """Start a process again that has ended or is to end now, where the others look for it."""
+        """Stop a process if it still runs, and start it again at the same address."""
         if name == REDIS and self._redis is not None:
             self._redis.close()
             self._start_redis()  # its address depends on its directory alone
@@ -235,7 +258,7 @@ def default_threads() -> int:
 
 
 def check_place(config: StackConfig) -> None:
-    """What can be known before the long work starts: the port is free and the data folder can be written."""
+    """Check before the long work starts that the port is free and the data directory can be written."""
     claim_port(config.host, config.port)
     try:
         config.data_dir.mkdir(parents=True, exist_ok=True)
@@ -248,7 +271,7 @@ def check_place(config: StackConfig) -> None:
 
 
 def claim_port(host: str, port: int) -> int:
-    """``port`` if it can be bound, a free one for 0; otherwise an error that says what to do."""
+    """``port`` if it can be bound, or a free one for 0. Raises a StackError that says what to do."""
     try:
         if port == 0:
             return free_port(host)

@@ -1,7 +1,7 @@
-"""Starts processes of a stack again that have ended, after a pause that doubles.
+"""Restarts processes of a stack that have ended, after a pause that doubles.
 
-Rule: nothing is restarted in silence, and a process that keeps dying costs no more than one start in half a minute.
-When it has lived for a minute it counts as well again. It stops nothing.
+Rule: every restart is reported, and a process that keeps dying is started at most once in half a minute. After a minute
+of health its count of deaths begins anew. The supervisor stops nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ WELL_AFTER_S = 60.0
 
 
 class Restartable(Protocol):
-    """What a stack offers to whoever looks after it."""
+    """The part of a stack that a supervisor uses."""
 
     def ended(self) -> dict[str, int | None]:
-        """Processes that are not running, and the code with which each ended where that is known."""
+        """Processes that are not running, each with its exit code where that is known."""
         ...
 
     def restart(self, name: str) -> None: ...
@@ -30,14 +30,14 @@ class Restartable(Protocol):
 @dataclass
 class _Record:
     deaths: int = 0
-    """Without a minute of health between them."""
+    """In a row, with less than a minute of health between them."""
     started_at: float = float("-inf")
     due_at: float | None = None
-    """When it is to be started again."""
+    """When to start it again."""
 
 
 class Supervisor:
-    """``look`` is called again and again; ``say`` is given one line for whoever sits at the terminal."""
+    """Call ``look`` regularly; ``say`` receives each line for the terminal."""
 
     def __init__(
         self, stack: Restartable, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic

@@ -27,6 +27,7 @@ from services.job_dir import JobDir
 from services.local.demo import NO_KEYS, demo_spec
 from services.local.provenance import check_provenance
 from services.local.stack import Stack, StackConfig
+from services.local.topology import TRAINER
 from tests.e2e.test_learning import changed
 from tests.services.engine_kit import EngineProcess
 
@@ -107,7 +108,7 @@ def test_two_jobs_on_two_engines_never_mix(model_dir: Path, tmp_path: Path) -> N
     spec = changed(demo_spec(model_dir, 0), CHANGES | {"steps": 6})
     with engines(model_dir, 2) as (first, second), contextlib.ExitStack() as stack:
         local = stack.enter_context(stack_on(tmp_path, model_dir, first.url, second.url))
-        local._spawn("trainer", [], {**local._environment(), "OMP_NUM_THREADS": "1"}, name="trainer-1")
+        local._spawn("trainer", [], {**local._environment(TRAINER), "OMP_NUM_THREADS": "1"}, name="trainer-1")
         client = stack.enter_context(Client(local.api_url))
         jobs = [client.create_job(changed(spec, {"seed": seed, "name": f"job {seed}"}))["id"] for seed in (1, 2)]
         for job in jobs:

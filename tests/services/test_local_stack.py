@@ -6,18 +6,23 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from gspo_core.client import Event
 from services.local import demo
+from services.local import up as local_up
 from services.local.demo import while_alive
 from services.local.stack import Stack, StackConfig, StackError, claim_port
+from services.local.topology import API, ENGINE, TRAINER
 from services.local.up import up
 from services.ports import free_port
 
 DEADLINE_S = 60.0
+ENGINE_URLS = "GSPO_ENGINE_URLS"
 
 
 def test_who_follows_a_job_learns_of_a_process_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +85,54 @@ def test_up_says_before_any_work_what_is_in_its_way(tmp_path: Path, capsys: pyte
     (tmp_path / "data" / "models" / "calculator-tiny").mkdir(parents=True)
     assert "is not a demo model" in refusal_of_up(capsys, data_dir=str(tmp_path / "data"))
     assert "holds no model" in refusal_of_up(capsys, data_dir=str(tmp_path / "data"), model=str(tmp_path))
+
+
+class _Ready(BaseHTTPRequestHandler):
+    """An engine that somebody else has started, as far as a stack looks at it."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_up_uses_the_engines_that_it_is_given_and_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+
+    def interrupted(stack: Stack, logs: object) -> NoReturn:
+        started.extend(stack.pids())
+        given = {child.name: child.environment[ENGINE_URLS] for child in stack._children}
+        assert given["trainer"] == given["rollout-0"] == url
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_up, "look_after", interrupted)
+    with HTTPServer(("127.0.0.1", 0), _Ready) as engine:
+        url = f"http://127.0.0.1:{engine.server_port}"
+        monkeypatch.setenv(ENGINE_URLS, url)
+        monkeypatch.setenv("GSPO_API_KEYS", "")
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        assert up(data_dir=str(tmp_path), model=None, port=0, rollout_workers=1) == 0
+        engine.shutdown()
+    assert started == ["redis", "api", "trainer", "rollout-0"]
+    said = capsys.readouterr().out
+    assert f"engines of GSPO_ENGINE_URLS: {url}" in said
+    assert f"engine  {url}   (given by GSPO_ENGINE_URLS; none is started here)" in said
+    assert not (tmp_path / "models").exists(), "it made a model that nothing serves"
+
+
+def test_engine_and_trainer_get_the_same_number_of_threads(tmp_path: Path) -> None:
+    stack = Stack(StackConfig(tmp_path, tmp_path, threads=3))
+    stack.log_dir.mkdir()
+    stack._spawn("engine", ["--help"], {"PATH": os.environ["PATH"]})
+    (engine,) = stack._children
+    stack.close()
+    assert engine.argv[engine.argv.index("--threads") + 1] == "3"
+    assert stack._environment(TRAINER)["OMP_NUM_THREADS"] == stack._environment(ENGINE)["OMP_NUM_THREADS"] == "3"
+    assert stack._environment(API)["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize(
