@@ -62,7 +62,12 @@ def picture(rooms: Graph, lines: Counter[str]) -> str:
         '<path class="tip" d="M0,0 L8,4 L0,8 z"/></marker></defs>',
         f'<rect class="page" width="{width:.0f}" height="{height:.0f}"/>',
         _text("title", MARGIN, 36, "Rooms with walls"),
-        _text("note", MARGIN, 58, "Arrows point to what a room imports; those that a longer way implies are left out. Processes meet in Redis, HTTP and files."),
+        _text(
+            "note",
+            MARGIN,
+            58,
+            "Arrows point to what a room imports; those that a longer way implies are left out. Processes meet in Redis, HTTP and files.",
+        ),
         *_floors(layout, width),
         *_lines(layout),
     ]

@@ -14,7 +14,14 @@ from benchmarks.structure.code import LONG_FUNCTION, function_lengths, loose_ann
 from benchmarks.structure.graph import Graph, cycles, floors, grouped, num_edges
 from benchmarks.structure.source import Module, imported_at_start, imports_of, read_modules
 
-PROCESSES = ("api", "trainer", "rollout", "engine")
+# What is started as `python -m` of a module; the last is the child of a trainer that runs one attempt of a job.
+STARTS = {
+    "api": "services.api.__main__",
+    "trainer": "services.trainer.__main__",
+    "rollout": "services.rollout.__main__",
+    "engine": "services.engine.__main__",
+    "trainer's attempt": "services.trainer.attempt_main",
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,6 @@ def measure(root: Path) -> Structure:
     graph = import_graph(modules)
     rooms = room_graph(modules)
     lengths = function_lengths(modules.values())
-    starts = {process: f"services.{process}.__main__" for process in PROCESSES}
     return Structure(
         num_modules=len(modules),
         num_lines=sum(module.num_lines for module in modules.values()),
@@ -93,7 +99,7 @@ def measure(root: Path) -> Structure:
         module_cycles=cycles(import_graph(modules, at_start=True)),
         lazy_cycles=cycles(graph),
         imported={
-            process: len(imported_at_start(start, modules)) for process, start in starts.items() if start in modules
+            process: len(imported_at_start(start, modules)) for process, start in STARTS.items() if start in modules
         },
         function_p95=percentile(lengths, 0.95),
         function_max=max(lengths),

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from benchmarks.structure.changes import Changes
 from benchmarks.structure.code import LONG_FUNCTION
-from benchmarks.structure.measure import PROCESSES, Structure
+from benchmarks.structure.measure import Structure
 
 RESULTS = Path(__file__).parents[1] / "results"
 LOOSE = ("Any", "object", "dict[str, JSON]")
@@ -35,8 +35,8 @@ def rows(structure: Structure) -> dict[str, str]:
         "cycles between modules (modules in them)": _cycles(structure.module_cycles),
         "the same, with imports inside functions": _cycles(structure.lazy_cycles),
     }
-    for process in PROCESSES:
-        shown[f"own modules that `{process}` loads at its start"] = f"{structure.imported.get(process, 0)}"
+    for process, number in structure.imported.items():
+        shown[f"own modules that `{process}` loads at its start"] = f"{number}"
     shown |= {
         "lines of the product": f"{structure.num_lines:,}",
         "lines of tests for one of the product": f"{structure.tests_per_line:.2f}",
@@ -83,8 +83,7 @@ def keep(column: str, kept: Kept, folder: Path = RESULTS) -> None:
 def page(columns: dict[str, Kept]) -> str:
     before, after = columns.get("before"), columns.get("after")
     head = [_heading("before", before), _heading("after", after)]
-    labels = [*(before or after or Kept(revision="", date="", rows={}))["rows"]]
-    labels += [label for label in (after or {"rows": {}})["rows"] if label not in labels]
+    labels = dict.fromkeys(label for kept in (before, after) if kept for label in kept["rows"])
     table = [["measured", *head], ["---", "---:", "---:"]]
     table += [[label, _cell(before, label), _cell(after, label)] for label in labels]
     return _INTRODUCTION + "\n".join(f"| {' | '.join(row)} |" for row in table) + "\n"
