@@ -34,15 +34,19 @@ PROCESSES = {f"services.{name}" for name in ("api", "rollout", "trainer", "engin
 
 HEIGHT, RISE, MARGIN, LABELS, HEAD, FOOT = 80.0, 136.0, 28.0, 96.0, 78.0, 54.0
 _STYLE = """
-  .page { fill: #ffffff } .floor { fill: #f4f6f8 } .line { stroke: #8a96a3; fill: none; stroke-width: 1.6 }
-  .tip { fill: #8a96a3 } .box { stroke-width: 1.4 } text { font-family: system-ui, sans-serif; fill: #1f2933 }
+  .page { fill: #ffffff } .floor { fill: #f4f6f8 }
+  .line { stroke: #8a96a3; fill: none; stroke-width: 1.6 } .tip { fill: #8a96a3 } .box { stroke-width: 1.4 }
+  text { font-family: system-ui, sans-serif; fill: #1f2933 }
   .name { font: 600 16px ui-monospace, 'DejaVu Sans Mono', monospace } .duty { font-size: 12px; fill: #46525e }
-  .size { font-size: 11px; fill: #6b7783 } .title { font-size: 20px; font-weight: 600 } .note { font-size: 13px; fill: #46525e }
-  .process { fill: #e3efff; stroke: #3b78c4 } .shared { fill: #ffffff; stroke: #9aa6b2 } .library { fill: #e5f4e9; stroke: #3f9158 }
+  .size { font-size: 11px; fill: #6b7783 } .title { font-size: 20px; font-weight: 600 }
+  .note { font-size: 13px; fill: #46525e }
+  .process { fill: #e3efff; stroke: #3b78c4 } .shared { fill: #ffffff; stroke: #9aa6b2 }
+  .library { fill: #e5f4e9; stroke: #3f9158 }
   @media (prefers-color-scheme: dark) {
-    .page { fill: #0f1419 } .floor { fill: #171d24 } .line { stroke: #7c8998 } .tip { fill: #7c8998 } text { fill: #e6ebf0 }
-    .duty, .note { fill: #b3bec9 } .size { fill: #8f9ba8 } .process { fill: #16304f; stroke: #5a97e0 }
-    .shared { fill: #222a33; stroke: #66727f } .library { fill: #17351f; stroke: #58ad72 }
+    .page { fill: #0f1419 } .floor { fill: #171d24 } .line { stroke: #7c8998 } .tip { fill: #7c8998 }
+    text { fill: #e6ebf0 } .duty, .note { fill: #b3bec9 } .size { fill: #8f9ba8 }
+    .process { fill: #16304f; stroke: #5a97e0 } .shared { fill: #222a33; stroke: #66727f }
+    .library { fill: #17351f; stroke: #58ad72 }
   }"""
 
 
@@ -66,7 +70,8 @@ def picture(rooms: Graph, lines: Counter[str]) -> str:
             "note",
             MARGIN,
             58,
-            "Arrows point to what a room imports; those that a longer way implies are left out. Processes meet in Redis, HTTP and files.",
+            "Arrows point to what a room imports; those that a longer way implies are left out. "
+            "Processes meet in Redis, HTTP and files.",
         ),
         *_floors(layout, width),
         *_lines(layout),

@@ -1,6 +1,6 @@
 """Where the boxes and lines of a layered graph go: floors, the order on each floor, positions.
 
-A line that passes a floor holds a narrow slot there, so it never crosses a box. Deterministic: same graph, same picture.
+A line that passes a floor holds a narrow slot there, so it never crosses a box. The same graph gives the same picture.
 """
 
 from __future__ import annotations

@@ -103,16 +103,16 @@ def _cycles(found: list[list[str]]) -> str:
 
 _INTRODUCTION = """# How the code is divided
 
-`python -m benchmarks.structure` measures a checkout from its text; `--at REVISION` another revision, `--since REVISION` where
-the lines went since then, `--keep after` writes the column here.
+`python -m benchmarks.structure` measures a checkout from its text; `--at REVISION` measures another revision, `--since
+REVISION` says where the lines went since then, `--keep after` writes the column here.
 
-- A **room** is what has walls: `gspo_core`, `environments`, each folder of `services`. A file that lies in `services` itself
-  is a room of its own. An **arrow** is one room that imports another, wherever the import stands, once however often.
-- **Floors** are the layers of that graph once its cycles are condensed: a room stands one floor above the highest that it imports.
-  Cycles hide floors, so read both rows together.
-- What a process **loads at its start** follows the imports at the top of modules, packages included. Those for type checking
-  count, because `gspo_core.spec` declares there what it loads on first use; with them the number is that of `sys.modules`.
-- **Lines** are those of Python files below `gspo_core`, `environments` and `services`, blank lines and comments included.
+- A **room** is what has walls: `gspo_core`, `environments`, each folder of `services`. A file that lies in `services`
+  itself is a room of its own. An **arrow** is one room that imports another, wherever and however often it does.
+- **Floors** are the layers of that graph with its cycles condensed: a room stands one floor above the highest that it
+  imports. Cycles hide floors, so read both rows together.
+- What a process **loads at its start** follows the imports at the top of modules, packages included. Those for type
+  checking count: `gspo_core.spec` declares there what it loads on first use. The number is that of `sys.modules`.
+- **Lines** are those of Python files below `gspo_core`, `environments` and `services`, with comments and blank lines.
 - **Annotations** are those of parameters, results and variables.
 - A **function**'s lines go from its `def` to its end.
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,7 @@ def test_the_picture_has_every_room_above_what_it_imports(tmp_path: Path) -> Non
     floor = {place.name: place.floor for row in layout.places for place in row if place.name}
     assert floor == {"gspo_core": 0, "services.state": 1, "services.api": 2, "services.launch": 2}
     for row in layout.places:
-        for one, other in zip(row, row[1:], strict=False):
+        for one, other in pairwise(row):
             assert one.x + one.width / 2 < other.x - other.width / 2
     drawn = picture(graph, lines_by_room(read_modules(write(tmp_path, TREE))))
     assert drawn.count("marker-end") == 2
