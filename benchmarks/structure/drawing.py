@@ -20,7 +20,7 @@ DUTIES = {
     "services.trainer": ("admits groups, trains steps,", "publishes weights"),
     "services.engine": ("the embedded engine:", "SGLang's protocol on torch"),
     "services.gateway": ("the HTTP endpoint that", "outside agents talk to"),
-    "services.launch": ("one machine: starts every", "process, starts it again"),
+    "services.launch": ("starts the processes: here,", "or through a batch system"),
     "services.episodes": ("what plays an episode:", "ledger, history, outbox"),
     "services.hosts": ("where environments run:", "processes, pools, remote"),
     "services.state": ("Redis: queue, jobs, leases;", "nothing else speaks to it"),
