@@ -46,6 +46,7 @@ HERE = "tests/repo/test_commands.py"
 
 # page, what the block contains, how it is held
 BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
+    ("AGENTS.md", "pytest tests/core", By("tests/repo/test_agents.py", "test_the_commands_of_the_page_work")),
     (
         "README.md",
         "held-out success ",

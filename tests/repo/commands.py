@@ -287,6 +287,13 @@ def _torchrun(words: list[str], whole: bool) -> None:
         _parse(parser_of(words[0]), words[1:], whole)
 
 
+def _pytest(words: list[str], whole: bool) -> None:
+    """Its flags are taken for known; folders and files must be there."""
+    paths = [word.partition("::")[0] for word in words if word.startswith("tests/")]
+    if missing := [path for path in paths if not (ROOT / path).exists()]:
+        raise CannotBeTyped(f"there are no tests {missing}")
+
+
 def _anything(words: list[str], whole: bool) -> None:
     """Not ours and nothing of ours in it, or executed by the test that the table names."""
 
@@ -300,8 +307,11 @@ JUDGES: dict[str, Callable[[list[str], bool], None]] = {
     "kubectl": _kubectl,
     "make": _make,
     "pip": _pip,
-    "pytest": _anything,
+    "lint-imports": _anything,
+    "mypy": _anything,
+    "pytest": _pytest,
     "python": _python,
+    "ruff": _anything,
     "sbatch": _anything,
     "source": _anything,
     "tensorboard": _anything,

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SHELL = ("sh", "bash", "shell", "console")
 # What begins a command in prose. A word alone ("`gspo`", "`make`") is a name and no command.
-PROGRAMS = "gspo|make|python3?|docker|kubectl|curl|pip|hf|torchrun|sbatch|tensorboard|wandb sync|bash"
+PROGRAMS = "gspo|make|pytest|python3?|docker|kubectl|curl|pip|hf|torchrun|sbatch|tensorboard|wandb sync|bash"
 _COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{PROGRAMS}) \S")
 _FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 

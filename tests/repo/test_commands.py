@@ -183,6 +183,7 @@ def test_what_an_author_may_say_of_hosts_is_so(tmp_path: Path) -> None:
         "kubectl -n gspo exec deploy/apis -- python -m services.backup",
         "pip install -e '.[wandbs]'",
         "pip install gspo",
+        ".venv/bin/pytest tests/cores",
         "torchrun --nproc-per-node 2 -m services.trainer --grace 90",
         "GSPO_PROT=1 docker compose up",
         "sl",

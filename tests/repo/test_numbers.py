@@ -13,6 +13,21 @@ MIB = 1 << 20
 # page, what it says, and for each number in brackets its file, its name there and the unit that the page counts in
 NUMBERS: list[tuple[str, str, list[tuple[str, str, float]]]] = [
     ("docs/api.md", r"all that is kept \(the newest ([\d,]+)\)", [("services/functions_jobs.lua", "EVENTS_KEPT", 1)]),
+    (
+        "docs/architecture.md",
+        r"asking the engine; (\d+) at first.*pause of up to (\d+) s.*\| (\d+) MiB a call, (\d+) ms between",
+        [
+            ("services/rollout/in_flight.py", "_START", 1),
+            ("services/rollout/quarantine.py", "MAX_PAUSE_S", 1),
+            ("services/rollout/outbox.py", "MAX_CALL_BYTES", MIB),
+            ("services/rollout/outbox.py", "DISTANCE_S", 0.001),
+        ],
+    ),
+    (
+        "docs/architecture.md",
+        r"\| (\d+) requests a second, bursts of (\d+) \|",
+        [("services/api/limits.py", "REQUESTS_PER_S", 1), ("services/api/limits.py", "BURST", 1)],
+    ),
     ("docs/api.md", r"Every (\d+) s of silence", [("services/api/sse.py", "PING_S", 1)]),
     ("docs/api.md", r"waits for it \((\d+) s", [("services/api/repeats.py", "WAIT_S", 1)]),
     (

@@ -1,0 +1,49 @@
+"""The commands of AGENTS.md work. Tests are collected, not run; nothing in the checkout is changed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.repo.commands import judge
+from tests.repo.pages import ROOT, blocks, simple_commands, without_comments
+
+MAX_LINES = 80
+BIN = Path(sys.executable).parent
+COMMANDS = [
+    words for one in blocks() if one.page == "AGENTS.md" for words in simple_commands(without_comments(one.typed))
+]
+# Added to a program, so that it only looks; where nothing serves for that, what is run instead and by which test.
+ONLY_LOOKING = {
+    "pytest": ("--collect-only", "-q"),
+    "ruff": ("--no-cache",),
+    "mypy": ("--version",),  # the whole of it takes a minute: `make check`
+    "lint-imports": ("--help",),  # tests/repo/test_packaging.py runs it
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_the_commands_of_the_page_work(words: list[str]) -> None:
+    if words[0] == "make":
+        return judge(words, whole=True)
+    program = words[0].removeprefix(".venv/bin/")
+    asked = [*words[1:], *ONLY_LOOKING[program]]
+    if words[1:2] == ["format"]:
+        asked.append("--check")
+    done = subprocess.run([BIN / program, *asked], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_there_are_commands_and_the_page_stays_short() -> None:
+    assert len(COMMANDS) >= 10
+    assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= MAX_LINES
+
+
+def test_limits_on_the_page_are_those_that_are_measured() -> None:
+    from benchmarks.structure.code import LONG_FUNCTION
+
+    assert re.findall(r"\((\d+) lines at most\)", (ROOT / "AGENTS.md").read_text()) == [str(LONG_FUNCTION)]
