@@ -137,7 +137,7 @@ async def test_a_broken_call_of_a_demonstration_is_one_that_the_codec_cannot_rea
     mistakes = dataclasses.replace(NO_MISTAKES, malformed=1.0)
     for task in Calculator.tasks[:20]:
         broken, told, *_ = demonstrate(task["expression"], mistakes, random.Random(0))
-        sampled = [*school.codec.tokenizer.encode(broken["content"]), school.codec.stop_ids[0]]
+        sampled = [*school.codec.tokenizer.encode_whole(broken["content"]), school.codec.stop_ids[0]]
         session = environment.session()
         await session.start(task, 0)
         observation = await session.act(school.codec.parse(sampled))
