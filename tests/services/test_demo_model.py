@@ -36,8 +36,11 @@ def school(made_school: tuple[School, Path]) -> School:
 
 
 def random_conversation(generator: random.Random) -> list[Message]:
-    """With and without a system message, calls, several results; text with control-like and foreign pieces."""
-    pieces = ["a", "12", "\n", " ", "ü", "日本", "<tool_call>", "</tool_response>", '{"x":', "?", "<b>", "'", "\t"]
+    """With and without a system message, calls, several results; text with control-like and foreign pieces.
+
+    A control token that is spelt whole is a token to the template and text to the codec (test_chat_control_tokens).
+    """
+    pieces = ["a", "12", "\n", " ", "ü", "日本", "<tool_call", "/tool_response>", '{"x":', "?", "<b>", "'", "\t"]
 
     def text() -> str:
         return "".join(generator.choices(pieces, k=generator.randint(0, 8)))
