@@ -172,7 +172,8 @@ def token_advantages(
 def branch_weights(num_actions: Sequence[int]) -> list[float]:
     """The weights of an episode's branches, by their trained tokens; they sum to 1.
 
-    With a mean over tokens in each branch, every token then counts as in an episode that was never rewritten.
+    Every token then counts as much as in an episode that was never rewritten: `aggregate: sequence` takes the mean
+    over the tokens of a branch times its weight, the other aggregations use weights to count episodes only.
     """
     if not num_actions or min(num_actions) < 0:
         raise AdvantageError(

@@ -431,6 +431,13 @@ def _objective_refusals(spec: JobSpec) -> Iterator[str]:
             f"objective.staleness_cap: {spec.objective.staleness_cap} contradicts rollout.staleness_cap "
             f"({spec.rollout.staleness_cap}); say it there only"
         )
+    longest = max(spec.episode_limits(place).max_episode_tokens for place in range(len(spec.environments)))
+    if spec.objective.correction.startswith("product") and longest > spec.objective.product_max_tokens:
+        yield (
+            f"objective.correction: {spec.objective.correction} refuses episodes of more than "
+            f"{spec.objective.product_max_tokens} sampled tokens (objective.product_max_tokens), but here they may "
+            f"have {longest}; set limits.max_episode_tokens to at most {spec.objective.product_max_tokens}"
+        )
     if spec.objective.advantage.min_group_size > spec.rollout.min_group_size:
         yield (
             f"objective.advantage.min_group_size: {spec.objective.advantage.min_group_size} is more than the "

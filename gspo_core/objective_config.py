@@ -273,6 +273,11 @@ class ObjectiveConfig(Documented):
             raise ValueError(f"ratio: the loss {self.loss} is defined on ratio: {required}, not {self.ratio}")
         if self.loss.startswith("dppo") and self.dppo_delta is None:
             raise ValueError(f"dppo_delta: the loss {self.loss} needs it (about 0.2 for dppo_tv, 0.05 for dppo_kl)")
+        if self.loss == "gmpo" and self.advantage.turn_reward_weight and self.advantage_reduction != "mean":
+            raise ValueError(
+                "loss: gmpo takes one advantage per sequence, but advantage.turn_reward_weight gives each turn its "
+                "own; set advantage_reduction: mean or remove the weight"
+            )
         if self.correction_min is not None and self.correction_min > self.correction_max:
             raise ValueError(f"correction_min: {self.correction_min} lies above correction_max: {self.correction_max}")
         for key, condition in _idle_keys(self).items():

@@ -40,7 +40,7 @@ class TrainSequence:
     """In steps."""
     advantages: float | NDArray[np.float32]
     weight: float = 1.0
-    """Branches of one episode share a weight of 1."""
+    """The share of the episode's trained tokens that this branch holds; the branches of an episode sum to 1."""
     temperature: float = 1.0
     """At which the actions were sampled."""
 

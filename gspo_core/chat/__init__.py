@@ -9,7 +9,7 @@ from gspo_core.chat.hermes import TOOLS_FOOTER, TOOLS_HEADER, HermesCodec
 from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.chat.selection import ChatCodec, UnsuitableChat, load_codec
 from gspo_core.chat.template import TemplateCodec
-from gspo_core.chat.tokenizer import TemplateTokenizer, Tokenizer, UnsuitableTokenizer, load_tokenizer
+from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, load_tokenizer
 from gspo_core.messages import CallStatus, ForkReason, Message, ParsedTurn, ToolCall, ToolSchema
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "TaggedCalls",
     "TemplateCodec",
     "TemplateRefused",
-    "TemplateTokenizer",
     "Tokenizer",
     "ToolCall",
     "ToolSchema",

@@ -2,12 +2,15 @@
 
 Rule: sampled ids are never decoded and encoded again. The prompt of the next turn is what was sent, what was sampled,
 and a freshly encoded bridge; text is read from ids, never the other way round. Control tokens come from this module
-alone: text that spells ``<|im_end|>``, in a tool's result say, is encoded as ordinary characters.
+alone: text that spells ``<|im_end|>`` or ``</tool_response>``, in a tool's result say, is encoded as ordinary
+characters. Only the text of an assistant's own turn keeps its tags of calls and thoughts, because it stands for what
+was sampled.
 No other chat format is known here, and no model is loaded.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,6 +36,11 @@ For each function call, return a json object with function name and arguments wi
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
 _NO_THOUGHT = "<think>\n\n</think>\n\n"
+# What this format writes around calls, their results and thoughts; not every tokenizer of the family has all of them.
+_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+# Of these, what an assistant writes itself.
+_OWN_TAGS = re.compile("</?(?:tool_call|think)>")
+_ANY_TAG = re.compile("|".join(_TAGS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,10 @@ class HermesCodec:
         self._strips_thinking = thinking == "template" and reasons and not empty_thought
         what = "the ChatML/Hermes format"
         self._start, self._end = (require_token(tokenizer, token, what) for token in ("<|im_start|>", "<|im_end|>"))
+        # A tag that the tokenizer does not have is written in ordinary characters, as a template would write it.
+        self._tags = {tag: tokenizer.token_id(tag) if tag in tokenizer.control_tokens else None for tag in _TAGS}
+        self._tools_footer = self._written(TOOLS_FOOTER, _ANY_TAG)
+        self._answer_opening = ["assistant\n", *(self._written(_NO_THOUGHT, _ANY_TAG) if empty_thought else ())]
         end_of_text = tokenizer.token_id("<|endoftext|>")
         self.stop_ids: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
         """The tokens that end a turn; given to the engine as ids. The sampled one belongs to the turn."""
@@ -83,7 +95,7 @@ class HermesCodec:
         pieces: list[str | int] = []
         if tools or system is not None:
             pieces += [self._start, "system\n", "" if system is None else system]
-            pieces += ["\n\n" if tools and system is not None else "", _tools_block(tools), self._end, "\n"]
+            pieces += ["\n\n" if tools and system is not None else "", *self._tools_block(tools), self._end, "\n"]
         pieces += self._turns(messages[has_system:])
         return self._encode(pieces + self._generation_prompt() if generation_prompt else pieces)
 
@@ -143,26 +155,57 @@ class HermesCodec:
             if role == "tool":  # neighbouring results share one user turn
                 if position == 0 or messages[position - 1]["role"] != "tool":
                     yield from (self._start, "user")
-                yield f"\n<tool_response>\n{text_of(message)}\n</tool_response>"
+                yield from ("\n", self._tag("<tool_response>"), f"\n{text_of(message)}\n")
+                yield self._tag("</tool_response>")
                 if not is_last and messages[position + 1]["role"] == "tool":
                     continue
             elif role == "assistant":
                 thought, text = _thought_and_text(message) if self.style.reasons else ("", text_of(message))
                 if self.style.reasons and position > question and (thought or is_last):
-                    yield from (self._start, "assistant\n<think>\n" + thought.strip("\n") + "\n</think>\n\n")
-                    yield text.lstrip("\n")
+                    yield from (self._start, "assistant\n", self._tag("<think>"), "\n" + thought.strip("\n") + "\n")
+                    yield from (self._tag("</think>"), "\n\n")
+                    yield from self._written(text.lstrip("\n"), _OWN_TAGS)
                 else:
-                    yield from (self._start, "assistant\n" + text)
-                yield _written_calls(message, bool(text))
+                    yield from (self._start, "assistant\n", *self._written(text, _OWN_TAGS))
+                yield from self._written_calls(message, has_text=bool(text))
             else:
                 yield from (self._start, f"{role}\n{text_of(message)}")
             yield from (self._end, "\n")
 
     def _generation_prompt(self) -> list[str | int]:
-        return [self._start, "assistant\n" + (_NO_THOUGHT if self.style.empty_thought else "")]
+        return [self._start, *self._answer_opening]
+
+    def _tools_block(self, tools: Sequence[ToolSchema]) -> list[str | int]:
+        if not tools:
+            return []
+        return [TOOLS_HEADER + "".join(f"\n{to_json(tool)}" for tool in tools), *self._tools_footer]
+
+    def _written_calls(self, message: Message, *, has_text: bool) -> Iterator[str | int]:
+        """The calls of an assistant message of the history, as the model would have written them."""
+        for position, call in enumerate(message.get("tool_calls") or ()):
+            function: Mapping[str, Any] = call.get("function", call)
+            arguments = function["arguments"]
+            value = arguments if isinstance(arguments, str) else to_json(arguments)
+            yield from ("\n" if position or has_text else "", self._tag("<tool_call>"))
+            yield f'\n{{"name": "{function["name"]}", "arguments": {value}}}\n'
+            yield self._tag("</tool_call>")
+
+    def _tag(self, tag: str) -> str | int:
+        found = self._tags[tag]
+        return tag if found is None else found
+
+    def _written(self, text: str, tags: re.Pattern[str]) -> list[str | int]:
+        """Text in which these tags are meant."""
+        pieces: list[str | int] = []
+        position = 0
+        for match in tags.finditer(text):
+            pieces += [text[position : match.start()], self._tag(match[0])]
+            position = match.end()
+        return [*pieces, text[position:]]
 
     def _encode(self, pieces: Iterable[str | int]) -> list[int]:
-        """Text between two control tokens is encoded in one piece, as a template's whole text would be."""
+        """Text between two control tokens is encoded in one piece, as a template's whole text would be; no text
+        becomes a control token."""
         ids: list[int] = []
         text = ""
         for piece in [*pieces, None]:
@@ -175,22 +218,6 @@ class HermesCodec:
             if piece is not None:
                 ids.append(piece)
         return ids
-
-
-def _tools_block(tools: Sequence[ToolSchema]) -> str:
-    return TOOLS_HEADER + "".join(f"\n{to_json(tool)}" for tool in tools) + TOOLS_FOOTER if tools else ""
-
-
-def _written_calls(message: Message, has_text: bool) -> str:
-    """The calls of an assistant message of the history, as the model would have written them."""
-    written = ""
-    for call in message.get("tool_calls") or ():
-        function: Mapping[str, Any] = call.get("function", call)
-        arguments = function["arguments"]
-        value = arguments if isinstance(arguments, str) else to_json(arguments)
-        separator = "\n" if written or has_text else ""
-        written += f'{separator}<tool_call>\n{{"name": "{function["name"]}", "arguments": {value}}}\n</tool_call>'
-    return written
 
 
 def _last_question(messages: Sequence[Message]) -> int:

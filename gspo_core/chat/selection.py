@@ -16,7 +16,7 @@ from gspo_core.chat.calls import CallReader, LlamaCalls, NoCalls, TaggedCalls, r
 from gspo_core.chat.hermes import HermesCodec
 from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.chat.template import TemplateCodec
-from gspo_core.chat.tokenizer import TemplateTokenizer, Tokenizer, UnsuitableTokenizer, load_tokenizer
+from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, load_tokenizer
 from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
 
 Format: TypeAlias = Literal["auto", "hermes", "template"]
@@ -99,7 +99,7 @@ def load_codec(
 
 
 def _without_template(
-    tokenizer: TemplateTokenizer, model_dir: Path, thinking: Thinking, variables: Mapping[str, Any]
+    tokenizer: Tokenizer, model_dir: Path, thinking: Thinking, variables: Mapping[str, Any]
 ) -> ChatCodec:
     missing = [token for token in _CHATML if tokenizer.token_id(token) is None]
     if missing:
@@ -111,7 +111,7 @@ def _without_template(
 
 
 def _native(
-    tokenizer: TemplateTokenizer, template: str, variables: Mapping[str, Any], thinking: Thinking
+    tokenizer: Tokenizer, template: str, variables: Mapping[str, Any], thinking: Thinking
 ) -> HermesCodec | None:
     """The written-out codec in the variant that gives what the template gives, if there is one."""
     if any(tokenizer.token_id(token) is None for token in _CHATML):
@@ -176,7 +176,7 @@ def _probes() -> Iterator[tuple[list[Message], list[ToolSchema]]]:
                 yield [*begin, thoughtful, user, turn], tools
 
 
-def _call_reader(tokenizer: TemplateTokenizer, template: str, calls: Calls) -> CallReader:
+def _call_reader(tokenizer: Tokenizer, template: str, calls: Calls) -> CallReader:
     chosen = _calls_of(template) if calls == "auto" else calls
     if chosen == "none":
         return NoCalls()

@@ -3,7 +3,8 @@
 Rule: a bridge is taken from the template's rendering of the whole conversation, and only if everything before the
 sampled turn is written as it was and the turn itself says what was sampled; otherwise the caller starts a new branch
 and is told why. What was sampled is kept as ids either way.
-Text that spells a control token stays text: it is defused before the template sees it. The template runs in a sandbox
+Text that spells a control token stays text: it is defused before the template sees it. Only the text of an assistant's
+own turn keeps its tags of calls and thoughts, because it stands for what was sampled. The template runs in a sandbox
 and knows no clock, so a prompt does not depend on the day.
 """
 
@@ -16,13 +17,15 @@ from typing import Any, Literal
 from gspo_core.chat.calls import CallReader
 from gspo_core.chat.jinja import TemplateRefused, compile_template
 from gspo_core.chat.text import strict_json, text_of
-from gspo_core.chat.tokenizer import TemplateTokenizer, UnsuitableTokenizer
+from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer
 from gspo_core.chat.turns import TurnReader, can_be_written
 from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
 
 _PROBE = "gspo probe"
 _THOUGHT = re.compile(r"<think>.*?</think>\s*|<think>\s*$", re.DOTALL)
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xE000, 0xF8FF
+# What an assistant writes itself, and templates look for in its text.
+_OWN_TAGS = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
 
 
 class TemplateCodec:
@@ -30,7 +33,7 @@ class TemplateCodec:
 
     def __init__(
         self,
-        tokenizer: TemplateTokenizer,
+        tokenizer: Tokenizer,
         template: str,
         calls: CallReader,
         *,
@@ -45,7 +48,7 @@ class TemplateCodec:
         self._template = compile_template(template)
         self._variables = dict(variables or {})
         self._keeps_thinking = thinking == "keep"
-        self._specials = re.compile("|".join(re.escape(token) for token in tokenizer.special_tokens) or r"(?!)")
+        self._controls = _one_of(tokenizer.control_tokens)
         self._turn_end = self._find_turn_end()
         end_id = tokenizer.token_id(self._turn_end)
         assert end_id is not None
@@ -62,7 +65,7 @@ class TemplateCodec:
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
     ) -> list[int]:
         """The ids of a whole conversation. Raises ``TemplateRefused``."""
-        defused = _Defused(self._specials, (messages, tools))
+        defused = _Defused(self._controls, (messages, tools))
         return self._encode(self._text(defused, messages, tools, generation_prompt), defused)
 
     def bridge(
@@ -82,7 +85,7 @@ class TemplateCodec:
         if stops and stops[0] != len(sampled_ids) - 1:
             return ForkReason.SAMPLED_AFTER_END
         turn = self.message(sampled_ids, tools)
-        defused = _Defused(self._specials, (history, turn, new_messages, tools))
+        defused = _Defused(self._controls, (history, turn, new_messages, tools))
         try:
             before = self._text(defused, history, tools, True)
             after = self._text(defused, [*history, turn, *new_messages], tools, True)
@@ -137,12 +140,12 @@ class TemplateCodec:
         self, defused: _Defused, messages: Sequence[Message], tools: Sequence[ToolSchema], generation_prompt: bool
     ) -> str:
         normal = [_normal(message) for message in messages]
-        return self._template.render(defused(normal), defused(tools), self._variables, generation_prompt)
+        return self._template.render(defused.messages(normal), defused(tools), self._variables, generation_prompt)
 
     def _encode(self, text: str, defused: _Defused) -> list[int]:
         ids: list[int] = []
         position = 0
-        for match in self._specials.finditer(text):
+        for match in self._controls.finditer(text):
             ids += self._encode_plain(defused.restore(text[position : match.start()]))
             token_id = self.tokenizer.token_id(match[0])
             assert token_id is not None
@@ -156,7 +159,7 @@ class TemplateCodec:
     def _find_turn_end(self) -> str:
         conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         text = self._template.render(conversation, (), self._variables, False)
-        found = self._specials.search(text, text.find(_PROBE) + len(_PROBE))
+        found = self._controls.search(text, text.find(_PROBE) + len(_PROBE))
         if _PROBE not in text or found is None:
             raise UnsuitableTokenizer(
                 "the chat template writes no control token behind the assistant's words, so nothing would end a turn"
@@ -176,31 +179,52 @@ class TemplateCodec:
 
     def _check_encoding(self, prompt: str) -> None:
         """Pieces between control tokens, encoded one by one, must give the ids of the whole text."""
-        if self._encode(prompt, _Defused(self._specials, ())) != self.tokenizer.encode_whole(prompt):
+        if self._encode(prompt, _Defused(self._controls, ())) != self.tokenizer.encode_whole(prompt):
             raise UnsuitableTokenizer(
                 "this tokenizer encodes text behind a control token in another way than text alone, which the codec "
                 "for chat templates does not know"
             )
 
 
+def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """The longest that fits, as tokenizers match."""
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
+
+
 class _Defused:
     """Writes a character into text that spells a control token, and takes it out again after rendering."""
 
-    def __init__(self, specials: re.Pattern[str], values: Any) -> None:
-        self._specials = specials
+    def __init__(self, controls: re.Pattern[str], values: Any) -> None:
+        self._controls = controls
         seen = repr(values)
         # A private character that nobody wrote; ``repr`` shows these escaped.
         codes = range(_FIRST_PRIVATE, _LAST_PRIVATE)
         self._mark = next(chr(code) for code in codes if f"\\u{code:04x}" not in seen)
 
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The text of an assistant keeps the tags that it writes itself."""
+        defused: list[Message] = []
+        for message in messages:
+            safe: dict[str, Any] = self(message)
+            if message["role"] == "assistant":
+                safe["content"] = self._controls.sub(self._unless_own, text_of(message))
+            defused.append(safe)
+        return defused
+
     def __call__(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._specials.sub(lambda match: match[0][0] + self._mark + match[0][1:], value)
+            return self._controls.sub(self._marked, value)
         if isinstance(value, Mapping):
             return {self(key): self(item) for key, item in value.items()}
         if isinstance(value, Iterable):
             return [self(item) for item in value]
         return value
+
+    def _marked(self, match: re.Match[str]) -> str:
+        return match[0][0] + self._mark + match[0][1:]
+
+    def _unless_own(self, match: re.Match[str]) -> str:
+        return match[0] if match[0] in _OWN_TAGS else self._marked(match)
 
     def restore(self, text: str) -> str:
         return text.replace(self._mark, "")

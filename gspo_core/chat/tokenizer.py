@@ -1,6 +1,9 @@
 """The tokenizer of a model, as far as chat codecs need it.
 
-Rule: text never becomes a control token, whatever it spells; who wants one asks for its id.
+Rule: text never becomes a control token, whatever it spells; a caller that wants one asks for its id. Every token
+that was added to the vocabulary is one, whether or not the tokenizer calls it special: Qwen's ``<tool_call>`` and
+``<think>`` are not special, and a web page that spells them must not close a tool's result. Added tokens of nothing but
+white space are ordinary text.
 It loads ``tokenizer.json`` with the `tokenizers` library and no model.
 """
 
@@ -21,11 +24,15 @@ class UnsuitableTokenizer(ValueError):
 
 class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text: nothing is added, and text never becomes a special token, whatever it spells."""
+        """Ids of plain text: nothing is added, and text never becomes a control token, whatever it spells."""
+        ...
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Ids of text in which control tokens are spelt out and meant."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included; damaged UTF-8 becomes U+FFFD."""
+        """Text of ids, control tokens included; damaged UTF-8 becomes U+FFFD."""
         ...
 
     def token_id(self, token: str) -> int | None:
@@ -35,21 +42,13 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-
-class TemplateTokenizer(Tokenizer, Protocol):
-    """What a codec needs besides if the control tokens come out of a template, as text."""
-
     @property
-    def special_tokens(self) -> tuple[str, ...]:
+    def control_tokens(self) -> tuple[str, ...]:
         """The control tokens, as they are written."""
         ...
 
-    def encode_whole(self, text: str) -> list[int]:
-        """Ids of text in which control tokens are spelt out and meant."""
-        ...
 
-
-def load_tokenizer(model_dir: Path) -> TemplateTokenizer:
+def load_tokenizer(model_dir: Path) -> Tokenizer:
     """The tokenizer of a model directory (``tokenizer.json``)."""
     return _FileTokenizer(Path(model_dir) / "tokenizer.json")
 
@@ -64,16 +63,26 @@ def require_token(tokenizer: Tokenizer, token: str, what: str) -> int:
 
 class _FileTokenizer:
     def __init__(self, path: Path) -> None:
+        from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
         if not path.is_file():
             raise UnsuitableTokenizer(f"{path} does not exist; a model directory holds its tokenizer in this file")
         self._backend = Backend.from_file(str(path))
-        self._backend.encode_special_tokens = True  # text never becomes a special token
+        added = self._backend.get_added_tokens_decoder().values()
+        control = [token for token in added if token.content.strip()]
+        self.control_tokens = tuple(token.content for token in control)
+        # Special tokens are the only ones that the backend can be told to read as text, so all become special here.
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
+        self._backend.add_special_tokens(
+            [
+                AddedToken(token.content, special=True, **{flag: getattr(token, flag) for flag in flags})
+                for token in control
+            ]
+        )
+        self._backend.encode_special_tokens = True
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self._encode_short = lru_cache(maxsize=1024)(self._encode)
-        added = self._backend.get_added_tokens_decoder().values()
-        self.special_tokens = tuple(token.content for token in added if token.special)
 
     def encode(self, text: str) -> list[int]:
         return list(self._encode_short(text)) if len(text) <= _SHORT_CHARS else self._encode(text)

@@ -1,6 +1,7 @@
 """Finds an environment by its import string: ``package.module:Class`` or ``path/to/file.py:Class``.
 
-Rule: every mistake in a reference ends in ``InvalidEnvironment`` with a text that says what to change.
+Rule: every mistake in a reference ends in ``InvalidEnvironment`` with a text that says what to change. A file may
+import its neighbours, wherever the process stands that loads it; installed packages of the same name win.
 It does not decide whether a reference is allowed: loading runs its code, so ask before calling.
 """
 
@@ -86,6 +87,8 @@ def _load_file(name: str) -> ModuleType:
     path = Path(name).resolve()
     if not path.is_file():
         raise InvalidEnvironment(f"there is no file {name} (looked for {path})")
+    if str(path.parent) not in sys.path:  # for good: a tool may import when it is called
+        sys.path.append(str(path.parent))
     # Registered under a name of its own while it runs: dataclasses and string annotations look their module up.
     module_name = f"gspo_environment_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(module_name, path)

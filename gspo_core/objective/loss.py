@@ -42,9 +42,10 @@ def policy_loss(
     Log-probs are those of the tokens themselves at the temperature that they were sampled with, float32 or float64.
     `advantages` is (B,) or (B, T). Left out, the proximal policy is the policy itself without gradient (the first
     update of a batch), the sampler is the proximal policy, and a turn is a contiguous run of trained tokens.
-    `sequence_weights_B` makes the branches of one episode count as one; 0 is a row that is padding, whatever is in it.
-    `num_sequences` is the sum of these weights and `num_tokens` the weighted count of trained tokens over the whole
-    update (`loss_denominators`); left out, those of the rows given here.
+    `sequence_weights_B` holds the share that each row has in its episode, so that the branches of one episode count as
+    one episode; a row with weight 0 is padding and is ignored, whatever it contains. `num_sequences` is the sum of
+    these weights and `num_tokens` the number of trained tokens over the whole update (`loss_denominators`). Both
+    default to those of the rows given here.
     """
     inputs = prepare(
         config,
@@ -76,16 +77,20 @@ def policy_loss(
 def _scale(
     config: ObjectiveConfig, inputs: Inputs, num_sequences: float | Tensor | None, num_tokens: float | Tensor | None
 ) -> Tensor:
-    """The weight of each token in the mean that `aggregate` names; 0 at masked positions."""
+    """The weight of each token in the mean that `aggregate` names; 0 at masked positions.
+
+    However an episode is cut into branches, its tokens weigh the same: `sequence` divides by the tokens of a branch and
+    multiplies by the branch's share of them, the other two never divide by a length.
+    """
     weights_B = inputs.sequence_weights_B
     if config.aggregate == "token":
-        local = (weights_B * inputs.num_actions_B).sum()
-        divisor = _denominator("num_tokens", num_tokens, local)
+        local = inputs.num_actions_B.sum().to(weights_B.dtype)
+        scale_BT = 1 / _denominator("num_tokens", num_tokens, local)
     else:
         divisor = _denominator("num_sequences", num_sequences, weights_B.sum())
-    scale_BT = (weights_B / divisor).unsqueeze(-1)
-    if config.aggregate == "sequence":
-        scale_BT = scale_BT / inputs.lengths_BT
+        scale_BT = (
+            (weights_B / divisor).unsqueeze(-1) / inputs.lengths_BT if config.aggregate == "sequence" else 1 / divisor
+        )
     return torch.where(inputs.mask_BT, scale_BT, 0.0)
 
 
@@ -111,9 +116,12 @@ def _kl_to_reference(context: LossContext) -> Tensor:
 def loss_denominators(
     action_masks: Sequence[Values] | Tensor | NDArray[Any], sequence_weights: Sequence[float] | None = None
 ) -> tuple[float, float]:
-    """`num_sequences` and `num_tokens` of an update, from the action masks of all of its sequences."""
+    """`num_sequences` and `num_tokens` of an update, from the action masks of all of its sequences.
+
+    Weights count sequences, not tokens; the tokens of a row with weight 0 (padding) do not count.
+    """
     if sequence_weights is None:
         sequence_weights = [1.0] * len(action_masks)
     pairs = list(zip(action_masks, sequence_weights, strict=True))
-    num_tokens = sum(int(torch.as_tensor(mask).count_nonzero()) * weight for mask, weight in pairs)
+    num_tokens = sum(int(torch.as_tensor(mask).count_nonzero()) for mask, weight in pairs if weight)
     return float(sum(weight for _, weight in pairs)), float(num_tokens)

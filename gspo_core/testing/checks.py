@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import statistics
 import sys
@@ -15,11 +16,12 @@ import threading
 import types
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gspo_core.env import CallStatus, Environment, EnvironmentFailed, ParsedTurn, Timeouts, ToolCall
 from gspo_core.messages import ToolSchema
+from gspo_core.testing.calls import Answered, calls_check
+from gspo_core.testing.prompts import PromptMeter, prompt_check
 from gspo_core.testing.rehearsal import (
     Action,
     Rehearsal,
@@ -47,7 +49,7 @@ class Subject:
     environment: Environment
     timeouts: Timeouts
     oracle: Oracle | None = None
-    model: Path | None = None
+    meter: PromptMeter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class _Played:
 
 async def examine(subject: Subject) -> AsyncIterator[Check]:
     """All checks in order; the later ones are left out where episodes cannot be played at all."""
-    yield _tools(subject.environment.tools)
+    yield _tools(subject.environment)
     yield await _tasks(subject.environment)
     state = shared_state(subject.environment)
     num_threads = threading.active_count()
@@ -81,7 +83,9 @@ async def examine(subject: Subject) -> AsyncIterator[Check]:
             yield Check("together", SKIP, "cannot be compared: not even one after the other are episodes alike")
         else:
             yield await _together(subject, played[0], chance)
-        yield await _reward(subject, played)
+        by_oracle = await _by_oracle(subject, played[0].task)
+        yield calls_check(_answered(played), None if by_oracle is None else _answered([by_oracle]))
+        yield await _reward(subject, played, by_oracle)
         yield await _errors(subject, played[0].task)
         yield await _snapshot(subject, played[0])
     except EnvironmentFailed as failure:
@@ -95,8 +99,14 @@ async def examine(subject: Subject) -> AsyncIterator[Check]:
 # --- what can be seen without an episode ----------------------------------------------------------------------------
 
 
-def _tools(tools: Sequence[ToolSchema]) -> Check:
-    wrong: list[str] = []
+def _tools(environment: Environment) -> Check:
+    tools: Sequence[ToolSchema] = environment.tools
+    named = getattr(environment, "tools_by_name", {})
+    wrong = [
+        f"{name} takes **kwargs alone, so the policy is told of no argument: name them"
+        for name, tool in named.items()
+        if getattr(tool, "open_ended", False) and not tool.parameters
+    ]
     for tool in tools:
         function = tool["function"]
         if function["name"] == "oracle":
@@ -213,15 +223,31 @@ async def _together(subject: Subject, one: _Played, chance: str | None) -> Check
     return Check("together", PASS, f"{NUM_TOGETHER} episodes at the same time leave each other alone")
 
 
-async def _reward(subject: Subject, played: Sequence[_Played]) -> Check:
+def _answered(played: Sequence[_Played]) -> list[Answered]:
+    """The calls that were made, with their answers; an episode may end before its last action."""
+    return [
+        Answered(action[0], json.dumps(action[1], sort_keys=True, default=str), answer)
+        for one in played
+        for action, answer in zip(one.actions, one.transcript.contents, strict=False)
+        if not isinstance(action, str)
+    ]
+
+
+async def _by_oracle(subject: Subject, task: Mapping[str, Any]) -> _Played | None:
+    if subject.oracle is None:
+        return None
+    actions = list(subject.oracle(**task))
+    return _Played(task, actions, await rehearse(subject.environment, task, actions, subject.timeouts))
+
+
+async def _reward(subject: Subject, played: Sequence[_Played], by_oracle: _Played | None) -> Check:
     environment = subject.environment
     task = played[0].task
     rewards = [one.transcript.reward for one in played]
     floor = (await rehearse(environment, task, [""], subject.timeouts)).reward
     data: dict[str, Any] = {"random": rewards, "nothing": floor}
-    best = None
-    if subject.oracle is not None:
-        best = (await rehearse(environment, task, list(subject.oracle(**task)), subject.timeouts)).reward
+    best = None if by_oracle is None else by_oracle.transcript.reward
+    if best is not None:
         data["oracle"] = best
     low, high = environment.reward_range or (-math.inf, math.inf)
     outside = [value for value in (*rewards, floor, *([] if best is None else [best])) if not low <= value <= high]
@@ -231,6 +257,9 @@ async def _reward(subject: Subject, played: Sequence[_Played]) -> Check:
         return Check("reward", FAIL, f"the oracle gets {best}, doing nothing gets {floor}", data)
     shown = f"random calls {min(rewards):g} to {max(rewards):g}, doing nothing {floor:g}"
     shown += "" if best is None else f", oracle {best:g}"
+    if best is None and played[0].transcript.answers and floor > max(rewards):
+        advice = "a policy may learn to do nothing; an oracle would show what acting can be worth"
+        return Check("reward", WARN, f"{shown}: no random episode is worth as much as doing nothing, so {advice}", data)
     if environment.reward_range is None:
         return Check("reward", WARN, f"{shown}; no reward_range, so a broken episode is worth 0", data)
     return Check("reward", PASS, shown, data)
@@ -302,20 +331,16 @@ def _latency(played: Sequence[_Played]) -> Check:
 
 
 async def _prompt(subject: Subject) -> Check:
-    if subject.model is None:
+    if subject.meter is None:
         return Check("prompt", SKIP, "no model given, so the length of the prompts is not known")
-    from gspo_core.chat import load_codec
-
-    codec = load_codec(subject.model)
     lengths = []
     for number in range(min(subject.environment.num_tasks(Split.TRAIN), 50)):
         rehearsal = Rehearsal(subject.environment, subject.timeouts)
         task = await subject.environment.task(Split.TRAIN, number)
         start = await rehearsal.session.start(task, 0)
         await rehearsal.end(score=False)
-        lengths.append(len(codec.render(start.messages, start.tools)))
-    data = {"median": statistics.median(lengths), "max": max(lengths)}
-    return Check("prompt", PASS, f"{data['median']:g} tokens in the middle, {data['max']} at most", data)
+        lengths.append(subject.meter.length(start.messages, start.tools))
+    return prompt_check(subject.meter, lengths, subject.environment.limits)
 
 
 def shared_state(environment: Environment) -> dict[str, str]:

@@ -36,6 +36,8 @@ class Transcript:
 
     first: str = ""
     answers: list[str] = field(default_factory=list)
+    contents: list[str] = field(default_factory=list)
+    """What the policy reads of each answer."""
     stop: StopReason | None = None
     reward: float = 0.0
     close_failure: str | None = None
@@ -73,6 +75,7 @@ class Rehearsal:
             return
         observation: Observation = await self._timed("step", self.session.act(as_turn(action)))
         self.transcript.answers.append(_dump([observation.messages, observation.stop_reason]))
+        self.transcript.contents.append("".join(_text(message["content"]) for message in observation.messages))
         self.transcript.stop = observation.stop_reason
 
     async def end(self, *, score: bool = True) -> Transcript:
@@ -157,6 +160,10 @@ def _value(schema: Mapping[str, Any], generator: random.Random, texts: Sequence[
         "null": None,
     }
     return values.get(kind, generator.choice(texts))
+
+
+def _text(content: object) -> str:
+    return content if isinstance(content, str) else _dump(content)
 
 
 def _dump(value: Any) -> str:

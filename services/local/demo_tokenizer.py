@@ -128,15 +128,21 @@ def _train(texts: Iterable[str], words: str, max_vocab_size: int) -> Any:
 class _Characters:
     """One id per character and per control token: what the codec writes before there is a tokenizer."""
 
+    control_tokens = (*_SPECIAL_TOKENS, *_FORMAT_TOKENS)
     vocab_size = _FIRST_CONTROL_ID + len(_SPECIAL_TOKENS) + len(_FORMAT_TOKENS)
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
+    def encode_whole(self, text: str) -> list[int]:
+        parts = re.split(f"({'|'.join(map(re.escape, self.control_tokens))})", text)
+        control = [self.token_id(part) for part in parts]
+        pairs = zip(parts, control, strict=True)
+        return [i for part, found in pairs for i in (self.encode(part) if found is None else [found])]
+
     def decode(self, ids: Sequence[int]) -> str:
-        control = (*_SPECIAL_TOKENS, *_FORMAT_TOKENS)
-        return "".join(control[i - _FIRST_CONTROL_ID] if i >= _FIRST_CONTROL_ID else chr(i) for i in ids)
+        first, control = _FIRST_CONTROL_ID, self.control_tokens
+        return "".join(control[i - first] if i >= first else chr(i) for i in ids)
 
     def token_id(self, token: str) -> int | None:
-        control = (*_SPECIAL_TOKENS, *_FORMAT_TOKENS)
-        return _FIRST_CONTROL_ID + control.index(token) if token in control else None
+        return _FIRST_CONTROL_ID + self.control_tokens.index(token) if token in self.control_tokens else None

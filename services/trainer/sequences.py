@@ -1,7 +1,8 @@
-"""From groups to training sequences, and what a person wants to know of the groups: pure functions.
+"""Turns groups into training sequences, and counts what a person wants to know about them: pure functions.
 
 Failed episodes and ragged groups are data: an episode without a reward is left out of the baseline and of the batch,
-never treated as reward 0.
+never treated as reward 0. An episode has one advantage unless turn rewards act, because losses over whole sequences
+take nothing else.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def train_batch(groups: Sequence[Group], staleness_of: StalenessOf, config: Adva
     sequences: list[TrainSequence] = []
     for place, trajectory in enumerate(trajectories):
         if batch.kept[place]:
-            turns = by_turn[place] if by_turn else [batch.advantages[place]] * trajectory.num_turns
-            sequences += _episode_sequences(trajectory, turns, staleness_of)
+            advantages = by_turn[place] if by_turn else batch.advantages[place]
+            sequences += _episode_sequences(trajectory, advantages, staleness_of)
     episodes = [one for one, is_kept in zip(trajectories, batch.kept, strict=True) if is_kept]
     return TrainBatch(sequences, episodes, batch.metrics())
 
@@ -71,8 +72,9 @@ def _turn_rewards(trajectory: Trajectory) -> list[float | None]:
 
 
 def _episode_sequences(
-    trajectory: Trajectory, advantages: Sequence[float], staleness_of: StalenessOf
+    trajectory: Trajectory, advantages: float | Sequence[float], staleness_of: StalenessOf
 ) -> list[TrainSequence]:
+    """``advantages`` is that of the episode, or one for each of its turns."""
     branches = trajectory.branches
     weights = branch_weights([branch.num_actions for branch in branches]) if branches else []
     return [
@@ -82,7 +84,9 @@ def _episode_sequences(
             behavior_logprobs=branch.behavior_logprobs,
             turn_ids=branch.turn_ids,
             staleness=staleness_of(branch.versions),
-            advantages=token_advantages(advantages, branch.turn_ids, branch.action_mask),
+            advantages=advantages
+            if isinstance(advantages, float)
+            else token_advantages(advantages, branch.turn_ids, branch.action_mask),
             weight=weight,
             temperature=branch.segments[0].temperature,
         )

@@ -40,20 +40,22 @@ TOOLS: list[ToolSchema] = [
 ]
 
 
-def write_tokenizer(directory: Path, special: tuple[str, ...] = CHATML, **config: Any) -> Path:
+def write_tokenizer(
+    directory: Path, special: tuple[str, ...] = CHATML, *, added: tuple[str, ...] = FORMAT, **config: Any
+) -> Path:
     """2,048 ids in all, trained on Python source and the words of the formats; the same in every run."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(special) - len(FORMAT),
+        vocab_size=VOCAB_SIZE - len(special) - len(added),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     corpus = [inspect.getsource(module) for module in (argparse, textwrap)]
     backend.train_from_iterator([*corpus, json.dumps(TOOLS), "user assistant system tool_response result"], trainer)
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in FORMAT])
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in added])
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

@@ -338,6 +338,17 @@ def test_turn_rewards_reach_the_turns_that_earned_them() -> None:
     assert halved[0] == [0.5 + 0.5 * 0.25, 0.5 + 0.5 * 0.5, 0.5]
 
 
+def test_a_turn_is_compared_with_the_members_that_reached_it() -> None:
+    """A member that had already ended has no return there, not a return of 0."""
+    config = AdvantageConfig(scale="none", turn_reward_weight=1.0)
+    alone, ended = turn_advantages([0.5, 0.5], [[0.0, 0.0, 1.0], [0.0, 1.0]], config)
+    assert (alone, ended) == ([0.0, 0.0, 0.0], [0.0, 0.0])
+    rewards, turns = [0.5, 0.5, 0.5], [[0.0, 0.5], [0.0, 1.0], [0.75]]
+    first, second, short = turn_advantages(rewards, turns, config)
+    assert (first[1], second[1]) == (-0.25, 0.25)
+    assert (first[0], second[0], short[0]) == (-0.25, 0.25, 0.0)
+
+
 def test_without_turn_rewards_every_turn_has_the_episodes_advantage() -> None:
     rewards = [1.0, 0.0, 0.5]
     turns: list[list[float | None]] = [[None], [None, None], [None, None, None]]

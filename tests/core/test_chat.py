@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +60,7 @@ def codec(tokenizer: Tokenizer) -> HermesCodec:
 
 def ids_of(codec: HermesCodec, text: str) -> list[int]:
     """Ids of text in which control tokens are spelt out, as a policy would sample them."""
-    ids: list[int] = []
-    for part in re.split("(" + "|".join(map(re.escape, SPECIAL)) + ")", text):
-        special = codec.tokenizer.token_id(part) if part in SPECIAL else None
-        ids += codec.tokenizer.encode(part) if special is None else [special]
-    return ids
+    return codec.tokenizer.encode_whole(text)
 
 
 RENDERED = """\

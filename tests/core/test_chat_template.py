@@ -49,7 +49,7 @@ def template_codec(folder: Path, template: str = PLAIN, **options: Any) -> Templ
 
 
 def sample(codec: Any, text: str) -> list[int]:
-    return [*codec.tokenizer.encode(text), codec.stop_ids[0]]
+    return [*codec.tokenizer.encode_whole(text), codec.stop_ids[0]]
 
 
 # --- continuing -----------------------------------------------------------------------------------------------------

@@ -67,6 +67,22 @@ async def test_a_class_in_a_file_with_its_configuration(shop: str) -> None:
     assert await first_prompt(f"{shop}:make", {}) == "a of 5"
 
 
+async def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it is called, and wherever the process stands."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "some_neighbour.py").write_text("SIZE = 9\n")
+    (folder / "another_neighbour.py").write_text("NAME = 'late'\n")
+    source = SHOP.replace("size: int = 3", "size: int = SIZE").replace(
+        "from dataclasses", "from some_neighbour import SIZE\nfrom dataclasses"
+    )
+    late = '        from another_neighbour import NAME\n        return f"{item} {NAME} of {self.size}"'
+    (folder / "shop.py").write_text(source.replace('        return f"{item} of {self.size}"', late))
+    monkeypatch.chdir(tmp_path)
+    assert await first_prompt("elsewhere/shop.py:Shop", {}) == "a late of 9"
+
+
 async def test_a_class_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "some_shop"
     package.mkdir()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+import gspo_core.testing.prompts
 import gspo_core.testing.watch
 from gspo_core.cli import main
 from gspo_core.env import from_trl
@@ -220,6 +222,192 @@ def test_a_defect_is_refused_with_its_reason(
     with pytest.raises(EnvironmentRefused, match=rf"{check} +.*{reason}") as refusal:
         check_environment(cls, timeout_s=patience)
     assert [failure.id for failure in refusal.value.report.failures] == [check]
+
+
+# --- calls that do nothing ------------------------------------------------------------------------------------------
+
+
+class NetworkDown(Counter):
+    def add(self, amount: int) -> str:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        raise ConnectionError("no route to host")
+
+
+class HandsOutAGenerator(Counter):
+    def add(self, amount: int) -> Any:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        return (number for number in range(amount))
+
+
+class NeedsTheMainThread(Counter):
+    def add(self, amount: int) -> Any:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        import signal
+
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return "x"
+
+
+class KeywordsAlone(Counter):
+    def add(self, **arguments: Any) -> str:  # type: ignore[override]
+        """Add."""
+        return "1"
+
+
+class Lookup(Counter):
+    """Random arguments find nothing, which is no fault of its own."""
+
+    def add(self, amount: int) -> str:
+        """Look a number up.
+
+        Args:
+            amount: which
+        """
+        raise KeyError(f"there is no {amount}")
+
+
+class Locked(Counter):
+    """Like Lookup, but not even its oracle finds anything."""
+
+    def add(self, amount: int) -> str:
+        """Look a number up.
+
+        Args:
+            amount: which
+        """
+        raise KeyError(f"there is no {amount}")
+
+    oracle = staticmethod(oracle_of_counter)
+
+
+@pytest.mark.parametrize(
+    ("cls", "check", "reason"),
+    [
+        (NetworkDown, "calls", "none of 15 random calls succeeded, for example: ConnectionError: no route to host"),
+        (HandsOutAGenerator, "calls", "the result holds a generator, which is not JSON"),
+        (NeedsTheMainThread, "calls", "signal only works in main thread"),
+        (Locked, "calls", "none of 1 of the oracle's calls succeeded.*there is no 3"),
+        (KeywordsAlone, "tools", r"add takes \*\*kwargs alone, so the policy is told of no argument"),
+    ],
+)
+def test_a_world_in_which_no_call_can_succeed_is_refused(cls: type, check: str, reason: str) -> None:
+    report = validate(cls, timeout_s=60.0)
+    failures = {failure.id: failure.message for failure in report.failures}
+    assert check in failures
+    assert re.search(reason, failures[check]), failures
+    assert set(failures) <= {check, "reward"}  # an oracle that can do nothing is not worth more than nothing
+
+
+def test_trl_worlds_in_which_no_call_can_succeed_are_refused_in_their_words() -> None:
+    report = validate(from_trl(NetworkDown, dataset=Counter.tasks), timeout_s=60.0)
+    assert "none of 15 random calls succeeded" in {one.id: one.message for one in report.failures}["calls"]
+
+
+def test_where_random_arguments_may_be_to_blame_an_oracle_is_asked_for() -> None:
+    report = check_environment(Lookup, timeout_s=60.0)
+    (calls,) = (check for check in report.checks if check.id == "calls")
+    assert calls.status is Status.WARN
+    assert "give an oracle" in calls.message
+    assert calls.data == {"calls": 15, "errors": 15}
+
+
+class Penalising(Counter):
+    reward_range = (-10.0, 1.0)
+
+    def add(self, amount: int) -> str:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        self.cost = getattr(self, "cost", 0) - 1
+        return "nothing there"
+
+    def get_reward(self) -> float:
+        return float(getattr(self, "cost", 0))
+
+
+def test_where_doing_nothing_beats_acting_it_is_said() -> None:
+    report = check_environment(Penalising, timeout_s=60.0)
+    (reward,) = (check for check in report.checks if check.id == "reward")
+    assert reward.status is Status.WARN
+    assert "no random episode is worth as much as doing nothing" in reward.message
+    (reward,) = (check for check in check_environment(Counter, timeout_s=60.0).checks if check.id == "reward")
+    assert reward.status is Status.PASS
+
+
+# --- prompts and the model ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("context", "is_sound"), [(4096, True), (64, False)])
+def test_a_prompt_that_fills_the_models_context_is_refused_with_both_numbers(
+    tmp_path: Path, context: int, is_sound: bool
+) -> None:
+    model = write_tokenizer(tmp_path)
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+    report = validate(Counter, model=model, timeout_s=60.0)
+    (prompt,) = (check for check in report.checks if check.id == "prompt")
+    assert report.ok == is_sound
+    assert prompt.data["bound"] == context
+    if not is_sound:
+        assert re.search(r"\d+ at most, but the model's context is 64 tokens: 9 of 9 tasks", prompt.message)
+
+
+class Small(Counter):
+    limits: ClassVar = {"max_context_tokens": 64}
+
+
+def test_an_authors_own_limit_counts_too(tmp_path: Path) -> None:
+    report = validate(Small, model=write_tokenizer(tmp_path), timeout_s=60.0)
+    (prompt,) = report.failures
+    assert "but limits.max_context_tokens is 64 tokens" in prompt.message
+
+
+def test_a_tokenizer_that_takes_long_to_load_is_not_the_authors_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading a large vocabulary holds up every thread of the process."""
+    load = gspo_core.testing.prompts.PromptMeter.load
+
+    def slow(model_dir: Path) -> Any:
+        time.sleep(2.0)
+        return load(model_dir)
+
+    monkeypatch.setattr(gspo_core.testing.watch, "_GRACE_S", 0.5)
+    monkeypatch.setattr(gspo_core.testing.watch, "_LOADING_S", 0.5)
+    monkeypatch.setattr(gspo_core.testing.prompts.PromptMeter, "load", slow)
+    report = validate(Counter, model=write_tokenizer(tmp_path), timeout_s=0.5)
+    assert "responsive" not in status(report), str(report)
+    monkeypatch.setattr(gspo_core.testing.watch, "_TOKENIZER_S", 0.1)
+    (failure,) = validate(Counter, model=tmp_path, timeout_s=0.1).failures
+    assert "loading the model's tokenizer does not come back" in failure.message
+
+
+def test_time_in_which_the_whole_process_stands_still_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop of all threads, as by a busy machine: the clock jumps, and nobody could have answered."""
+    monkeypatch.setattr(gspo_core.testing.watch, "_GRACE_S", 0.5)
+    jumps = iter([0.0, 100.0, 200.0])
+    offset = [0.0]
+
+    def clock() -> float:
+        offset[0] += next(jumps, 0.0)
+        return real() + offset[0]
+
+    real = time.monotonic
+    monkeypatch.setattr(gspo_core.testing.watch.time, "monotonic", clock)
+    assert "responsive" not in status(validate(Counter, timeout_s=5.0))
 
 
 def test_an_oracle_that_is_no_better_than_nothing_is_refused() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from benchmarks import drift_law
-from gspo_core.objective import AlarmKind, LossStats, ObjectiveConfig, loss_metrics
+from gspo_core.objective import AlarmKind, LossStats, ObjectiveConfig, alarms, loss_metrics
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.spec import JobSpec
 from tests.core.learner_support import make_learner, make_sequences, write_model
 from tests.core.objective_support import CONFIGS, random_example, run
+from tests.core.test_objective_vectors import CASES, assert_equals, compute, expected_of, is_finite
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "objective.md").read_text()
@@ -23,7 +26,7 @@ PAGE = (ROOT / "docs" / "objective.md").read_text()
 def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """As one script, since later blocks use what earlier ones defined."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     exec(compile("\n".join(blocks), "docs/objective.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "clip_low, clip_high: 0.0003/0.0004 on a token ratio" in printed
@@ -58,6 +61,47 @@ def test_every_metric_and_alarm_is_on_the_page_and_nothing_else() -> None:
     named = set(re.findall(r"`((?:gspo|staleness)/[a-z0-9_]+)`", PAGE))
     assert emitted == named
     assert all(f"`{kind}`" in PAGE for kind in AlarmKind)
+
+
+def test_the_page_says_how_long_an_alarm_must_last_and_what_holds_it_back() -> None:
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.+ \| \d+) \|", PAGE, flags=re.MULTILINE))
+    assert set(rows) == {str(kind) for kind in AlarmKind}
+    for kind in AlarmKind:
+        assert int(rows[kind].rpartition(" ")[2]) == alarms.PATIENCE.get(kind, 1), kind
+    assert f"at least {alarms.MIN_SEQUENCES_OF_A_SIGN} sequences of each sign" in rows["one_sided_clip"]
+    assert f"at least {alarms.MIN_TOKENS} tokens" in rows["weight_drift"]
+    assert alarms.MIN_WEIGHT_DRIFT == 1e-4
+    assert f"(of {alarms.DEFAULT_K3_GATE:g} where that is off)" in rows["mismatch_floor"]
+    assert f"every {alarms.STEPS_UNTIL_REPEATED} further steps" in PAGE
+
+
+def recipes() -> dict[str, ObjectiveConfig]:
+    """How the page reproduces other projects, as it is written there."""
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "pipelinerl =" in one)
+    names: dict[str, Any] = {"ObjectiveConfig": ObjectiveConfig}
+    exec(compile(block, "docs/objective.md", "exec"), names)
+    return {name: names[name] for name in ("areal", "pipelinerl")}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "peer"), [("areal", "areal_ppo_actor_loss_sequence_2d"), ("pipelinerl", "pipelinerl_gspo")]
+)
+def test_the_recipes_reproduce_the_other_projects(recipe: str, peer: str) -> None:
+    """On every case of their own numbers, those of episodes that several versions sampled among them."""
+    compared = []
+    for name, case in CASES.items():
+        expected = expected_of(case, peer)
+        if not is_finite(expected):
+            continue
+        clip = {"clip_low": case["clip_low"], "clip_high": case["clip_high"]}
+        config = recipes()[recipe].model_copy(update=clip)
+        if config.anchor == "behavior":  # what the others compare with is then the recorded sampler
+            case = {**case, "inputs": {**case["inputs"], "behave": case["inputs"]["old"]}}
+        loss, grad, _ = compute(config, case, torch.float64, "rows")
+        assert_equals(loss, grad, expected, torch.float64)
+        compared.append(name)
+    assert sum("stitched" in name for name in compared) == sum("stitched" in name for name in CASES) > 0
+    assert len(compared) > 15
 
 
 def test_the_page_shows_the_defaults() -> None:

@@ -80,19 +80,16 @@ def by_hand(config: ObjectiveConfig, case: Case) -> tuple[float, Floats, int]:
     anchor = case.behave if config.anchor == "behavior" else case.old
     total, grad, num_clipped = 0.0, np.zeros(case.mask.shape), 0
     num_sequences = case.branch_weights.sum()
-    num_tokens = sum(case.branch_weights[i] * case.mask[i].sum() for i in range(num_rows))
+    num_tokens = sum(case.mask[i].sum() for i in range(num_rows))
     for i in range(num_rows):
         length = int(case.mask[i].sum())
         if not length:
             continue
-        share = (
-            case.branch_weights[i]
-            * {
-                "sequence": 1 / (num_sequences * length),
-                "sum": 1 / num_sequences,
-                "token": 1 / num_tokens,
-            }[config.aggregate]
-        )
+        share = {
+            "sequence": case.branch_weights[i] / (num_sequences * length),
+            "sum": 1 / num_sequences,
+            "token": 1 / num_tokens,
+        }[config.aggregate]
         trained = np.flatnonzero(case.mask[i])
         advantages = case.advantages[i].astype(float).copy()
         if config.advantage_reduction == "mean":

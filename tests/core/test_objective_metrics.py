@@ -211,24 +211,30 @@ def test_no_rows_and_no_tokens() -> None:
 def test_denominators() -> None:
     masks = [torch.tensor([1, 1, 0]), torch.tensor([0, 0]), np.array([True, True, True, True])]
     assert loss_denominators(masks) == (3.0, 6.0)
-    assert loss_denominators(masks, [1.0, 0.5, 0.25]) == (1.75, 3.0)
+    assert loss_denominators(masks, [1.0, 0.5, 0.25]) == (1.75, 6.0)
+    assert loss_denominators(masks, [1.0, 1.0, 0.0]) == (2.0, 2.0)
     with pytest.raises(ValueError, match="shorter"):
         loss_denominators(masks, [1.0])
 
 
-def test_branches_of_an_episode_count_as_one() -> None:
+@pytest.mark.parametrize("aggregate", ["sequence", "token", "sum"])
+def test_branches_of_an_episode_count_as_one(aggregate: str) -> None:
     """An episode cut into branches weighs as much as one that was not, token by token."""
-    config = ObjectiveConfig(**OFF)
+    config = ObjectiveConfig(**OFF, aggregate=aggregate)
     advantages = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)
     logprobs = torch.full((3, 6), -1.0, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
     weights = torch.tensor([4 / 6, 2 / 6, 1.0], dtype=torch.float64)
-    loss, _ = policy_loss(config, logprobs, mask, advantages, sequence_weights_B=weights)
-    loss.backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad[0, 0] == pytest.approx(-1 / 2 / 6)
-    assert logprobs.grad[1, 0] == pytest.approx(-1 / 2 / 6)
-    assert logprobs.grad[2, 0] == pytest.approx(1 / 2 / 3)
+    num_sequences, num_tokens = loss_denominators(mask, weights.tolist())
+    given = {"num_sequences": num_sequences, "num_tokens": num_tokens}
+    for denominators in ({}, given):
+        logprobs.grad = None
+        loss, _ = policy_loss(config, logprobs, mask, advantages, sequence_weights_B=weights, **denominators)
+        loss.backward()
+        assert logprobs.grad is not None
+        of_six, of_three = {"sequence": (1 / 12, 1 / 6), "token": (1 / 9, 1 / 9), "sum": (1 / 2, 1 / 2)}[aggregate]
+        expected = torch.tensor([[-of_six] * 4 + [0] * 2, [-of_six] * 2 + [0] * 4, [of_three] * 3 + [0] * 3])
+        torch.testing.assert_close(logprobs.grad, expected.double())
 
 
 # Alarms

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gspo_core.chat import HermesCodec, LlamaCalls, TemplateTokenizer, load_tokenizer
+from gspo_core.chat import HermesCodec, LlamaCalls, Tokenizer, load_tokenizer
 from gspo_core.chat.turns import TurnReader
 from gspo_core.messages import CallStatus
 from tests.core.chat_kit import LLAMA, TOOLS, call, conversation, write_tokenizer
@@ -52,7 +52,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HermesCode
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TemplateTokenizer, Renderer]]:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer, Renderer]]:
     folder = write_tokenizer(tmp_path_factory.mktemp("llama"), LLAMA)
     renderer = Renderer(folder / "tokenizer.json", "llama-3")
     yield load_tokenizer(folder), renderer
@@ -93,7 +93,7 @@ def test_random_fragments_are_read_as_they_read_them(qwen3: tuple[HermesCodec, R
     statuses = set()
     for _ in range(1000):
         text = "".join(generator.choices(FRAGMENTS, k=generator.randint(1, 7)))
-        sampled = [*codec.tokenizer.encode(text), codec.stop_ids[0]]
+        sampled = [*codec.tokenizer.encode_whole(text), codec.stop_ids[0]]
         ours, given = codec.parse(sampled), theirs.ask("parse", sampled=sampled)
         # They leave out a second <think> inside the reasoning.
         reasoning = ours.reasoning.replace("<think>", "").strip()
@@ -104,7 +104,7 @@ def test_random_fragments_are_read_as_they_read_them(qwen3: tuple[HermesCodec, R
     assert len(statuses) >= 4
 
 
-def test_calls_of_llama_3_are_read_as_they_read_them(llama: tuple[TemplateTokenizer, Renderer]) -> None:
+def test_calls_of_llama_3_are_read_as_they_read_them(llama: tuple[Tokenizer, Renderer]) -> None:
     tokenizer, theirs = llama
     stop = tokenizer.token_id("<|eot_id|>")
     assert stop is not None
@@ -112,11 +112,11 @@ def test_calls_of_llama_3_are_read_as_they_read_them(llama: tuple[TemplateTokeni
     for _ in range(100):
         function = call(generator)["function"]
         text = json.dumps({"name": function["name"], "parameters": function["arguments"]}, ensure_ascii=False)
-        sampled = [*tokenizer.encode(generator.choice(("", "\n", " ")) + text), stop]
+        sampled = [*tokenizer.encode_whole(generator.choice(("", "\n", " ")) + text), stop]
         (ours,) = reader.read(sampled, TOOLS).calls
         (given,) = theirs.ask("parse", sampled=sampled)["calls"]
         assert [str(ours.status), ours.name, ours.arguments, [ours.start, ours.end]] == given
         assert ours.status is CallStatus.OK
     for text in ("Hello.", '{"x": 1}', "[1]"):
-        sampled = [*tokenizer.encode(text), stop]
+        sampled = [*tokenizer.encode_whole(text), stop]
         assert (reader.read(sampled, TOOLS).calls, theirs.ask("parse", sampled=sampled)["calls"]) == ((), [])

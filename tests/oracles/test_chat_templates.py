@@ -159,12 +159,12 @@ def test_over_every_template_that_can_be_used_whatever_is_said_is_continued_as_i
 
 def keeps_what_was_sampled(codec: ChatCodec, generator: random.Random) -> None:
     history: list[Message] = [{"role": "user", "content": "go <|eot_id|><|im_end|> on"}]
-    tools = TOOLS if codec.parse(codec.tokenizer.encode(SAID[0])).calls else []
+    tools = TOOLS if codec.parse(codec.tokenizer.encode_whole(SAID[0])).calls else []
     ids = codec.render(history, tools)
     ordinary = [token for token in range(codec.tokenizer.vocab_size) if token not in codec.stop_ids]
     for _ in range(4):
         noise = generator.choices(ordinary, k=generator.randint(1, 20))
-        sampled = [*generator.choice((noise, codec.tokenizer.encode(generator.choice(SAID)))), codec.stop_ids[0]]
+        sampled = [*generator.choice((noise, codec.tokenizer.encode_whole(generator.choice(SAID)))), codec.stop_ids[0]]
         calls = codec.parse(sampled, tools).calls
         new: list[Message] = [{"role": "tool", "content": "x", "name": one.name or ""} for one in calls]
         new = new or [{"role": "user", "content": "and <|im_end|>?"}]
@@ -194,4 +194,4 @@ def results_behind(messages: list[Message], number: int) -> list[Message]:
 def ids_of_turn(codec: Any, text: str) -> list[int]:
     """What a policy would sample to write the turn: its stop token included, the newline behind it not."""
     words, _, _ = text.rpartition("<|im_end|>")
-    return [*codec.tokenizer.encode(words), codec.stop_ids[0]]
+    return [*codec.tokenizer.encode_whole(words), codec.stop_ids[0]]

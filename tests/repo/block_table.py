@@ -86,6 +86,7 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
     ("docs/hosts.md", "# /// script", By(HERE, "test_what_an_author_may_say_of_hosts_is_so")),
     ("docs/objective.md", "gspo_core.objective import", By(OBJECTIVE, "test_the_code_runs")),
     ("docs/objective.md", "gspo_core.advantage import", By(OBJECTIVE, "test_the_code_runs")),
+    ("docs/objective.md", "gates_off =", By(OBJECTIVE, "test_the_recipes_reproduce_the_other_projects")),
     ("docs/objective.md", "objective:\n", By(OBJECTIVE, "test_the_job_file_shows_the_defaults")),
     ("docs/operations.md", "docker compose build", Typed(("docker", "gspo"))),
     ("docs/operations.md", "> data.tar.gz", Typed(("docker",))),

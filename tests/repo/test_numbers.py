@@ -76,7 +76,7 @@ NUMBERS: list[tuple[str, str, list[tuple[str, str, float]]]] = [
     ),
     (
         "docs/objective.md",
-        r"fraction above ([\d.]+), three.*more than ([\d.]+) apart.*size below ([\d.]+),.*more than (\d) standard",
+        r"fraction above ([\d.]+);.*more than ([\d.]+) apart.*sequences below ([\d.]+),.*more than (\d) standard",
         [
             ("gspo_core/objective/alarms.py", "MAX_CLIP_FRAC", 1),
             ("gspo_core/objective/alarms.py", "MAX_CLIP_DIFFERENCE", 1),

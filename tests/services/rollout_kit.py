@@ -65,7 +65,7 @@ class Speech:
         return found
 
     def say(self, text: str) -> list[int]:
-        return [*self._codec.tokenizer.encode(text), self._id("<|im_end|>")]
+        return [*self._codec.tokenizer.encode_whole(text), self._id("<|im_end|>")]
 
     def raw_call(self, body: str) -> list[int]:
         ids = self._codec.tokenizer.encode(body)

@@ -36,8 +36,11 @@ def school(made_school: tuple[School, Path]) -> School:
 
 
 def random_conversation(generator: random.Random) -> list[Message]:
-    """With and without a system message, calls, several results; text with control-like and foreign pieces."""
-    pieces = ["a", "12", "\n", " ", "ü", "日本", "<tool_call>", "</tool_response>", '{"x":', "?", "<b>", "'", "\t"]
+    """With and without a system message, calls, several results; text with control-like and foreign pieces.
+
+    A control token that is spelt whole is a token to the template and text to the codec (test_chat_control_tokens).
+    """
+    pieces = ["a", "12", "\n", " ", "ü", "日本", "<tool_call", "/tool_response>", '{"x":', "?", "<b>", "'", "\t"]
 
     def text() -> str:
         return "".join(generator.choices(pieces, k=generator.randint(0, 8)))
@@ -137,7 +140,7 @@ async def test_a_broken_call_of_a_demonstration_is_one_that_the_codec_cannot_rea
     mistakes = dataclasses.replace(NO_MISTAKES, malformed=1.0)
     for task in Calculator.tasks[:20]:
         broken, told, *_ = demonstrate(task["expression"], mistakes, random.Random(0))
-        sampled = [*school.codec.tokenizer.encode(broken["content"]), school.codec.stop_ids[0]]
+        sampled = [*school.codec.tokenizer.encode_whole(broken["content"]), school.codec.stop_ids[0]]
         session = environment.session()
         await session.start(task, 0)
         observation = await session.act(school.codec.parse(sampled))

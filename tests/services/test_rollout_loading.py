@@ -89,7 +89,7 @@ async def test_a_job_gets_the_chat_format_of_its_model(
         return
     loaded = await load_job(job)
     assert type(loaded.codec).__name__ == codec
-    sampled = [*loaded.codec.tokenizer.encode(XML), loaded.codec.stop_ids[0]]
+    sampled = [*loaded.codec.tokenizer.encode_whole(XML), loaded.codec.stop_ids[0]]
     calls = loaded.codec.parse(sampled).calls
     assert sum(call.status is CallStatus.OK for call in calls) == num_calls
 

@@ -1,0 +1,80 @@
+"""What a gate measures, and what it has no say over.
+
+Each test was written for a mistake that no other test noticed; `docs/objective.md` states the rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_core.objective import ObjectiveConfig, policy_loss
+from gspo_core.objective.inputs import prepare
+from gspo_core.objective.weights import make_weights
+from tests.core.objective_support import OFF
+
+MASK = torch.ones(2, 3)
+ADVANTAGES = torch.tensor([1.0, -1.0], dtype=torch.float64)
+LEVEL = torch.full((2, 3), -1.0, dtype=torch.float64)
+# Each gate alone, with a bound that a drift of 0.5 in one direction or the other exceeds.
+GATES: dict[str, dict[str, Any]] = {
+    "k3": {"k3_gate": 0.01},
+    "outlier": {"outlier_gate": 0.4},
+    "geometric": {"geometric_gate": 1.05},
+}
+
+
+def only(gate: str, **keys: Any) -> ObjectiveConfig:
+    return ObjectiveConfig(**{**OFF, **GATES[gate], **keys})
+
+
+def kept(config: ObjectiveConfig, *, proximal: Tensor, behavior: Tensor, policy: Tensor = LEVEL) -> list[bool]:
+    inputs = prepare(config, policy, MASK, ADVANTAGES, proximal, behavior, None, None, None, None)
+    return make_weights(config, inputs).kept_BT.all(-1).tolist()
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_gate_looks_at_drift_in_both_directions(gate: str, sign: int) -> None:
+    """Also where a single token drifts: the sampler thought it more likely, or less."""
+    behavior = LEVEL.clone()
+    behavior[1, 2] += sign * 0.5
+    assert kept(only(gate), proximal=LEVEL, behavior=behavior) == [True, False]
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_gate_measures_from_what_the_ratio_is_anchored_to(gate: str) -> None:
+    """With `anchor: proximal` from the proximal policy to the sampler, whatever the policy is now; with
+    `anchor: behavior` from the policy to the sampler, whatever proximal policy a caller gives."""
+    moved = LEVEL.clone()
+    moved[1] += torch.tensor([0.5, 0.0, 0.0], dtype=torch.float64)
+    anchored = only(gate, anchor="behavior", clip=0.02)
+    assert kept(anchored, policy=moved, proximal=LEVEL, behavior=LEVEL) == [True, False]
+    assert kept(anchored, policy=LEVEL, proximal=moved, behavior=LEVEL) == [True, True]
+    assert kept(only(gate), policy=moved, proximal=LEVEL, behavior=LEVEL) == [True, True]
+    assert kept(only(gate), policy=LEVEL, proximal=moved, behavior=LEVEL) == [True, False]
+
+
+@pytest.mark.parametrize("keys", [{"outlier_gate": 0.4}, {"k3_gate": 0.01}, {"staleness_cap": 0}])
+def test_the_pull_to_the_reference_obeys_no_gate(keys: dict[str, Any]) -> None:
+    """Gates judge the sampler's data; what the policy may drift from the reference is none of their business."""
+    config = ObjectiveConfig(**{**OFF, **keys, "kl_coef": 0.1})
+    drifted = LEVEL + torch.tensor([[0.0], [0.5]], dtype=torch.float64)
+    staleness = torch.tensor([[0] * 3, [1] * 3])
+
+    def gradient(advantages: Tensor) -> Tensor:
+        policy = LEVEL.clone().requires_grad_()
+        reference = LEVEL + torch.tensor([0.2, -0.3, 0.1], dtype=torch.float64)
+        loss, _ = policy_loss(config, policy, MASK, advantages, LEVEL, drifted, reference, staleness_BT=staleness)
+        loss.backward()
+        assert policy.grad is not None
+        return policy.grad
+
+    pull = 0.1 * (1 - torch.exp(torch.tensor([0.2, -0.3, 0.1], dtype=torch.float64))) / 3 / 2
+    both = gradient(ADVANTAGES)
+    torch.testing.assert_close(both[1], pull)  # withheld by the gate: nothing but the pull is left
+    torch.testing.assert_close(gradient(torch.zeros(2, dtype=torch.float64)), pull.expand(2, 3))
+    assert (both[0] - pull).abs().min() > 0.1
