@@ -134,7 +134,7 @@ class Bus:
         reply = await self._redis.xread({stream: after}, count=count, block=min(block_ms, MAX_BLOCK_MS) or None)
         if not reply and await self._is_of_another_stream(stream, after):
             reply = await self._redis.xread({stream: "0"}, count=count)
-        return [(entry_id.decode(), fields[b"d"]) for entry_id, fields in _entries(reply)]
+        return [(entry_id.decode(), fields.get(b"d", b"")) for entry_id, fields in _entries(reply)]
 
     async def _is_of_another_stream(self, stream: str, position: str) -> bool:
         """Whether the server was wiped since, and its clock is behind: it will not reach that position for long."""
@@ -173,6 +173,10 @@ class Bus:
         The group is ready then. What workers still append to these episodes is Fenced.
         """
         return int(await self._functions.call("cancel", bus_keys(job), token, group))
+
+    async def empty_queue(self, job: str, token: str) -> int:
+        """Remove every group, after a ``Damaged``; returns how many were open, all of them to be dispatched again."""
+        return int(await self._functions.call("empty_queue", bus_keys(job), token))
 
     async def counters(self, job: str) -> dict[str, int]:
         """Groups dispatched, settled by reason, and in flight; dispatched is the sum of all others at every moment."""

@@ -19,9 +19,14 @@ local function number_of(key, field)
   return tonumber(redis.call("HGET", key, field) or 0)
 end
 
+-- nil also where it cannot be read
 local function read_packed(key, field)
   local packed = redis.call("HGET", key, field)
-  return packed and cmsgpack.unpack(packed)
+  if not packed then
+    return nil
+  end
+  local is_packed, value = pcall(cmsgpack.unpack, packed)
+  return is_packed and type(value) == "table" and value or nil
 end
 
 local function write_packed(key, field, value)

@@ -14,12 +14,14 @@ from typing import Any
 from services.away import RedisFault
 from services.keys import BUS_KEYS, JOB_KEYS, SERVICE_KEYS
 from services.redis_client import RedisClient
-from services.refusals import BY_WORD
+from services.refusals import BY_WORD, Damaged
 
-# Raise it with every change of the .lua files that is released: servers keep the highest version they were given.
-LIBRARY_VERSION = 1
+# Servers keep the highest version that they were given. A text that was released never changes under its number: a test
+# compares the digests.
+LIBRARY_VERSION = 2
 SOURCES = (
     "functions.lua",
+    "functions_queue.lua",
     "functions_bus.lua",
     "functions_episodes.lua",
     "functions_views.lua",
@@ -105,6 +107,9 @@ def _lua_names(name: str, names: Sequence[str]) -> str:
 
 
 def _refusal(error: RedisFault) -> Exception:
-    word, _, detail = str(error).partition(" ")
-    kind = BY_WORD.get(word)
-    return kind(detail) if kind else error
+    text = str(error)
+    word, _, detail = text.partition(" ")
+    if kind := BY_WORD.get(word):
+        return kind(detail)
+    # What a function stumbled over is always something that it read.
+    return Damaged(text) if "user_function" in text else error

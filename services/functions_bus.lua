@@ -15,19 +15,6 @@ local MAX_FAILURES = 3
 -- worker holds no other such suspect beside it, and from now on a death counts as its failure. Before that the death of
 -- a worker is no fault of an episode: it had many.
 local MAX_DEATHS = 3
-local DEAD_LETTERS_KEPT = 1000
-
-local function held_name(token, episode)
-  return token .. "/" .. episode
-end
-
-local function forget_idle_holder(K, token)
-  -- "0" follows "/": the range is everything that this token holds
-  local one = redis.call("ZRANGE", K.held, "[" .. token .. "/", "(" .. token .. "0", "BYLEX", "LIMIT", 0, 1)
-  if #one == 0 then
-    redis.call("HDEL", K.holders, token)
-  end
-end
 
 local function is_suspect(state)
   return state.deaths >= MAX_DEATHS and state.segments <= state.furthest
@@ -36,7 +23,7 @@ end
 local function requeue(K, episode, state)
   redis.call("ZREM", K.held, held_name(state.token, episode))
   state.token = ""
-  write_packed(K.episodes, episode, state)
+  write_record(K.episodes, episode, state)
   local score = WITHOUT_TOKENS + state.sequence
   if state.version then
     score = WITH_TOKENS + math.min(state.version, HIGHEST_VERSION) * SEQUENCES + state.sequence
@@ -45,15 +32,6 @@ local function requeue(K, episode, state)
     score = SUSPECTS + state.sequence
   end
   redis.call("ZADD", K.queue, score, episode)
-end
-
--- What an episode counts for in the budget: what was reserved for it until it has ended, then what it really holds.
-local function charge(state)
-  return state.done and state.bytes or math.max(state.reserve, state.bytes + (state.snapshot or 0))
-end
-
-local function stored_bytes(state)
-  return state.bytes + (state.snapshot or 0)
 end
 
 -- Of an episode that has ended, or that starts again.
@@ -104,10 +82,10 @@ register("dispatch", {}, function(keys, args)
     return refuse("FULL", "group " .. group .. ": " .. charged .. " of " .. args[8] .. " bytes are taken")
   end
   local sequence = redis.call("HINCRBY", K.meta, "sequence", 1)
-  write_packed(K.groups, group, {size = size, done = 0, split = args[4], task = args[5], environment = args[6]})
+  write_record(K.groups, group, {size = size, done = 0, split = args[4], task = args[5], environment = args[6]})
   for member = 0, size - 1 do
     local episode = group .. ":" .. member
-    write_packed(K.episodes, episode, {
+    write_record(K.episodes, episode, {
       attempt = 0, segments = 0, token = "", sequence = sequence, done = false,
       reserve = reserve, bytes = 0, failures = 0, deaths = 0, furthest = 0
     })
@@ -121,9 +99,9 @@ end)
 local function describe(K, episodes)
   local rows = {}
   for _, episode in ipairs(episodes) do
-    local state = read_packed(K.episodes, episode)
+    local state = view_episode(K, episode)
     local group_name, member = string.match(episode, "^(%d+):(%d+)$")
-    local group = state and read_packed(K.groups, group_name)
+    local group = state and state ~= UNREADABLE and read_group(K, group_name)
     if group then
       rows[#rows + 1] = {
         group_name, member, state.attempt, state.segments, group.split, group.task, group.environment, group.size,
@@ -141,7 +119,8 @@ local function holds_a_suspect(K, token)
       names[position] = string.sub(name, #token + 2)
     end
     for _, packed in ipairs(redis.call("HMGET", K.episodes, unpack(names))) do
-      found = found or is_suspect(cmsgpack.unpack(packed))
+      local state = packed and as_episode(packed)
+      found = found or (state and is_suspect(state))
     end
   end)
   return found
@@ -160,27 +139,31 @@ end
 register("lease", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local worker, token, request, limit = args[1], args[2], args[3], tonumber(args[4])
-  local holder = read_packed(K.holders, token)
+  local packed = redis.call("HGET", K.holders, token)
+  local holder = packed and unpacked(packed)
   if holder and holder.request == request then
     return describe(K, holder.episodes)
   end
   local num_suspects = #redis.call("ZRANGE", K.queue, "-inf", "(" .. string.format("%.0f", WITH_TOKENS), "BYSCORE")
-  local episodes = {}
+  local waiting, episodes = {}, {}
   if num_suspects > 0 and limit > 0 and not holds_a_suspect(K, token) then
-    episodes = take(K, 0, 1)
+    waiting = take(K, 0, 1)
     num_suspects = num_suspects - 1
   end
-  for _, episode in ipairs(take(K, num_suspects, limit - #episodes)) do
-    episodes[#episodes + 1] = episode
+  for _, episode in ipairs(take(K, num_suspects, limit - #waiting)) do
+    waiting[#waiting + 1] = episode
   end
-  for _, episode in ipairs(episodes) do
-    local state = read_packed(K.episodes, episode)
-    state.token = token
-    write_packed(K.episodes, episode, state)
-    redis.call("ZADD", K.held, 0, held_name(token, episode))
+  for _, episode in ipairs(waiting) do
+    local state = read_episode(K, episode)
+    if state and not state.done then
+      state.token = token
+      write_record(K.episodes, episode, state)
+      redis.call("ZADD", K.held, 0, held_name(token, episode))
+      episodes[#episodes + 1] = episode
+    end
   end
   if #episodes > 0 then
-    write_packed(K.holders, token, {worker = worker, request = request, episodes = episodes})
+    write_record(K.holders, token, {worker = worker, request = request, episodes = episodes})
   end
   return describe(K, episodes)
 end)
@@ -221,12 +204,12 @@ end
 local function finish_episode(K, token, episode, is_dead)
   redis.call("ZREM", K.held, held_name(token, episode))
   local group_name, member = string.match(episode, "^(%d+):(%d+)$")
-  local group = read_packed(K.groups, group_name)
+  local group = read_group(K, group_name)
   group.done = group.done + 1
   if is_dead then
     group.dead = (group.dead and group.dead .. "," or "") .. member
   end
-  write_packed(K.groups, group_name, group)
+  write_record(K.groups, group_name, group)
   if group.done == group.size then
     redis.call("ZADD", K.ready, redis.call("HINCRBY", K.meta, "completions", 1), group_name)
   end
@@ -243,7 +226,7 @@ local function states_of(K, appends)
   end
   in_chunks(episodes, function(some)
     for position, packed in ipairs(redis.call("HMGET", K.episodes, unpack(some))) do
-      states[some[position]] = packed and cmsgpack.unpack(packed) or nil
+      states[some[position]] = packed and (as_episode(packed) or bury(K, some[position])) or nil
     end
   end)
   return states
@@ -292,7 +275,7 @@ register("append", {}, function(keys, args)
       drop_snapshot(K, episode, state)
     end
     charged, stored = charged + charge(state), stored + stored_bytes(state)
-    changed[#changed + 1], changed[#changed + 2] = episode, cmsgpack.pack(state)
+    changed[#changed + 1], changed[#changed + 2] = episode, pack_record(state)
   end
   write_fields(K.episodes, changed)
   account(K, charged, stored)
@@ -311,7 +294,7 @@ end)
 register("restart", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local token, episode, attempt, num_kept = args[1], args[2], tonumber(args[3]), (#args - 4) / 3
-  local state = read_packed(K.episodes, episode)
+  local state = read_episode(K, episode)
   if not state or token == "" or state.token ~= token or state.done or attempt < state.attempt then
     return refuse("FENCED", "restart of episode " .. episode .. " as attempt " .. attempt)
   end
@@ -321,7 +304,8 @@ register("restart", {}, function(keys, args)
   if attempt > state.attempt + 1 then
     return refuse("GAP", "attempt " .. attempt .. " of episode " .. episode .. ", the server knows " .. state.attempt)
   end
-  local world = num_kept > 0 and read_packed(K.snapshots, episode)
+  local kept_world = num_kept > 0 and redis.call("HGET", K.snapshots, episode)
+  local world = kept_world and unpacked(kept_world)
   if num_kept > 0 and not (world and world.segments == num_kept) then
     return refuse("GAP", "attempt " .. attempt .. " of episode " .. episode .. " from segment " .. num_kept
       .. " on, where no world was kept")
@@ -334,7 +318,7 @@ register("restart", {}, function(keys, args)
   state.note = args[4] ~= "" and args[4] or nil
   if world then
     world.attempt = attempt
-    write_packed(K.snapshots, episode, world)
+    write_record(K.snapshots, episode, world)
     local kept = {}
     for position = 5, #args, 3 do
       local version, payload = tonumber(args[position]), args[position + 2]
@@ -350,7 +334,7 @@ register("restart", {}, function(keys, args)
   else
     drop_snapshot(K, episode, state)
   end
-  write_packed(K.episodes, episode, state)
+  write_record(K.episodes, episode, state)
   account(K, charge(state) - charged, stored_bytes(state) - stored)
   return 1
 end)
@@ -361,7 +345,7 @@ register("hand_back", FREES, function(keys, args)
   local token, count = args[1], 0
   for position = 2, #args do
     local episode = args[position]
-    local state = read_packed(K.episodes, episode)
+    local state = read_episode(K, episode)
     if state and token ~= "" and state.token == token and not state.done then
       requeue(K, episode, state)
       count = count + 1
@@ -375,7 +359,7 @@ local function end_without_outcome(K, episode, state)
   local charged, stored, token = charge(state), stored_bytes(state), state.token
   drop_snapshot(K, episode, state)
   state.done, state.dead, state.token = true, true, ""
-  write_packed(K.episodes, episode, state)
+  write_record(K.episodes, episode, state)
   account(K, charge(state) - charged, stored_bytes(state) - stored)
   finish_episode(K, token, episode, true)
 end
@@ -394,16 +378,14 @@ local function fail_episode(K, episode, state, reason, is_death)
     return
   end
   end_without_outcome(K, episode, state)
-  redis.call("XADD", K.dead_letters, "MAXLEN", DEAD_LETTERS_KEPT, "*", "episode", episode, "attempt", state.attempt,
-    "segments", state.segments, "failures", state.failures, "reason", reason)
-  redis.call("HINCRBY", K.meta, "dead_letters", 1)
+  add_dead_letter(K, episode, state, reason)
 end
 
 -- worker token, episode, reason -> 1, or 0 when it does not hold it (any more)
 register("fail", FREES, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local token, episode = args[1], args[2]
-  local state = read_packed(K.episodes, episode)
+  local state = read_episode(K, episode)
   if not state or token == "" or state.token ~= token or state.done then
     return 0
   end
@@ -420,7 +402,10 @@ register("requeue", FREES, function(keys, args)
   local names = redis.call("ZRANGE", K.held, "[" .. token .. "/", "(" .. token .. "0", "BYLEX")
   for _, name in ipairs(names) do
     local episode = string.sub(name, #token + 2)
-    fail_episode(K, episode, read_packed(K.episodes, episode), args[2], true)
+    local state = read_episode(K, episode)
+    if state and not state.done then
+      fail_episode(K, episode, state, args[2], true)
+    end
   end
   redis.call("HDEL", K.holders, token)
   return #names
@@ -430,7 +415,7 @@ local function delete_group(K, name, group)
   local charged, stored = 0, 0
   for member = 0, group.size - 1 do
     local episode = name .. ":" .. member
-    local state = read_packed(K.episodes, episode)
+    local state = read_episode(K, episode) or bury(K, episode)
     charged, stored = charged + charge(state), stored + stored_bytes(state)
     drop_snapshot(K, episode, state)
     delete_segments(K, episode, state.segments)
@@ -456,7 +441,7 @@ register("commit", FREES, function(keys, args)
   local count = 0
   for position = 4, #args do
     local name = args[position]
-    local group = read_packed(K.groups, name)
+    local group = read_group(K, name)
     if group then
       delete_group(K, name, group)
       redis.call("HINCRBY", K.counters, reason, 1)

@@ -7,11 +7,11 @@ register("interrupt", FREES, function(keys, args)
   local token, count = args[1], 0
   for position = 2, #args do
     local episode = args[position]
-    local state = read_packed(K.episodes, episode)
+    local state = read_episode(K, episode)
     if state and token ~= "" and state.token == token and not state.done then
       redis.call("ZREM", K.held, held_name(token, episode))
       state.token, state.sequence = "", redis.call("HINCRBY", K.meta, "sequence", 1)
-      write_packed(K.episodes, episode, state)
+      write_record(K.episodes, episode, state)
       redis.call("ZADD", K.queue, state.sequence, episode)
       count = count + 1
     end
@@ -27,10 +27,10 @@ register("cancel", FREES, function(keys, args)
   if not owns(K, token) then
     return refuse("FENCED", "cancelling what is left of group " .. name)
   end
-  local group = read_packed(K.groups, name)
+  local group = read_group(K, name)
   for member = 0, (group and group.size or 0) - 1 do
     local episode = name .. ":" .. member
-    local state = read_packed(K.episodes, episode)
+    local state = read_episode(K, episode) or bury(K, episode)
     if not state.done then
       local holder = state.token
       redis.call("ZREM", K.queue, episode)
@@ -49,7 +49,7 @@ end)
 register("save_snapshot", {}, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local token, episode, attempt, segments = args[1], args[2], tonumber(args[3]), tonumber(args[4])
-  local state = read_packed(K.episodes, episode)
+  local state = read_episode(K, episode)
   if not state or token == "" or state.token ~= token or state.done or attempt < state.attempt then
     return refuse("FENCED", "snapshot of episode " .. episode)
   end
@@ -59,8 +59,8 @@ register("save_snapshot", {}, function(keys, args)
   end
   local charged, stored = charge(state), stored_bytes(state)
   state.snapshot = #args[5]
-  write_packed(K.episodes, episode, state)
-  write_packed(K.snapshots, episode, {attempt = attempt, segments = segments, data = args[5]})
+  write_record(K.episodes, episode, state)
+  write_record(K.snapshots, episode, {attempt = attempt, segments = segments, data = args[5]})
   account(K, charge(state) - charged, stored_bytes(state) - stored)
   return 1
 end)
@@ -68,7 +68,8 @@ end)
 -- episode -> {attempt, number of segments, data}, or nil
 register("read_snapshot", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
-  local held = read_packed(K.snapshots, args[1])
+  local packed = redis.call("HGET", K.snapshots, args[1])
+  local held = packed and unpacked(packed)
   return held and {held.attempt, held.segments, held.data}
 end)
 
@@ -81,11 +82,11 @@ register("take", {}, function(keys, args)
   end
   for position = 3, #args do
     local episode = args[position]
-    local state = read_packed(K.episodes, episode)
+    local state = read_episode(K, episode)
     if state and not state.done and state.token == "" then
       redis.call("ZREM", K.queue, episode)
       state.token = token
-      write_packed(K.episodes, episode, state)
+      write_record(K.episodes, episode, state)
       redis.call("ZADD", K.held, 0, held_name(token, episode))
     end
     if state and not state.done and state.token == token then
@@ -93,7 +94,7 @@ register("take", {}, function(keys, args)
     end
   end
   if #taken > 0 then
-    write_packed(K.holders, token, {worker = worker, request = "", episodes = {}})
+    write_record(K.holders, token, {worker = worker, request = "", episodes = {}})
   end
   return describe(K, taken)
 end)

@@ -234,13 +234,16 @@ register("change_settings", {}, function(keys, args)
   return version + 1
 end)
 
--- A job that killed its trainers again and again without a new step ends with that as the cause.
+-- A job whose attempts ended again and again without a new step ends with that, and with what ended the last one.
 local function give_up(K, status, now, attempts)
   finish(K, now)
   end_attempt(K, now, "trainer_lost", "its sign of life stood still for a whole lease")
   redis.call("HSET", K.trainer, "token", "")
-  enter(K, status, "failed", now, "max_attempts_exceeded",
-    attempts .. " trainers in a row were lost before they made a new step")
+  local made = attempts_of(K)
+  local last = made[#made]
+  enter(K, status, "failed", now, "max_attempts_exceeded", attempts
+    .. " attempts in a row ended before they made a new step"
+    .. (last and last.code and "; the last one: " .. last.code .. ": " .. last.message or ""))
 end
 
 -- token, trainer, token and beat that the caller saw stand still, now, reason code and message, how many attempts in a

@@ -123,7 +123,7 @@ register("read_metrics", READS, function(keys, args)
   local rows = {}
   for _, step in ipairs(redis.call("ZRANGE", K.metric_steps, args[1], "+inf", "BYSCORE")) do
     local row = {step}
-    for name, value in pairs(read_packed(K.metrics, step)) do
+    for name, value in pairs(read_packed(K.metrics, step) or {}) do
       row[#row + 1] = name
       row[#row + 1] = value
     end

@@ -7,7 +7,7 @@ register("holders", READS, function(keys, args)
   local all = redis.call("HGETALL", K.holders)
   for position = 1, #all, 2 do
     rows[#rows + 1] = all[position]
-    rows[#rows + 1] = cmsgpack.unpack(all[position + 1]).worker
+    rows[#rows + 1] = worker_of(all[position + 1])
   end
   return rows
 end)
@@ -15,7 +15,7 @@ end)
 -- episode -> its payloads in order
 register("read_episode", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
-  local state = read_packed(K.episodes, args[1])
+  local state = view_episode(K, args[1])
   local payloads = {}
   for index = 0, (state and state.segments or 0) - 1 do
     local id = string.match(redis.call("HGET", K.index, args[1] .. ":" .. index), "^[^/]+")
@@ -29,7 +29,7 @@ register("ready", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
   local rows = {}
   for _, name in ipairs(redis.call("ZRANGE", K.ready, 0, -1)) do
-    local group = read_packed(K.groups, name)
+    local group = read_group(K, name)
     rows[#rows + 1] = {name, group.split, group.task, group.environment, group.size, group.dead or ""}
   end
   return rows
@@ -66,14 +66,14 @@ register("inspect", READS, function(keys, args)
   local workers, rows = {}, {}
   local all = redis.call("HGETALL", K.holders)
   for position = 1, #all, 2 do
-    workers[all[position]] = cmsgpack.unpack(all[position + 1]).worker
+    workers[all[position]] = worker_of(all[position + 1])
   end
   for _, name in ipairs(args) do
-    local group = read_packed(K.groups, name)
+    local group = read_group(K, name)
     if group then
       local row = {name, group.split, group.task, group.environment, group.size}
       for member = 0, group.size - 1 do
-        local state = read_packed(K.episodes, name .. ":" .. member)
+        local state = view_episode(K, name .. ":" .. member) or UNREADABLE
         local stage = stage_of(state)
         row[#row + 1] = {
           stage, stage == "held" and workers[state.token] or "", state.attempt, state.segments,

@@ -89,9 +89,9 @@ def _file_of(module: str) -> Path | None:
     if module.endswith(".py"):
         return Path(module) if Path(module).is_file() else None
     found, search = None, sys.path
-    parts = module.split(".")
-    for number in range(len(parts)):
-        found = importlib.machinery.PathFinder.find_spec(".".join(parts[: number + 1]), search)
+    # By its last name only: under its whole one a folder without __init__.py wants its parents imported.
+    for part in module.split("."):
+        found = importlib.machinery.PathFinder.find_spec(part, search)
         if found is None:
             return None
         search = list(found.submodule_search_locations or ())

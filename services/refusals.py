@@ -53,6 +53,12 @@ class Forbidden(Refused):
     advice = "the transition is not in the table; the current state is"
 
 
+class Damaged(Refused):
+    """A record that the function needs cannot be read: the job's trainer empties the queue and dispatches again."""
+
+    advice = "a record of the queue cannot be read"
+
+
 BY_WORD: dict[str, type[Refused]] = {
     "FENCED": Fenced,
     "GAP": Gap,

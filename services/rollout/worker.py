@@ -20,7 +20,7 @@ from services.bus import Bus, Fenced
 from services.engines.protocol import Connect
 from services.fleet_records import WorkerRecord
 from services.jobs import JobNotFound
-from services.refusals import Refused
+from services.refusals import Damaged, Refused
 from services.rollout.counters import Counters
 from services.rollout.engines import SILENCE_S, EngineTable, JobEngines
 from services.rollout.job import JobRollout
@@ -132,7 +132,12 @@ class Worker:
         """Finds workers that died: any worker of a job does it for all."""
         while True:
             for job in list(self._jobs):
-                num_requeued = await self._retrier.keep_trying(self._bus.reap, job)
+                try:
+                    num_requeued = await self._retrier.keep_trying(self._bus.reap, job)
+                except Damaged as error:  # its trainer empties the queue; the other jobs are well
+                    self.counters.add("jobs/damaged")
+                    get_logger().warning("the queue is damaged", job=job, error=str(error))
+                    continue
                 if num_requeued:
                     self.counters.add("episodes/requeued_from_the_dead", num_requeued)
                     get_logger().warning("requeued from the dead", job=job, num_episodes=num_requeued)

@@ -17,13 +17,14 @@ from services.data_dir import DataDir
 from services.engines.kinds import open_engines
 from services.jobs import HANDED_OVER
 from services.redis_client import connect
+from services.refusals import Damaged
 from services.room import NoRoom, raising_no_room
 from services.settings import Settings
 from services.store import CancelManner, Claim, JobNotFound, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.attempt_messages import End
 from services.trainer.building import MakeLearner, listeners, make_learner, make_run
-from services.trainer.failure import AWAY, CANCELLED, NO_ROOM, AttemptFailed, JobFailure
+from services.trainer.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, AttemptFailed, JobFailure
 from services.trainer.ill_environments import IllEnvironments
 from services.trainer.race import first_to_end, sleep_unless
 from services.trainer.run import JobRun
@@ -87,6 +88,8 @@ def end_of(error: Exception) -> End:
             return End("claim_lost")
         case AttemptFailed():
             return End("attempt_failed", error.code, str(error))
+        case Damaged():
+            return End("attempt_failed", QUEUE_DAMAGED, str(error))
         case Away() | CredentialsRefused():
             return End.because("released", AWAY)
         case NoRoom():

@@ -7,6 +7,8 @@ from services.jobs import StatusReason
 CANCELLED = StatusReason("user_cancelled", "cancelled on request")
 AWAY = StatusReason("redis_unavailable", "its trainer could not reach Redis, or was refused for a while")
 NO_ROOM = StatusReason("disk_full", "its trainer found no room to write")
+# Ends an attempt whose queue holds records that nobody can read; the queue is emptied before the next one.
+QUEUE_DAMAGED = "queue_damaged"
 
 
 class JobFailure(Exception):

@@ -26,7 +26,7 @@ from services.room import NoRoom, raising_no_room
 from services.store import Claim, JobNotFound, StatusReason, Store
 from services.telemetry import get_logger
 from services.trainer.attempt_messages import End
-from services.trainer.failure import AWAY, CANCELLED, NO_ROOM, RanksLost
+from services.trainer.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, RanksLost
 from services.trainer.race import first_to_end, sleep_unless
 
 IDLE_POLL_S = 0.3
@@ -154,6 +154,8 @@ class TrainerWorker:
                 log.info("left to whoever claims it next")
             case "attempt_failed":
                 log.warning("this attempt is over")
+                if end.code == QUEUE_DAMAGED:  # the next attempt dispatches its groups again
+                    await self._bus.empty_queue(job, token)
                 await store.end_attempt(job, token, StatusReason(end.code, end.message))
             case "cancelled":
                 await store.set_status(job, "cancelling", token=token)

@@ -45,6 +45,14 @@ def test_a_module_is_found_without_importing_its_packages(tmp_path: Path, monkey
     assert requirements_of("a_package.world:World") == ("nothing-like-it==1",)
 
 
+def test_a_module_in_folders_without_an_init_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "plain_folder" / "inner_folder"
+    folder.mkdir(parents=True)
+    world(folder, *block("nothing-like-it==1"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert requirements_of("plain_folder.inner_folder.world:World") == ("nothing-like-it==1",)
+
+
 def test_installing_needs_leave_and_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidEnvironment, match="GSPO_ENV_INSTALL=true"):
         Interpreters(tmp_path).find(world(tmp_path, *block("nothing-like-it==1")))
