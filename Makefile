@@ -62,7 +62,7 @@ $(SCHEMATHESIS)/bin/schemathesis: Makefile
 	$(SCHEMATHESIS)/bin/pip install --quiet --disable-pip-version-check schemathesis==4.32.5
 
 test-contract: $(STAMP) $(SCHEMATHESIS)/bin/schemathesis  ## every operation of the OpenAPI document is tried by schemathesis
-	$(BIN)/pytest tests/services/test_api_contract.py
+	$(BIN)/pytest tests/services/api/test_api_contract.py
 
 OPENAI := .make/openai
 
@@ -72,7 +72,7 @@ $(OPENAI)/bin/python: Makefile
 	@touch $@
 
 test-openai: $(STAMP) $(OPENAI)/bin/python  ## the unmodified OpenAI client drives jobs of a real API
-	$(BIN)/pytest tests/services/test_api_fine_tuning.py
+	$(BIN)/pytest tests/services/api/test_api_fine_tuning.py
 
 PLAYWRIGHT := 1.65.2
 
@@ -111,12 +111,12 @@ verify-compose: $(STAMP)  ## build the images, start them, and see a job learn t
 debian-redis:  ## Debian's Redis beside the virtual environment, so that the tests run on it too
 	tests/services/get_debian_redis.sh .make/debian-redis
 
-$(SGLANG_VENV)/ready: services/local/sglang_cpu/setup.sh services/local/sglang_cpu/constraints.txt
-	PYTHON=$(PYTHON) services/local/sglang_cpu/setup.sh $(SGLANG_VENV) $(TORCH_WHEELS)
+$(SGLANG_VENV)/ready: services/launch/sglang_cpu/setup.sh services/launch/sglang_cpu/constraints.txt
+	PYTHON=$(PYTHON) services/launch/sglang_cpu/setup.sh $(SGLANG_VENV) $(TORCH_WHEELS)
 	@touch $@
 
 sglang-cpu: $(STAMP) $(SGLANG_VENV)/ready  ## a real SGLang on the CPU (own environment, 3 GB), and the engine cases against it
-	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engine/test_engine_conformance.py tests/services/engine/test_engine_export.py -k sglang
+	GSPO_TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/pytest tests/services/engines/test_engine_conformance.py tests/services/engines/test_engine_export.py -k sglang
 
 test-third-party: $(STAMP)  ## environments of others, each in a virtual environment of its own (installs them)
 	$(BIN)/pytest -m third_party --timeout 1200
@@ -137,10 +137,10 @@ chaos-mutants: $(STAMP) $(FAKETIME)/tried  ## known ways to build it wrongly: ea
 	$(BIN)/python -m tests.chaos.mutants
 
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool
-	$(BIN)/python -m services.local.demo $(DEMO_FLAGS)
+	$(BIN)/python -m examples.demo.demo $(DEMO_FLAGS)
 
 demo-long: $(STAMP)  ## the same with several tool calls an episode: questions whose answer lies two to four documents away
-	$(BIN)/python -m services.local.demo --long $(DEMO_FLAGS)
+	$(BIN)/python -m examples.demo.demo --long $(DEMO_FLAGS)
 
 up: $(STAMP)  ## the whole stack on this machine, until Ctrl-C
 	$(BIN)/gspo up

@@ -24,15 +24,15 @@ from typing import Any
 import httpx
 import numpy as np
 
+from examples.demo.demo import NO_KEYS, demo_spec
+from examples.demo.model import make_demo_model
 from gspo_core.client import Client, parse_events
-from services.children import die_with_parent
-from services.jobs import JobStatus
-from services.local.demo import NO_KEYS, demo_spec
-from services.local.demo_model import make_demo_model
-from services.local.stack import Stack, StackConfig, claim_port
-from services.redis_client import connect
-from services.redis_server import RedisServer
-from services.store import Claim, Store
+from services.launch.stack import Stack, StackConfig, claim_port
+from services.process.children import die_with_parent
+from services.state.client import connect
+from services.state.jobs import JobStatus
+from services.state.server import RedisServer
+from services.state.store import Claim, Store
 
 SPEC = '{"name": "load", "model": "m", "environments": [{"ref": "environments.calculator:Calculator"}], "steps": 1000}'
 PATHS = ("/v1/jobs", "/v1/jobs/{job}", "/v1/jobs/{job}/metrics?max_points=100", "/v1/workers", "/healthz")

@@ -40,7 +40,7 @@ start and at the end; near 2 the machine did little else.
 def run(seed: int, *flags: str) -> dict[str, Any]:
     load, cpu, started = os.getloadavg()[0], _children_cpu_s(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "services.local.demo", "--seed", str(seed), "--data-dir", folder, *flags]
+        command = [sys.executable, "-m", "examples.demo.demo", "--seed", str(seed), "--data-dir", folder, *flags]
         subprocess.run(command, check=True)
         measured: dict[str, Any] = json.loads((Path(folder) / "demo" / "result.json").read_text())
     measured |= {"wall_s": time.monotonic() - started, "cpu_s": _children_cpu_s() - cpu}

@@ -27,9 +27,9 @@ from typing import Any
 import httpx
 import torch
 
-from services.children import die_with_parent
-from services.engine_client import EngineClient, open_http
 from services.engines.protocol import PauseMode
+from services.engines.sglang import EngineClient, open_http
+from services.process.children import die_with_parent
 
 VOCAB_SIZE = 600
 CONCURRENCIES = (1, 8, 32, 128)

@@ -22,20 +22,20 @@ from pathlib import Path
 
 from benchmarks.engine import Engine as EmbeddedProcess
 from benchmarks.engine import make_model
-from services.bus import Bus
-from services.engine_beats import ANSWER_S, EngineBeats
-from services.engine_client import EngineClient, open_http
 from services.engines.protocol import info_calls
-from services.job_dir import JobDir
-from services.local.sglang import SGLangProcess
-from services.redis_server import RedisServer, connect
-from services.rollout.counters import Counters
+from services.engines.sglang import EngineClient, open_http
+from services.episodes.counters import Counters
+from services.episodes.retry import Retrier
+from services.files.job_dir import JobDir
+from services.files.weights import WeightStore
 from services.rollout.engines import EngineTable, JobEngines
-from services.rollout.retry import Retrier
-from services.store import Store
-from services.trainer.engines import Engines
-from services.trainer.weight_transport import FromDisk, ThroughGroup, WeightTransport
-from services.weights import WeightStore
+from services.state.engine_beats import ANSWER_S, EngineBeats
+from services.state.queue import Bus
+from services.state.server import RedisServer, connect
+from services.state.store import Store
+from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.weight_transport import FromDisk, ThroughGroup, WeightTransport
+from tests.apparatus.sglang_process import SGLangProcess
 
 RESULTS = Path(__file__).parent / "results" / "engine_join.md"
 NUM_CALLERS, NUM_TOKENS = 32, 8

@@ -22,13 +22,13 @@ from pathlib import Path
 import httpx
 
 from gspo_core.types import WeightFile, WeightsManifest
-from services.engine.scripted import ScriptedEngine, ScriptedTransport
-from services.engine_client import EngineClient
-from services.fleet_records import EngineRecord, EngineReport, EngineState
-from services.rollout.counters import Counters
+from services.engines.sglang import EngineClient
+from services.episodes.counters import Counters
+from services.episodes.retry import Retrier
 from services.rollout.engines import EngineTable, JobEngines
 from services.rollout.in_flight import InFlightLimit
-from services.rollout.retry import Retrier
+from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport
 
 RESULTS = Path(__file__).parent / "results" / "engine_load.md"
 JOB = "job_a"

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from services.process import run_until_signalled
+from services.process.lifecycle import run_until_signalled
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

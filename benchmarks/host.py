@@ -19,8 +19,8 @@ from pathlib import Path
 from environments.calculator import Calculator
 from gspo_core.env import CallStatus, ParsedTurn, ToolCall, load_environment
 from gspo_core.types import Split
-from services.host_server import HostOrder
-from services.hosted import HostedEnvironment, HostedSession
+from services.hosts.server import HostOrder
+from services.hosts.session import HostedEnvironment, HostedSession
 
 TURN = ParsedTurn("", (ToolCall("calculate", {"expression": "12 * 34 - 5"}, CallStatus.OK, "", 0, 1),))
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.rollout_stage import LoopLag, Stage, machine, open_stage
-from services.store import Claim
+from services.state.store import Claim
 
 RESULTS = Path(__file__).with_name("results") / "neighbours.md"
 NUM_GROUPS, GROUP_SIZE, PLACES = 4, 8, 64

@@ -29,16 +29,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.fast_engine import Plan
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.types import Split, WeightFile, WeightsManifest
-from services.bus import Bus
-from services.children import die_with_parent
-from services.engine_client import EngineClient, open_http
 from services.engines.protocol import Generation
-from services.host_local import LocalHosts
-from services.host_venv import Interpreters
-from services.redis_server import RedisServer, connect
+from services.engines.sglang import EngineClient, open_http
+from services.hosts.local import LocalHosts
+from services.hosts.venv import Interpreters
+from services.process.children import die_with_parent
 from services.rollout.loading import load_job
 from services.rollout.worker import Worker, WorkerConfig
-from services.store import Claim, Store
+from services.state.queue import Bus
+from services.state.server import RedisServer, connect
+from services.state.store import Claim, Store
 
 # Ids have five or six digits, as those of large vocabularies mostly have: their JSON is what goes over the wire.
 FIRST_ID = 100_000

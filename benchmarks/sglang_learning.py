@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.data_dir import DataDir
-from services.local.demo import demo_spec, run_demo
-from services.local.demo_model import make_demo_model
-from services.local.demo_report import DemoResult, moving_average
-from services.local.sglang import SGLangProcess
+from examples.demo.demo import demo_spec, run_demo
+from examples.demo.model import make_demo_model
+from examples.demo.report import DemoResult, moving_average
+from services.files.data_dir import DataDir
+from tests.apparatus.sglang_process import SGLangProcess
 
 RESULTS = Path(__file__).parent / "results" / "sglang_learning"
 

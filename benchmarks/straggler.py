@@ -20,7 +20,7 @@ from benchmarks.rollout_worlds import LONG, LONG_TASK
 from gspo_core.job_spec import RolloutSpec
 from gspo_core.staleness import OpenGroup, choose_groups, groups_admissible
 from gspo_core.types import Split
-from services.store import Claim
+from services.state.store import Claim
 
 RESULTS = Path(__file__).with_name("results") / "straggler.md"
 MEDIAN_TOKENS, LONG_TOKENS = 80, 8000

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo_core.types import Split
-from services.bus import Append, Bus
-from services.queue_records import EpisodeLease
-from services.redis_client import RedisClient
-from services.redis_server import RedisServer, connect
-from services.store import Claim, Store
+from services.state.client import RedisClient
+from services.state.queue import Append, Bus
+from services.state.queue_records import EpisodeLease
+from services.state.server import RedisServer, connect
+from services.state.store import Claim, Store
 
 RESULTS = Path(__file__).with_name("results") / "streams.md"
 PAYLOAD_BYTES = 16 * 1024

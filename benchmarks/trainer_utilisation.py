@@ -30,20 +30,20 @@ from gspo_core.codec import encode
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, WeightsManifest
-from services.batch_log import BatchLog
-from services.bus import Append, Bus
-from services.checkpoints import CheckpointStore
-from services.data_dir import DataDir
-from services.job_dir import JobDir
-from services.redis_client import connect
-from services.redis_server import RedisServer
-from services.store import Claim, Store
-from services.trainer.behind import Behind
+from services.files.batch_log import BatchLog
+from services.files.checkpoints import CheckpointStore
+from services.files.data_dir import DataDir
+from services.files.job_dir import JobDir
+from services.files.weights import WeightStore
+from services.state.client import connect
+from services.state.queue import Append, Bus
+from services.state.server import RedisServer
+from services.state.store import Claim, Store
 from services.trainer.building import make_learner
-from services.trainer.intake import Intake
+from services.trainer.groups.intake import Intake
+from services.trainer.past.background_writer import Behind
 from services.trainer.run import JobRun, Services
-from services.trainer.status import JobStatusBoard
-from services.weights import WeightStore
+from services.trainer.telling.status import JobStatusBoard
 
 WARM_UP = 2
 VOCABULARY = 4096

@@ -31,9 +31,9 @@ from benchmarks.race.report import page, plot
 from benchmarks.race.setting import CannotRace, RaceSetting, write_orders
 from benchmarks.race.tokens import NotTheSameTask, check_tokens
 from benchmarks.trl_venv import TRL, NoTRL, make_trl_environment
+from examples.demo.demo import demo_spec, model_name
+from examples.demo.model import make_demo_model
 from gspo_core.job_spec import JobSpec
-from services.local.demo import demo_spec, model_name
-from services.local.demo_model import make_demo_model
 
 RESULTS = Path(__file__).parent / "results" / "trl_race"
 ROOT = Path(__file__).parents[1]

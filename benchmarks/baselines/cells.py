@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from examples.demo.demo import JOB_FILE
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
-from services.local.demo import JOB_FILE
 
 Attribution = Literal["recorded", "oldest", "newest"]
 Model = Literal["dense", "mixture"]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.baselines.cells import Model
-from services.local.demo_model import BATCH_SIZE, School, make_demo_model
-from services.local.demonstrations import COURSE
+from examples.demo.demonstrations import COURSE
+from examples.demo.model import BATCH_SIZE, School, make_demo_model
 
 MIXTURE = {
     "hidden_size": 128,

@@ -20,16 +20,16 @@ from gspo_core.chat import ChatCodec
 from gspo_core.env import Environment
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Segment, Split
-from services.bus import EpisodeLease, Snapshot
 from services.engine.sampling import request_seed
 from services.engines.protocol import Generation, Span
+from services.episodes.counters import Counters
+from services.episodes.ledger import Ledger
+from services.episodes.outbox import Outbox
+from services.episodes.policy import Sampled
+from services.episodes.retry import Retrier
 from services.rollout.attempt import Attempt
-from services.rollout.counters import Counters
-from services.rollout.ledger import Ledger
-from services.rollout.outbox import Outbox
-from services.rollout.policy import Sampled
-from services.rollout.retry import Retrier
 from services.rollout.setting import Order, Setting
+from services.state.queue import EpisodeLease, Snapshot
 
 JOB = "baselines"
 MAX_SWITCH = 20

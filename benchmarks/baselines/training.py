@@ -23,9 +23,9 @@ from gspo_core.env import Environment, load_environment
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
 from gspo_core.types import Group, Split
-from services.trainer.sequences import group_metrics, train_batch
-from services.trainer.tasks import FIRST_EVAL_GROUP, TaskSchedule
-from services.trainer.tuning import learner_config
+from services.trainer.groups.sequences import group_metrics, train_batch
+from services.trainer.groups.step_settings import learner_config
+from services.trainer.groups.tasks import FIRST_EVAL_GROUP, TaskSchedule
 
 RECORDED = (
     "reward/mean",

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from services.local.memory import process_tree
+from examples.demo.memory import process_tree
 
 INTERVAL_S = 0.5
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")

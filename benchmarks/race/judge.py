@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.race.play import play
 from benchmarks.race.setting import RaceSetting
+from examples.demo.demonstrations import COURSE
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.env import load_environment
 from gspo_core.types import Split
@@ -20,7 +21,6 @@ from services.engine.checkpoint import read_checkpoint
 from services.engine.engine import Engine
 from services.engine.model import Decoder
 from services.engine.scheduler import Request, Scheduler
-from services.local.demonstrations import COURSE
 
 CONCURRENCY = 64
 

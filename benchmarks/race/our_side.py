@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from examples.demo.demo import NO_KEYS, while_alive
 from gspo_core.cli.watch import JobView
 from gspo_core.client import Client
 from gspo_core.spec_file import load_job_spec
-from services.data_dir import DataDir
-from services.job_dir import JobDir
-from services.local.demo import NO_KEYS, while_alive
-from services.local.stack import Stack, StackConfig, StackError
-from services.weights import MANIFEST_NAME, WeightStore
+from services.files.data_dir import DataDir
+from services.files.job_dir import JobDir
+from services.files.weights import MANIFEST_NAME, WeightStore
+from services.launch.stack import Stack, StackConfig, StackError
 
 
 def main(model: Path, spec_file: Path, out: Path) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from environments.calculator import Calculator
+from examples.demo.demonstrations import COURSE
 from gspo_core.env import PlainEnvironment, load_environment
 from gspo_core.env.prompt import first_messages
 from gspo_core.job_spec import JobSpec
 from gspo_core.objective_config import ObjectiveConfig
-from services.local.demonstrations import COURSE
 
 NOT_THE_SAME = (
     "TRL samples, then updates, then samples again; here both go on at once, so tokens are up to `max_staleness` "

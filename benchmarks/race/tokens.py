@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.race.play import Episode, play
 from environments.calculator import Calculator
+from examples.demo.demonstrations import COURSE
 from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.env import load_environment
 from gspo_core.types import Split
-from services.local.demonstrations import COURSE
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from gspo_core.cli import CommandError, CommandParser
 if TYPE_CHECKING:
     from gspo_core.cli.doctor import Finding
 
-REGISTRY = "services.local.commands"
+REGISTRY = "services.launch.commands"
 ABSENT: Mapping[str, str] = {
     "up": "run the whole stack on this machine (needs the service)",
     "launch": "run the whole stack elsewhere (needs the service)",

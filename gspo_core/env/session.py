@@ -11,26 +11,41 @@ import json
 import math
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from gspo_core.env.calls import Caller, DeadlineExceeded
 from gspo_core.env.contract import Context, EnvironmentFailed, Observation, PhaseLimits, Start
+from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import first_messages
-from gspo_core.env.tools import ArgumentError, error_text
-from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall
+from gspo_core.env.tools import ArgumentError, Tool, error_text
+from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema
 from gspo_core.types import StopReason
-
-if TYPE_CHECKING:
-    from gspo_core.env.plain import PlainEnvironment
 
 _LENGTH = struct.Struct("<I")
 """Of what a snapshot holds besides the author's state."""
 
 
+class SessionHome(Protocol):
+    """What a session needs of its environment; ``PlainEnvironment`` is one."""
+
+    name: str
+    dialect: Dialect
+    cls: type
+    system_prompt: str | None
+    tools_by_name: dict[str, Tool]
+    reward_range: tuple[float, float] | None
+    has_snapshot: bool
+
+    @property
+    def tools(self) -> Sequence[ToolSchema]: ...
+
+    def make(self) -> Any: ...
+
+
 class PlainSession:
     """One episode on one instance of a user's class."""
 
-    def __init__(self, environment: PlainEnvironment, limits: PhaseLimits, episode_id: str) -> None:
+    def __init__(self, environment: SessionHome, limits: PhaseLimits, episode_id: str) -> None:
         self._environment = environment
         self._limits = limits
         self._context = Context(episode_id, 0, {})

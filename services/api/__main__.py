@@ -16,22 +16,22 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message
 
 from gspo_core.outbound import parse_networks
-from services.api.access import Access, AccessRefused, is_loopback, require_safe_bind
 from services.api.app import create_app
-from services.api.audit import Audit
-from services.api.context import Backend
-from services.api.document import V1
-from services.api.http_protocol import BoundedHttp
-from services.api.key_ring import KeyRing
-from services.away import Away
-from services.bus import Bus
-from services.data_dir import DataDir
-from services.environment_registry import Registry
-from services.process import run_until_signalled
-from services.redis_server import connect, warn_if_weaker
-from services.settings import Settings, SettingsError, load_settings
-from services.store import Store
-from services.telemetry import configure_logging, get_logger
+from services.api.http.access import Access, AccessRefused, is_loopback, require_safe_bind
+from services.api.http.audit import Audit
+from services.api.http.context import Backend
+from services.api.http.document import V1
+from services.api.http.key_ring import KeyRing
+from services.api.http.protocol import BoundedHttp
+from services.files.data_dir import DataDir
+from services.hosts.registry import Registry
+from services.process.lifecycle import run_until_signalled
+from services.process.settings import Settings, SettingsError, load_settings
+from services.process.telemetry import configure_logging, get_logger
+from services.state.away import Away
+from services.state.queue import Bus
+from services.state.server import connect, warn_if_weaker
+from services.state.store import Store
 
 # Requests are short and streams end by themselves; what is open then is cut. Deployments give more: a download, or
 # a large answer over a slow line, takes its time.
@@ -51,7 +51,7 @@ WAIT_S = 10.0
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the business of services.process."""
+        """Signals are the business of services.process.lifecycle."""
         yield
 
 

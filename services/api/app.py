@@ -14,20 +14,19 @@ from contextlib import asynccontextmanager
 from fastapi import Depends, FastAPI
 
 from gspo_core import __version__
-from services.api import errors
-from services.api.access import Access, AccessMiddleware
-from services.api.audit import Audit
-from services.api.codecs import Codecs
-from services.api.context import Backend, Context, OpenBackend
-from services.api.document import V1, Application
-from services.api.exports import Exports
-from services.api.history import History
-from services.api.key_ring import KeyRing
-from services.api.limits import RateLimit
-from services.api.owners import own_job
-from services.api.presence import Presence
-from services.api.repeats import RepeatMiddleware
-from services.api.requests import RequestMiddleware
+from services.api.http import errors
+from services.api.http.access import Access, AccessMiddleware
+from services.api.http.audit import Audit
+from services.api.http.context import Backend, Context, OpenBackend
+from services.api.http.document import V1, Application
+from services.api.http.key_ring import KeyRing
+from services.api.http.limits import RateLimit
+from services.api.http.owners import own_job
+from services.api.http.presence import Presence
+from services.api.http.repeats import RepeatMiddleware
+from services.api.http.requests import RequestMiddleware
+from services.api.http.sse import PING_S, render
+from services.api.http.traffic import Traffic
 from services.api.routes import (
     artifacts,
     capabilities,
@@ -47,12 +46,13 @@ from services.api.routes import (
     workers,
 )
 from services.api.routes import keys as keys_of_others
-from services.api.sse import PING_S, render
-from services.api.tails import Tails
-from services.api.traffic import Traffic
-from services.cancelling import cancel_all
-from services.errands import Errands
-from services.replies import Replies
+from services.api.views.codecs import Codecs
+from services.api.views.event_tails import Tails
+from services.api.views.exports import Exports
+from services.api.views.history import History
+from services.process.cancelling import cancel_all
+from services.state.kept_replies import Replies
+from services.state.worker_requests import Errands
 
 LEASE_S = 30.0
 

@@ -19,9 +19,9 @@ from services.engine.engine import Engine
 from services.engine.model import Decoder
 from services.engine.protocol import Reader
 from services.engine.scheduler import Scheduler
-from services.process import run_until_signalled
-from services.settings import load_settings
-from services.telemetry import configure_logging, get_logger
+from services.process.lifecycle import run_until_signalled
+from services.process.settings import load_settings
+from services.process.telemetry import configure_logging, get_logger
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

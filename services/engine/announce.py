@@ -11,14 +11,14 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from services.engine_beats import ANSWER_S, EngineBeats
 from services.engines.kinds import open_engines
 from services.engines.protocol import info_calls
-from services.process import run_until_signalled
-from services.redis_server import connect
-from services.settings import load_settings
-from services.store import Store
-from services.telemetry import configure_logging, get_logger
+from services.process.lifecycle import run_until_signalled
+from services.process.settings import load_settings
+from services.process.telemetry import configure_logging, get_logger
+from services.state.engine_beats import ANSWER_S, EngineBeats
+from services.state.server import connect
+from services.state.store import Store
 
 
 async def announce(urls: Sequence[str], stop: asyncio.Event) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.engine.engine import Engine
-from services.process_group import ProcessGroup
+from services.engines.process_group import ProcessGroup
 
 # To meet, and for each tensor. A sender that is lost closes its connections, which is noticed at once.
 _TIMEOUT_S = 120.0

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from services.engine_client import open_sglang
 from services.engines.errors import NoSuchKind
 from services.engines.protocol import Connect, Engine
+from services.engines.sglang import open_sglang
 
 OpenKind = Callable[[int], AbstractAsyncContextManager[Connect]]
 """Number of connections to one engine -> what connects to engines of the kind, while it is open."""

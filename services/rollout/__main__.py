@@ -11,30 +11,30 @@ import sys
 import time
 from functools import partial
 
-from services.away import NotPermitted
-from services.bus import Bus
-from services.cancelling import cancel_all
-from services.data_dir import DataDir
-from services.drains import Drains
 from services.engines.kinds import open_engines
-from services.environment_registry import Registry
-from services.errands import Errands
-from services.health import Health
-from services.host_local import LocalHosts
-from services.host_pool import Boot
-from services.host_remote import RemoteHosts
-from services.host_sites import Sites
-from services.host_venv import Interpreters
-from services.process import run_until_signalled
-from services.redis_server import connect
+from services.files.data_dir import DataDir
+from services.hosts.local import LocalHosts
+from services.hosts.pool import Boot
+from services.hosts.registry import Registry
+from services.hosts.remote import RemoteHosts
+from services.hosts.sites import Sites
+from services.hosts.venv import Interpreters
+from services.process.cancelling import cancel_all
+from services.process.health import Health
+from services.process.lifecycle import run_until_signalled
+from services.process.settings import Settings, load_settings
+from services.process.telemetry import configure_logging, get_logger
+from services.process.tracing import Traces, TracingUnavailable, open_traces
 from services.rollout.errands import ErrandRunner
 from services.rollout.loading import load_job
 from services.rollout.processes import watch
 from services.rollout.worker import Worker, WorkerConfig
-from services.settings import Settings, load_settings
-from services.store import Store
-from services.telemetry import configure_logging, get_logger
-from services.tracing import Traces, TracingUnavailable, open_traces
+from services.state.away import NotPermitted
+from services.state.drains import Drains
+from services.state.queue import Bus
+from services.state.server import connect
+from services.state.store import Store
+from services.state.worker_requests import Errands
 
 # Beyond the drain: closing sessions and handing back.
 LEAVING_S = 4.0

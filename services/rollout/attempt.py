@@ -15,17 +15,17 @@ from typing import TypeVar
 
 from gspo_core.env import EnvironmentFailed, Session
 from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
-from services.bus import Snapshot
-from services.hosted import HostedSession
-from services.rollout.history import History
-from services.rollout.ledger import Ledger, LedgerConflict
-from services.rollout.policy import Drained, Interrupted
+from services.episodes.history import History
+from services.episodes.ledger import Ledger, LedgerConflict
+from services.episodes.policy import Drained, Interrupted
+from services.episodes.tally import Tally
+from services.episodes.worlds import World, WorldNotKept
+from services.hosts.session import HostedSession
 from services.rollout.repetition import goes_in_circles
 from services.rollout.scoring import with_length, without_asking
 from services.rollout.setting import Order, Setting
-from services.rollout.tally import Tally
 from services.rollout.timings import Timings
-from services.rollout.worlds import World, WorldNotKept
+from services.state.queue import Snapshot
 
 T = TypeVar("T")
 

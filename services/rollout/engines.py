@@ -18,12 +18,12 @@ from gspo_core.engine_label import EngineLabel, NotALabel
 from gspo_core.types import CacheMode, WeightsManifest
 from services.engines.errors import EngineError, EngineRejected, NoSuchKind
 from services.engines.protocol import Connect, Engine, Generation, info_within
-from services.fleet_records import EngineRecord, EngineState
-from services.rollout.counters import Counters
+from services.episodes.counters import Counters
+from services.episodes.policy import Drained, InvalidAnswer, Sampled
+from services.episodes.retry import Retrier
+from services.process.telemetry import get_logger
 from services.rollout.in_flight import InFlightLimit
-from services.rollout.policy import Drained, InvalidAnswer, Sampled
-from services.rollout.retry import Retrier
-from services.telemetry import get_logger
+from services.state.fleet_records import EngineRecord, EngineState
 
 # How often the table of engines is read again. New weights come a second or more apart; spans tell the truth meanwhile.
 REFRESH_S = 0.1

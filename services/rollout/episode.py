@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.env import EnvironmentFailed
 from gspo_core.types import Outcome, Segment, Spent, StopReason
-from services.bus import Snapshot
 from services.engines.errors import EngineRejected
-from services.hosted import HostedSession, SessionLost
-from services.refusals import Conflict, Refused
+from services.episodes.ledger import Ledger, LedgerConflict
+from services.episodes.outbox import to_append
+from services.episodes.policy import Drained, Interrupted
+from services.episodes.worlds import World, num_finished_turns
+from services.hosts.session import HostedSession, SessionLost
+from services.process.telemetry import get_logger
 from services.rollout.attempt import Attempt
-from services.rollout.ledger import Ledger, LedgerConflict
-from services.rollout.outbox import to_append
-from services.rollout.policy import Drained, Interrupted
 from services.rollout.setting import Order, Setting
 from services.rollout.timings import Timings
-from services.rollout.worlds import World, num_finished_turns
-from services.telemetry import get_logger
+from services.state.queue import Snapshot
+from services.state.refusals import Conflict, Refused
 
 # How often an episode may lose its environment through nobody's fault before that counts as a failure too.
 MAX_UNCHARGED = 8

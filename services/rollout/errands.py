@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_core.env import InvalidEnvironment
-from services.away import Away, RedisFault
-from services.children import die_with_parent
-from services.environment_registry import EnvironmentNotFound
-from services.errands import Errand, Errands
-from services.host_server import HostOrder, child_variables
-from services.host_sites import Sites
-from services.host_venv import Interpreters
-from services.telemetry import get_logger
+from services.hosts.registry import EnvironmentNotFound
+from services.hosts.server import HostOrder, child_variables
+from services.hosts.sites import Sites
+from services.hosts.venv import Interpreters
+from services.process.children import die_with_parent
+from services.process.telemetry import get_logger
+from services.state.away import Away, RedisFault
+from services.state.worker_requests import Errand, Errands
 
 # An examination plays some dozens of episodes.
 MAX_SECONDS = 120.0

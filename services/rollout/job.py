@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from gspo_core.types import EpisodeKey
-from services.bus import Append, EpisodeLease, Fenced, Gap
+from services.episodes.policy import Drained, Interrupted
+from services.process.telemetry import get_logger
 from services.rollout.engines import JobEngines
 from services.rollout.episode import Episode
 from services.rollout.loading import LoadedJob
-from services.rollout.policy import Drained, Interrupted
 from services.rollout.quarantine import Quarantine
 from services.rollout.setting import Order, Setting
-from services.telemetry import get_logger
+from services.state.queue import Append, EpisodeLease, Fenced, Gap
 
 # How long an idle job waits before it asks for new episodes again; a finished episode asks at once.
 LEASE_POLL_S = 0.1

@@ -1,7 +1,7 @@
 """Everything that a job needs in this process before an episode can start: its spec, environments and chat codec.
 
 Rule: what cannot be loaded is one typed error that says what to change; it is about the job, never about the worker.
-No code of an environment runs in this process: each gets a host (`services.hosted`), which ends with the job.
+No code of an environment runs in this process: each gets a host (`services.hosts.session`), which ends with the job.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.env import InvalidEnvironment
 from gspo_core.spec import EnvironmentSpec, JobSpec
-from services.host_pool import Boot
-from services.host_server import HostOrder
-from services.hosted import HostedEnvironment
+from services.hosts.pool import Boot
+from services.hosts.server import HostOrder
+from services.hosts.session import HostedEnvironment
 
 
 class JobNotServable(Exception):

@@ -11,8 +11,8 @@ import asyncio
 import signal
 from collections.abc import Mapping, Sequence
 
-from services.children import die_with_parent
-from services.telemetry import get_logger
+from services.process.children import die_with_parent
+from services.process.telemetry import get_logger
 
 # One that cannot start at all must not start a hundred times a second.
 RESTART_S = 1.0

@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gspo_core.env import EnvironmentFailed
-from services.hosted import SessionLost
-from services.rollout.policy import Drained
+from services.episodes.policy import Drained
+from services.hosts.session import SessionLost
 
 # So many failed attempts in a row, over all episodes, without one that came to its end.
 MOST_FAILURES = 16

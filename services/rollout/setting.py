@@ -16,13 +16,13 @@ from gspo_core.chat import ChatCodec
 from gspo_core.env import Environment
 from gspo_core.spec import EpisodeLimits, JobSpec
 from gspo_core.types import EpisodeKey, Split
-from services.bus import Append, EpisodeLease, Snapshot
-from services.rollout.counters import Counters
-from services.rollout.outbox import Outbox
-from services.rollout.policy import Policy
+from services.episodes.counters import Counters
+from services.episodes.outbox import Outbox
+from services.episodes.policy import Policy
+from services.episodes.retry import Retrier
+from services.process.tracing import NoSpans, Spans
 from services.rollout.quarantine import Quarantine
-from services.rollout.retry import Retrier
-from services.tracing import NoSpans, Spans
+from services.state.queue import Append, EpisodeLease, Snapshot
 
 
 class EpisodeRecords(Protocol):

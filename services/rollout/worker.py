@@ -16,22 +16,22 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.bus import Bus, Fenced
 from services.engines.protocol import Connect
-from services.fleet_records import WorkerRecord
-from services.jobs import JobNotFound
-from services.refusals import Damaged, Refused
-from services.rollout.counters import Counters
+from services.episodes.counters import Counters
+from services.episodes.outbox import Outbox
+from services.episodes.retry import Retrier
+from services.process.telemetry import get_logger
+from services.process.tracing import NoSpans, Spans
 from services.rollout.engines import SILENCE_S, EngineTable, JobEngines
 from services.rollout.job import JobRollout
 from services.rollout.loading import JobNotServable, LoadedJob
-from services.rollout.outbox import Outbox
-from services.rollout.retry import Retrier
 from services.rollout.setting import Setting
 from services.rollout.shares import Want, divide
-from services.store import Store
-from services.telemetry import get_logger
-from services.tracing import NoSpans, Spans
+from services.state.fleet_records import WorkerRecord
+from services.state.jobs import JobNotFound
+from services.state.queue import Bus, Fenced
+from services.state.refusals import Damaged, Refused
+from services.state.store import Store
 
 JOBS_POLL_S = 0.5
 # A beat is a fifth of the lease, so that four may be lost.

@@ -11,9 +11,9 @@ import os
 import sys
 from functools import partial
 
-from services.process import run_until_signalled
-from services.settings import load_settings
-from services.telemetry import configure_logging, get_logger
+from services.process.lifecycle import run_until_signalled
+from services.process.settings import load_settings
+from services.process.telemetry import configure_logging, get_logger
 from services.trainer.attempt_process import AttemptProcesses, NotStarted, Start, start_python
 from services.trainer.serving import check_settings, serve
 
@@ -33,9 +33,9 @@ def run(start: Start = start_python) -> int:
     parser.add_argument("--grace-s", type=float, default=30.0, help="time to end a step when asked to leave")
     grace_s = parser.parse_args().grace_s
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as torchrun says
-        from services.trainer import ranks  # with torch
+        from services.trainer import torchrun  # with torch
 
-        return ranks.run(grace_s)
+        return torchrun.run(grace_s)
     try:
         return run_until_signalled(partial(train, start), grace_s=grace_s)
     except NotStarted as error:

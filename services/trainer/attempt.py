@@ -11,24 +11,24 @@ import contextlib
 from collections.abc import Callable
 
 from gspo_core.spec import JobSpec
-from services.away import Away, CredentialsRefused
-from services.bus import Bus, Fenced
-from services.data_dir import DataDir
 from services.engines.kinds import open_engines
-from services.jobs import HANDED_OVER
-from services.redis_client import connect
-from services.refusals import Damaged
-from services.room import NoRoom, raising_no_room
-from services.settings import Settings
-from services.store import CancelManner, Claim, JobNotFound, StatusReason, Store
-from services.telemetry import get_logger
+from services.files.data_dir import DataDir
+from services.files.disk_space import NoRoom, raising_no_room
+from services.process.first_to_end import first_to_end, sleep_unless
+from services.process.settings import Settings
+from services.process.telemetry import get_logger
+from services.state.away import Away, CredentialsRefused
+from services.state.client import connect
+from services.state.jobs import HANDED_OVER
+from services.state.queue import Bus, Fenced
+from services.state.refusals import Damaged
+from services.state.store import CancelManner, Claim, JobNotFound, StatusReason, Store
 from services.trainer.attempt_messages import End
 from services.trainer.building import MakeLearner, listeners, make_learner, make_run
-from services.trainer.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, AttemptFailed, JobFailure
-from services.trainer.ill_environments import IllEnvironments
-from services.trainer.race import first_to_end, sleep_unless
 from services.trainer.run import JobRun
-from services.trainer.wandb_run import WandbRun
+from services.trainer.telling.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, AttemptFailed, JobFailure
+from services.trainer.telling.ill_environments import IllEnvironments
+from services.trainer.telling.wandb_run import WandbRun
 
 LOOK_S = 0.3
 # What was not sent by then stays on disk, where the next attempt's process finds it.

@@ -17,8 +17,8 @@ import sys
 import threading
 from typing import BinaryIO, NoReturn
 
-from services.settings import Settings, load_settings
-from services.telemetry import configure_logging
+from services.process.settings import Settings, load_settings
+from services.process.telemetry import configure_logging
 from services.trainer.attempt_messages import (
     Alive,
     Answer,

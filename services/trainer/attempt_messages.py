@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from services.jobs import Claim, StatusReason
+from services.state.jobs import Claim, StatusReason
 
 Capabilities: TypeAlias = dict[str, str | int]
 """What people want to know about a trainer before they give it a job."""

@@ -22,11 +22,12 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 from gspo_core.spec import JobSpec
-from services.cancelling import cancel_all
-from services.children import die_with_parent
-from services.jobs import HANDED_OVER
-from services.store import Claim
-from services.telemetry import get_logger
+from services.process.cancelling import cancel_all
+from services.process.children import die_with_parent
+from services.process.first_to_end import sleep_unless
+from services.process.telemetry import get_logger
+from services.state.jobs import HANDED_OVER
+from services.state.store import Claim
 from services.trainer.attempt_messages import (
     Alive,
     Begin,
@@ -39,7 +40,6 @@ from services.trainer.attempt_messages import (
     decode_answer,
     encode,
 )
-from services.trainer.race import sleep_unless
 
 LOOK_S = 0.2
 # What an attempt may take to free its engines once it is to end, before it is killed.

@@ -12,26 +12,26 @@ import torch
 
 from gspo_core.learner import Learner
 from gspo_core.spec import JobSpec
-from services.batch_log import BatchLog
-from services.bus import Bus
-from services.checkpoints import CheckpointStore
-from services.data_dir import DataDir
 from services.engines.protocol import Connect
-from services.settings import Settings
-from services.store import Claim, Store
+from services.files.batch_log import BatchLog
+from services.files.checkpoints import CheckpointStore
+from services.files.data_dir import DataDir
+from services.files.weights import WeightStore
+from services.process.settings import Settings
+from services.state.queue import Bus
+from services.state.store import Claim, Store
 from services.trainer.attempt_messages import Capabilities
 from services.trainer.device import device_of
-from services.trainer.engines import Engines
-from services.trainer.followers import Followers
-from services.trainer.intake import Intake
-from services.trainer.rank_lines import Place
-from services.trainer.ranked_learner import AnyLearner, RankedLearner
+from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.weight_transport import FromDisk, ThroughGroup, WeightTransport
+from services.trainer.groups.intake import Intake
+from services.trainer.groups.step_settings import learner_config
+from services.trainer.ranks.followers import Followers
+from services.trainer.ranks.learner import AnyLearner, RankedLearner
+from services.trainer.ranks.lines import Place
 from services.trainer.run import JobRun, Services
-from services.trainer.status import JobStatusBoard
-from services.trainer.tuning import learner_config
-from services.trainer.wandb_run import WandbRun
-from services.trainer.weight_transport import FromDisk, ThroughGroup, WeightTransport
-from services.weights import WeightStore
+from services.trainer.telling.status import JobStatusBoard
+from services.trainer.telling.wandb_run import WandbRun
 
 MakeLearner: TypeAlias = Callable[[JobSpec], AnyLearner]
 

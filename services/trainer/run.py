@@ -29,33 +29,33 @@ from gspo_core.objective import Alarm
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import Split, StepReport, WeightsManifest
-from services.batch_log import BatchLog, spent
-from services.bus import Bus
-from services.checkpoints import CheckpointStore
-from services.job_dir import JobDir
-from services.store import CancelManner, Claim, StatusReason, Store
-from services.trained_log import TrainedLog
-from services.trainer.admission import Admission
-from services.trainer.ages import Ages
-from services.trainer.behind import Behind
-from services.trainer.disk import PatientDisk
-from services.trainer.engines import Engines
-from services.trainer.environments import DescribedEnvironments
-from services.trainer.evaluation import Evaluator
-from services.trainer.intake import Intake
-from services.trainer.parity import Held, ParityGate
-from services.trainer.race import first_to_end
-from services.trainer.ranked_learner import AnyLearner, Written
-from services.trainer.recovery import recover
-from services.trainer.reports import Listener, Reports, disk_metrics
-from services.trainer.sequences import TrainBatch, group_metrics, staleness_metrics, train_batch
-from services.trainer.status import JobStatusBoard
+from services.files.batch_log import BatchLog, spent
+from services.files.checkpoints import CheckpointStore
+from services.files.job_dir import JobDir
+from services.files.trained_log import TrainedLog
+from services.files.weights import WeightStore
+from services.process.first_to_end import first_to_end
+from services.state.queue import Bus
+from services.state.store import CancelManner, Claim, StatusReason, Store
+from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.parity import Held, ParityGate
+from services.trainer.groups.admission import Admission
+from services.trainer.groups.batch_selection import Taking
+from services.trainer.groups.evaluation import Evaluator
+from services.trainer.groups.intake import Intake
+from services.trainer.groups.sequences import TrainBatch, group_metrics, staleness_metrics, train_batch
+from services.trainer.groups.staleness import Ages
+from services.trainer.groups.step_settings import Tuning
+from services.trainer.groups.tasks import TaskSchedule
+from services.trainer.past.background_writer import Behind
+from services.trainer.past.recovery import recover
+from services.trainer.ranks.learner import AnyLearner, Written
 from services.trainer.stopping import StopConditions
-from services.trainer.taking import Taking
-from services.trainer.tasks import TaskSchedule
-from services.trainer.tuning import Tuning
-from services.trainer.watchdog import Watchdog
-from services.weights import WeightStore
+from services.trainer.telling.disk_waits import PatientDisk
+from services.trainer.telling.environments import DescribedEnvironments
+from services.trainer.telling.reports import Listener, Reports, disk_metrics
+from services.trainer.telling.status import JobStatusBoard
+from services.trainer.telling.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,19 @@ import socket
 from collections.abc import Mapping
 from functools import partial
 
-from services.bus import Bus
-from services.cancelling import cancel_all
-from services.data_dir import DataDir
-from services.drains import Drains
-from services.engine_beats import ANSWER_S, EngineBeats
 from services.engines.kinds import open_engines
 from services.engines.protocol import info_calls
-from services.health import Health
-from services.redis_server import connect, warn_if_weaker
-from services.settings import Settings
-from services.store import Store
+from services.files.data_dir import DataDir
+from services.process.cancelling import cancel_all
+from services.process.health import Health
+from services.process.settings import Settings
+from services.state.drains import Drains
+from services.state.engine_beats import ANSWER_S, EngineBeats
+from services.state.queue import Bus
+from services.state.server import connect, warn_if_weaker
+from services.state.store import Store
 from services.trainer.device import unfit
-from services.trainer.wandb_run import require_wandb
+from services.trainer.telling.wandb_run import require_wandb
 from services.trainer.worker import Attempts, TrainerWorker
 
 

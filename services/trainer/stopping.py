@@ -12,7 +12,7 @@ from datetime import datetime
 
 from gspo_core.spec import JobSpec
 from gspo_core.stop_spec import NoProgress, RewardTarget
-from services.store import Job, StatusReason, Store
+from services.state.store import Job, StatusReason, Store
 
 
 class StopConditions:

@@ -17,17 +17,17 @@ import msgspec
 from pydantic import ValidationError
 
 from gspo_core.spec import JobSpec
-from services.away import Away
-from services.bus import Bus, Fenced
-from services.cancelling import cancel_all
-from services.fleet_records import TrainerRecord
-from services.jobs import fits
-from services.room import NoRoom, raising_no_room
-from services.store import Claim, JobNotFound, StatusReason, Store
-from services.telemetry import get_logger
+from services.files.disk_space import NoRoom, raising_no_room
+from services.process.cancelling import cancel_all
+from services.process.first_to_end import first_to_end, sleep_unless
+from services.process.telemetry import get_logger
+from services.state.away import Away
+from services.state.fleet_records import TrainerRecord
+from services.state.jobs import fits
+from services.state.queue import Bus, Fenced
+from services.state.store import Claim, JobNotFound, StatusReason, Store
 from services.trainer.attempt_messages import End
-from services.trainer.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, RanksLost
-from services.trainer.race import first_to_end, sleep_unless
+from services.trainer.telling.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, RanksLost
 
 IDLE_POLL_S = 0.3
 BEAT_S = 2.0

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.engine.scripted.engine import Died, ScriptedEngine
-from services.engine.scripted.protocol import answer
-from services.process import run_until_signalled
+from services.process.lifecycle import run_until_signalled
+from tests.apparatus.scripted_engine.engine import Died, ScriptedEngine
+from tests.apparatus.scripted_engine.protocol import answer
 from tests.chaos.talk import CONTEXT_TOKENS, VOCABULARY, Talker
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_core.spec import JobSpec
-from services.batch_log import LoggedBatch, read_batch
+from services.files.batch_log import LoggedBatch, read_batch
 
 _BATCH = re.compile(r"ep(\d+)-step(\d+)")
 _EPOCH = re.compile(r"epoch(\d+)\.json")

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.away import Away, RedisFault
-from services.jobs import JobStatus
-from services.keys import job_key
-from services.store import JobNotFound, Store
+from services.state.away import Away, RedisFault
+from services.state.jobs import JobStatus
+from services.state.keys import job_key
+from services.state.store import JobNotFound, Store
 from tests.chaos.damage import damage_newest
 from tests.chaos.disk import Disk
 from tests.chaos.processes import Process

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from gspo_core.log.lineage import Lineage
 from services.trainer.building import make_learner
-from services.trainer.replay import train_again
-from services.trainer.tuning import Tuning
+from services.trainer.groups.step_settings import Tuning
+from services.trainer.past.replay import train_again
 from tests.chaos.evidence import JobEvidence, Place
 
 WEIGHTS, SHARD = "model.safetensors", "rank-00000.safetensors"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from services.batch_log import LoggedBatch
+from services.files.batch_log import LoggedBatch
 from tests.chaos.evidence import Evidence, JobEvidence, Place
 
 

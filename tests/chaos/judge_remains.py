@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import redis
 
-from services.redis_server import RedisServer
+from services.state.server import RedisServer
 from tests.chaos.evidence import Evidence
 
 # What a job that is over may still be asked for; its queue is gone.

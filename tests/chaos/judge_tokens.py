@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from gspo_core.types import Trajectory
-from services.engine.scripted import language
+from tests.apparatus.scripted_engine import language
 from tests.chaos.evidence import Evidence, JobEvidence
 from tests.chaos.talk import VOCABULARY, Talker, chain
 

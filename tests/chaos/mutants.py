@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("gspo_core", "services", "environments", "tests", "benchmarks")
+COPIED = ("gspo_core", "services", "environments", "examples", "tests", "benchmarks")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def short(kinds: str, *, faults: int = 16, minutes: float = 0.5, steps: int = 16
 
 MUTANTS = {
     "a key makes a job each time": Mutant(
-        "services/job_table.py", "if idempotency_key is not None:", "if False:", short("lose reply", faults=2)
+        "services/state/job_table.py", "if idempotency_key is not None:", "if False:", short("lose reply", faults=2)
     ),
     "one step too many is admitted": Mutant(
         "gspo_core/staleness.py",
@@ -49,7 +49,7 @@ MUTANTS = {
         short("kill worker", faults=4, minutes=0.2, steps=8),
     ),
     "an answer has the version of its last token": Mutant(
-        "services/rollout/ledger.py",
+        "services/episodes/ledger.py",
         "logprobs=logprobs,\n            version=span.version,",
         "logprobs=logprobs,\n            version=sampled.spans[-1].version,",
         short("cut engine"),
@@ -61,13 +61,13 @@ MUTANTS = {
         short("kill trainer", faults=6),
     ),
     "a step that is trained again does not settle its groups": Mutant(
-        "services/trainer/replay.py",
+        "services/trainer/past/replay.py",
         "lineage.settle([*(group.group for group in batch.groups), *dropped])",
         "lineage.settle(dropped)",
         short("kill trainer", faults=6),
     ),
     "who has lost the job is still obeyed": Mutant(
-        "services/functions.lua",
+        "services/state/lua/library.lua",
         'return token ~= "" and redis.call("HGET", K.trainer, "token") == token',
         "return true",
         short("stop trainer", faults=8),

@@ -24,8 +24,8 @@ import services.api.__main__ as api
 import services.rollout.__main__ as rollout
 import services.trainer.__main__ as trainer
 import services.trainer.attempt  # noqa: F401  for the processes of attempts: torch above all
-from services import host_service
-from services.children import die_with_parent
+from services.hosts import service
+from services.process.children import die_with_parent
 from services.trainer import attempt_main
 from tests.chaos import engine
 
@@ -47,7 +47,7 @@ class Attempt:
 SERVICES: dict[str, Callable[[], int]] = {
     "api": api.main,
     "engine": engine.main,
-    "environments": host_service.main,
+    "environments": service.main,
     "rollout": rollout.main,
     "trainer": lambda: trainer.run(start=Attempt),
 }

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.local.memory import process_tree
+from examples.demo.memory import process_tree
 
 STREAM_LIMIT = 1 << 20
 BIRTH_TIMEOUT_S = 120.0

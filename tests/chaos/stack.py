@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.ports import free_port
-from services.redis_server import RedisServer, RedisUnsuitable
+from services.process.ports import free_port
+from services.state.server import RedisServer, RedisUnsuitable
 from tests.chaos.clock import Clock
 from tests.chaos.lines import Line, to_port, to_unix
 from tests.chaos.processes import Nursery, Process

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.away import Away, RedisFault
-from services.bus import Bus
-from services.job_dir import JobDir
-from services.jobs import JobStatus
-from services.records import JobRecords
-from services.redis_client import RedisClient
+from services.files.job_dir import JobDir
+from services.files.job_records import JobRecords
+from services.state.away import Away, RedisFault
+from services.state.client import RedisClient
+from services.state.jobs import JobStatus
+from services.state.queue import Bus
 from tests.chaos.processes import stamp
 
 LOOK_S = 0.05

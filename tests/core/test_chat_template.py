@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from examples.demo.tokenizer import chat_template
 from gspo_core.chat import (
     ForkReason,
     HermesCodec,
@@ -23,7 +24,6 @@ from gspo_core.chat import (
 )
 from gspo_core.chat.turns import TurnReader
 from gspo_core.messages import CallStatus
-from services.local.demo_tokenizer import chat_template
 from tests.core.chat_kit import CHATML, LLAMA, TOOLS, write_template, write_tokenizer
 
 PLAIN = """\

@@ -81,7 +81,7 @@ class Run:
     """One job and what became of it."""
 
     def __init__(self, client: Client, seed: int, steps: int) -> None:
-        spec = load_job_spec(ROOT / "services" / "local" / "demo_job.yaml")
+        spec = load_job_spec(ROOT / "examples" / "demo" / "job.yaml")
         changes = {"model": MODEL, "seed": seed, "steps": steps, "evaluation": {"tasks": 64, "every": steps}}
         self._client = client
         self._steps = steps
@@ -199,7 +199,7 @@ def restore(client: Client, seed: int) -> None:
     run.reaches(4)
     started = time.monotonic()
     saved = subprocess.run(
-        ["docker", "compose", "exec", "-T", "api", "python", "-m", "services.backup"],
+        ["docker", "compose", "exec", "-T", "api", "python", "-m", "services.files.backup"],
         cwd=ROOT, capture_output=True, check=True,
     )  # fmt: skip
     say(
@@ -208,7 +208,18 @@ def restore(client: Client, seed: int) -> None:
     compose("down")
     for volume in ("gspo_data", "gspo_redis"):
         subprocess.run(["docker", "volume", "rm", volume], capture_output=True, check=True)
-    command = ["run", "--rm", "--no-deps", "-T", "--entrypoint", "python", "api", "-m", "services.backup", "--restore"]
+    command = [
+        "run",
+        "--rm",
+        "--no-deps",
+        "-T",
+        "--entrypoint",
+        "python",
+        "api",
+        "-m",
+        "services.files.backup",
+        "--restore",
+    ]
     subprocess.run(["docker", "compose", *command], cwd=ROOT, input=saved.stdout, check=True)
     compose("up", "--detach", "--wait", "--wait-timeout", "180")
     say("everything is there again, from the backup and an empty Redis")

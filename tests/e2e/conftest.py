@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.demo_model import make_demo_model
+from examples.demo.model import make_demo_model
 
 
 @pytest.fixture(scope="session")

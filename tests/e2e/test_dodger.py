@@ -8,8 +8,8 @@ from statistics import mean
 
 import pytest
 
+from examples.demo.demo import demo_spec, run_demo
 from gspo_core.spec import JobSpec
-from services.local.demo import demo_spec, run_demo
 
 pytestmark = pytest.mark.slow
 

@@ -20,16 +20,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.demo.demo import NO_KEYS, demo_spec
+from examples.demo.provenance import check_provenance
 from gspo_core.client import Client
-from services.batch_log import BatchLog
-from services.children import die_with_parent
-from services.job_dir import JobDir
-from services.local.demo import NO_KEYS, demo_spec
-from services.local.provenance import check_provenance
-from services.local.stack import Stack, StackConfig
-from services.local.topology import TRAINER
+from services.files.batch_log import BatchLog
+from services.files.job_dir import JobDir
+from services.launch.stack import Stack, StackConfig
+from services.launch.topology import TRAINER
+from services.process.children import die_with_parent
 from tests.e2e.test_learning import changed
-from tests.services.engine_kit import EngineProcess
+from tests.services.engines.engine_kit import EngineProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import redis
 
+from examples.demo.demo import NO_KEYS, demo_spec
+from examples.demo.provenance import check_provenance
 from gspo_core.client import Client
 from gspo_core.staleness import Position
-from services.batch_log import BatchLog, batches_after
-from services.checkpoints import CheckpointStore
-from services.job_dir import JobDir
-from services.local.demo import NO_KEYS, demo_spec
-from services.local.provenance import check_provenance
-from services.local.stack import Stack, StackConfig
+from services.files.batch_log import BatchLog, batches_after
+from services.files.checkpoints import CheckpointStore
+from services.files.job_dir import JobDir
+from services.launch.stack import Stack, StackConfig
 from tests.e2e.test_learning import changed
 
 pytestmark = pytest.mark.slow

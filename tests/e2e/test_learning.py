@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from examples.demo.demo import demo_spec, run_demo
+from examples.demo.report import DemoResult, plot
 from gspo_core.spec import JobSpec
-from services.local.demo import demo_spec, run_demo
-from services.local.demo_report import DemoResult, plot
 
 pytestmark = pytest.mark.slow
 

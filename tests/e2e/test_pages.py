@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from gspo_core.cli.watch import TERMINAL
-from services.ports import free_port
+from services.process.ports import free_port
 from tests.repo.block_table import LIVE, held
 from tests.repo.pages import ROOT, Block, block, blocks, commands_in_prose, without_comments
 
@@ -31,7 +31,7 @@ START_S = 240.0
 STEP_S = 600.0
 END_S = 180.0
 # Of README.md, in a sentence.
-IN_PROSE = ("gspo env validate counter.py:Counter", "gspo submit services/local/demo_job.yaml --watch")
+IN_PROSE = ("gspo env validate counter.py:Counter", "gspo submit examples/demo/job.yaml --watch")
 
 
 def wait_until(done: Callable[[], object], timeout_s: float, what: Callable[[], str]) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.demo import NO_KEYS, demo_spec
 from gspo_core.client import Client
-from services.backup import restore, save
-from services.batch_log import read_batch
-from services.local.demo import NO_KEYS, demo_spec
-from services.local.stack import Stack, StackConfig
+from services.files.backup import restore, save
+from services.files.batch_log import read_batch
+from services.launch.stack import Stack, StackConfig
 from tests.e2e.test_learning import changed
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from gspo_core.cli import main
-from services.batch_log import read_batch
+from services.files.batch_log import read_batch
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -75,7 +75,7 @@ def test_a_trainer_on_more_nodes_than_there_are_is_refused(tmp_path: Path, capsy
 def test_the_stack_that_it_starts_trains_a_job_and_leaves_nothing(
     tmp_path: Path, model_dir: Path, num_ranks: int
 ) -> None:
-    spec = yaml.safe_load((ROOT / "services" / "local" / "demo_job.yaml").read_text())
+    spec = yaml.safe_load((ROOT / "examples" / "demo" / "job.yaml").read_text())
     changes = {"model": str(model_dir), "steps": STEPS, "evaluation": {"tasks": 64, "every": STEPS}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec | changes))
     ranks = "--trainer-ranks", str(num_ranks)
@@ -106,7 +106,7 @@ def test_a_script_names_its_job_by_a_key_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ended_in_the_middle_and_submitted_again_it_goes_on_with_the_same_job(tmp_path: Path, model_dir: Path) -> None:
-    spec = yaml.safe_load((ROOT / "services" / "local" / "demo_job.yaml").read_text())
+    spec = yaml.safe_load((ROOT / "examples" / "demo" / "job.yaml").read_text())
     changes = {"model": str(model_dir), "steps": STEPS, "evaluation": None, "checkpoints": {"keep_batches": 1000}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec | changes))
     workers = "--rollout-workers", "2"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.demo import NO_KEYS, demo_spec
+from examples.demo.provenance import check_provenance
 from gspo_core.client import Client
-from services.bus import Bus
-from services.job_dir import JobDir
-from services.local.demo import NO_KEYS, demo_spec
-from services.local.provenance import check_provenance
-from services.local.stack import Stack, StackConfig
-from services.redis_client import connect
+from services.files.job_dir import JobDir
+from services.launch.stack import Stack, StackConfig
+from services.state.client import connect
+from services.state.queue import Bus
 from tests.e2e.test_learning import changed
 
 pytestmark = pytest.mark.slow

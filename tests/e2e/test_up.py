@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.demo import demo_spec
+from examples.demo.memory import process_tree
 from gspo_core.client import Client
-from services.local.demo import demo_spec
-from services.local.memory import process_tree
 from tests.e2e.test_learning import changed
 
 pytestmark = pytest.mark.slow

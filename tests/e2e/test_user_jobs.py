@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from examples.demo.demo import NO_KEYS, demo_spec, run_demo
 from gspo_core.client import Client
-from services.local.demo import NO_KEYS, demo_spec, run_demo
-from services.local.stack import Stack, StackConfig
+from services.launch.stack import Stack, StackConfig
 from tests.e2e.test_learning import changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

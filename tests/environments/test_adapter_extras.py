@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.host_venv import requirements_of
+from services.hosts.venv import requirements_of
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = {

@@ -21,10 +21,10 @@ import pytest
 
 from gspo_core.env import CallStatus, EnvironmentFailed, Observation, ParsedTurn, Session, Timeouts, ToolCall
 from gspo_core.types import Split, StopReason
-from services.host_server import HostOrder
-from services.host_venv import Interpreters
-from services.hosted import HostedEnvironment
-from services.openenv_server import serve
+from services.hosts.openenv_server import serve
+from services.hosts.server import HostOrder
+from services.hosts.session import HostedEnvironment
+from services.hosts.venv import Interpreters
 
 pytestmark = pytest.mark.third_party
 

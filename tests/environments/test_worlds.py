@@ -21,8 +21,8 @@ from gspo_core.env import CallStatus, Environment, Observation, ParsedTurn, Sess
 from gspo_core.spec import spec_warnings
 from gspo_core.spec_file import load_job_spec
 from gspo_core.types import Split, StopReason
-from services.host_server import HostOrder
-from services.hosted import HostedEnvironment
+from services.hosts.server import HostOrder
+from services.hosts.session import HostedEnvironment
 
 REFS = ("environments.gsm8k:GSM8K", "environments.python_tool:PythonTool", "environments.search_qa:SearchQA")
 NUM_SAMPLED = 8

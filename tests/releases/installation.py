@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from services.ports import free_port
-from services.redis_server import RedisServer
+from services.process.ports import free_port
+from services.state.server import RedisServer
 from tests.chaos.jobs import job_spec
 
 PRESENT = Path(__file__).parents[2]

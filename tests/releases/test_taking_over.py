@@ -14,8 +14,8 @@ import pytest
 import redis
 
 from gspo_core.types import Group
-from services.batch_log import BatchLog
-from services.job_dir import JobDir
+from services.files.batch_log import BatchLog
+from services.files.job_dir import JobDir
 from tests.releases.installation import API, ENGINE, TRAINER, WORKER, Installation, extract_tree, installed
 from tests.releases.make import STEPS, unpack, write_world_and_model
 

@@ -73,7 +73,7 @@ def settable() -> set[str]:
         "docker-compose.yml",
         "Makefile",
         "services/Dockerfile",
-        "services/settings.py",
+        "services/process/settings.py",
         "gspo_core/cli/connection.py",
     ]
     return set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", "".join((ROOT / one).read_text() for one in files)))

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from services.first_secrets import ROLES
-from services.settings import PREFIX, Settings
+from services.launch.first_secrets import ROLES
+from services.process.settings import PREFIX, Settings
 
 Object = Mapping[str, Any]
 
 SECRETS = {*(f"gspo-{role}" for role in ROLES), "gspo-environments", "gspo-redis"}
-"""Made by `services.first_secrets`; never in the tree."""
+"""Made by `services.launch.first_secrets`; never in the tree."""
 SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
 OTHERS_VARIABLES = {
     *("HOME", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),

@@ -17,12 +17,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 
 from gspo_core.job_spec import EpisodeLimits, JobSpec, Limits
-from services.settings import PREFIX, Settings
+from services.process.settings import PREFIX, Settings
 from tests.repo.pages import ROOT, name, pages, prose, spans
 from tests.repo.test_operations import metrics
 
 PAGES = [page for page in pages() if page.name != "CHANGELOG.md"]
-SOURCES = ("gspo_core", "environments", "services", "tests", "benchmarks", "docs", "deploy", "k8s")
+SOURCES = ("gspo_core", "environments", "services", "examples", "tests", "benchmarks", "docs", "deploy", "k8s")
 
 
 def models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -177,7 +177,7 @@ def test_modules_that_are_named_exist(page: Path) -> None:
     missing = []
     for span in spans(page):
         for dotted in re.findall(
-            r"(?<![\w./-])((?:gspo_core|services|environments|benchmarks)(?:\.\w+)+)(?![\w/])", span
+            r"(?<![\w./-])((?:gspo_core|services|environments|examples|benchmarks|tests)(?:\.\w+)+)(?![\w/])", span
         ):
             if not is_there(dotted) and not dotted.endswith(".NAME"):
                 missing.append(dotted)

@@ -16,7 +16,7 @@ import pytest
 
 from gspo_core.job_spec import HostSpec
 from services.api.routes.trajectories import PushedTrajectories
-from services.host_venv import requirements_of
+from services.hosts.venv import requirements_of
 from tests.repo.block_table import BLOCKS, By, Judged, Typed, held
 from tests.repo.commands import CannotBeTyped, judge
 from tests.repo.pages import (
@@ -141,7 +141,7 @@ FOREIGN_FLAGS = {
 
 
 def test_flags_in_prose_exist() -> None:
-    folders = ("gspo_core", "services", "benchmarks", "tests", "docs", "deploy")
+    folders = ("gspo_core", "services", "examples", "benchmarks", "tests", "docs", "deploy")
     sources = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
     known = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', sources)) | FOREIGN_FLAGS
     for page in pages():
@@ -178,9 +178,9 @@ def test_what_an_author_may_say_of_hosts_is_so(tmp_path: Path) -> None:
         "docker compose restart redi",
         "docker compose --profile gpus up",
         "docker volume rm gspo_date",
-        "kubectl -n gspos exec deploy/api -- python -m services.backup",
+        "kubectl -n gspos exec deploy/api -- python -m services.files.backup",
         "kubectl apply -k k8s/overlays/devel",
-        "kubectl -n gspo exec deploy/apis -- python -m services.backup",
+        "kubectl -n gspo exec deploy/apis -- python -m services.files.backup",
         "pip install -e '.[wandbs]'",
         "pip install gspo",
         ".venv/bin/pytest tests/cores",

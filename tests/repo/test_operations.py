@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from services.settings import PREFIX, Settings
+from services.process.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()

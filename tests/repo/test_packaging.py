@@ -30,7 +30,17 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
 def test_the_light_half_runs_from_the_wheel_without_the_heavy_packages(wheel: Path, tmp_path: Path) -> None:
     """None in sys.modules makes an import of that name fail, as if it were not installed."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    heavy = ["torch", "transformers", "redis", "fastapi", "uvicorn", "structlog", "services", "environments"]
+    heavy = [
+        "torch",
+        "transformers",
+        "redis",
+        "fastapi",
+        "uvicorn",
+        "structlog",
+        "services",
+        "environments",
+        "examples",
+    ]
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({heavy!r}))\n"
         "import gspo_core, gspo_core.types, gspo_core.spec, gspo_core.spec_file, gspo_core.env, gspo_core.chat\n"
@@ -72,6 +82,10 @@ def test_imports_follow_the_plan() -> None:
 
 def test_no_module_is_a_grab_bag() -> None:
     bad = {"utils.py", "util.py", "common.py", "misc.py", "helpers.py", "base.py"}
-    found = [path for folder in ("gspo_core", "services", "environments") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        path
+        for folder in ("gspo_core", "services", "environments", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     assert len(found) > 20
     assert [path for path in found if path.name in bad] == []

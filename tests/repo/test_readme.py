@@ -31,7 +31,7 @@ async def test_the_environment_of_the_readme_can_be_played(tmp_path: Path) -> No
 
 def test_the_output_of_the_demo_is_that_of_the_demo() -> None:
     """Whatever its numbers: each line of README.md begins as one that the demo prints."""
-    printed = "".join(path.read_text() for path in (ROOT / "services" / "local").glob("*.py"))
+    printed = "".join(path.read_text() for path in (ROOT / "examples" / "demo").glob("*.py"))
     lines = block("README.md", "held-out success ").text.splitlines()
     labels = [line.split("   ")[0] for line in lines if not line.startswith(" ")]
     assert len(labels) >= 4

@@ -1,4 +1,4 @@
-"""Only the plumbing of the room ``state`` knows the Redis library; everything else meets ``services.away``."""
+"""Only the plumbing of the room ``state`` knows the Redis library; everything else meets ``services.state.away``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PLUMBING = {
-    "services/away.py",
-    "services/redis_child.py",
-    "services/redis_client.py",
-    "services/redis_server.py",
+    "services/state/away.py",
+    "services/state/child.py",
+    "services/state/client.py",
+    "services/state/server.py",
 }
 
 
@@ -34,4 +34,4 @@ def test_only_the_plumbing_imports_the_redis_library() -> None:
 def test_an_import_is_seen_wherever_it_stands() -> None:
     assert imports_redis("if TYPE_CHECKING:\n    from redis.asyncio import Redis\n")
     assert imports_redis("def f():\n    import redis\n")
-    assert not imports_redis("from services.redis_client import RedisClient\n")
+    assert not imports_redis("from services.state.client import RedisClient\n")

@@ -15,10 +15,9 @@ import pytest
 import yaml
 
 from gspo_core.cli import main
-from services import process, redis_child
-from services.first_secrets import make_secrets
-from services.local import launch
-from services.local.topology import (
+from services.launch import launch
+from services.launch.first_secrets import make_secrets
+from services.launch.topology import (
     ALIKE,
     API,
     ENGINE,
@@ -38,7 +37,9 @@ from services.local.topology import (
     Site,
     processes,
 )  # fmt: skip
-from services.settings import PREFIX, Settings
+from services.process import lifecycle
+from services.process.settings import PREFIX, Settings
+from services.state import child
 from tests.repo.manifest_policy import workloads
 
 ROOT = Path(__file__).parents[2]
@@ -268,7 +269,9 @@ def test_the_images_and_compose_look_at_the_health_of_the_topology() -> None:
                 assert f"http://127.0.0.1:{one.port}{path}'" in asked, one.name
                 assert stage(one.name).ports == {one.port}
             case FileHealth():
-                assert f"-m services.health {stage(one.name).environment['GSPO_HEALTH_FILE']}" in asked, one.name
+                assert f"-m services.process.health {stage(one.name).environment['GSPO_HEALTH_FILE']}" in asked, (
+                    one.name
+                )
     assert isinstance(REDIS.health, PingHealth)
     assert " ping " in str(SERVICES["redis"]["healthcheck"]["test"])
     assert isinstance(SGLANG.health, HttpHealth)
@@ -287,8 +290,8 @@ def test_the_manifests_look_at_the_health_of_the_topology(number: int) -> None:
             assert f'"path": "{one.health.live}"' in live or '"tcpSocket"' in live
             assert ports == {one.port}
         case FileHealth():
-            assert '"services.health", "/tmp/health", "--ready"' in ready
-            assert '"services.health", "/tmp/health"]' in live
+            assert '"services.process.health", "/tmp/health", "--ready"' in ready
+            assert '"services.process.health", "/tmp/health"]' in live
             assert ("GSPO_HEALTH_FILE", "/tmp/health") in configured(container).items()
         case PingHealth():
             assert all(" ping " in probe for probe in (ready, live))
@@ -341,8 +344,8 @@ def test_a_process_reads_the_settings_that_the_topology_says(name: str) -> None:
 
 
 def test_processes_leave_within_the_time_that_the_topology_says() -> None:
-    defaults = process.run_until_signalled.__kwdefaults__ or {}
-    cleaning_s = process.CLEANING_UP_S
+    defaults = lifecycle.run_until_signalled.__kwdefaults__ or {}
+    cleaning_s = lifecycle.CLEANING_UP_S
     api, rollout = import_module("services.api.__main__"), import_module("services.rollout.__main__")
     assert (API.leaving.default_drain_s, API.leaving.cleanup_s) == (api.GRACE_S, api.LEAVING_S + cleaning_s)
     assert ROLLOUT.leaving.cleanup_s == rollout.LEAVING_S + cleaning_s
@@ -354,11 +357,11 @@ def test_processes_leave_within_the_time_that_the_topology_says() -> None:
         default = re.search(rf'"{one.leaving.option}", type=float, default=([\d.]+)', source)
         assert default is not None
         assert float(default[1]) == one.leaving.default_drain_s
-    assert REDIS.leaving.most_s(Site.LAPTOP) == redis_child.STOP_TIMEOUT_S
+    assert REDIS.leaving.most_s(Site.LAPTOP) == child.STOP_TIMEOUT_S
 
 
 def test_every_redis_that_is_started_keeps_what_the_topology_says(tmp_path: Path) -> None:
-    given = redis_child._configuration(tmp_path, tmp_path / "socket")
+    given = child._configuration(tmp_path, tmp_path / "socket")
     assert options(REDIS.arguments).items() <= options(given).items()
 
 
@@ -385,7 +388,7 @@ def test_every_module_in_launchers_is_a_place(
 ) -> None:
     """A launcher is one file: nothing else has to name it."""
     (tmp_path / "somewhere.py").write_text(
-        "from services.local.topology import Site, processes\n"
+        "from services.launch.topology import Site, processes\n"
         "HELP = 'print what would be started'\n"
         "def add_options(parser): parser.add_argument('--python', default='python')\n"
         "def run(arguments):\n"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from services.bus import Bus
-from services.redis_server import RedisServer, connect, find_binaries
-from services.store import Claim, Store
+from services.state.queue import Bus
+from services.state.server import RedisServer, connect, find_binaries
+from services.state.store import Claim, Store
 
 
 def _servers() -> dict[str, Path]:

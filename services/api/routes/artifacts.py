@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.api.checkpoint_views import CheckpointView, checkpoints_of
-from services.api.context import ContextOf
-from services.api.paging import after_id
-from services.api.views import Page, View, page
-from services.weights import WeightStore
+from services.api.http.context import ContextOf
+from services.api.http.paging import after_id
+from services.api.views.checkpoint_views import CheckpointView, checkpoints_of
+from services.api.views.store_views import Page, View, page
+from services.files.weights import WeightStore
 
 router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"])
 

@@ -8,11 +8,11 @@ from fastapi import APIRouter
 
 from gspo_core import __version__
 from gspo_core.objective_config import NAMES
-from services.api.context import ContextOf
-from services.api.environment_sources import SOURCES
-from services.api.presence import ROLES
-from services.api.requests import MAX_BODY_BYTES
-from services.api.views import View
+from services.api.http.context import ContextOf
+from services.api.http.presence import ROLES
+from services.api.http.requests import MAX_BODY_BYTES
+from services.api.submission.environment_sources import SOURCES
+from services.api.views.store_views import View
 
 router = APIRouter(prefix="/capabilities", tags=["operations"])
 

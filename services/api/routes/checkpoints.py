@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 
 from gspo_core.staleness import Position
-from services.api.checkpoint_views import CheckpointDetail, CheckpointView, checkpoints_of, files_of
-from services.api.context import ContextOf
-from services.api.errors import FINAL, ApiError, documented
-from services.checkpoints import CheckpointStore
-from services.job_dir import JobDir
+from services.api.http.context import ContextOf
+from services.api.http.errors import FINAL, ApiError, documented
+from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, checkpoints_of, files_of
+from services.files.checkpoints import CheckpointStore
+from services.files.job_dir import JobDir
 
 router = APIRouter(prefix="/checkpoints/{job}/{epoch}/{step}", tags=["artifacts"])
 

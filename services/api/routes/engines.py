@@ -6,10 +6,10 @@ from typing import Literal
 
 from fastapi import APIRouter
 
-from services.api.context import Context, ContextOf
-from services.api.errors import ApiError
-from services.api.views import View
-from services.fleet_records import EngineRecord
+from services.api.http.context import Context, ContextOf
+from services.api.http.errors import ApiError
+from services.api.views.store_views import View
+from services.state.fleet_records import EngineRecord
 
 router = APIRouter(prefix="/engines", tags=["workers"])
 

@@ -15,18 +15,18 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from gspo_core.job_spec import FreeForm
 from gspo_core.outbound import AddressRefused
-from services.api.access import Caller
-from services.api.context import Context, ContextOf
-from services.api.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
-from services.api.errors import FINAL, ApiError, documented
-from services.api.etags import IfMatch, IfNoneMatch, require_match, tagged
-from services.api.paging import after_id
-from services.api.requests import StrictRoute, read_bounded
-from services.api.views import Page, View, page
-from services.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack
-from services.environment_registry import NAME, EnvironmentNotFound, NameTaken, Registration, Registry, parse_reference
-from services.errands import ErrandFailed, NoAnswer, NobodyThere, TooMany
-from services.named_urls import AddressNamed
+from services.api.http.access import Caller
+from services.api.http.context import Context, ContextOf
+from services.api.http.errors import FINAL, ApiError, documented
+from services.api.http.etags import IfMatch, IfNoneMatch, require_match, tagged
+from services.api.http.paging import after_id
+from services.api.http.requests import StrictRoute, read_bounded
+from services.api.submission.environment_sources import ConfigRefused, Loadable, Source, judge, loadable
+from services.api.views.store_views import Page, View, page
+from services.hosts.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack
+from services.hosts.named_urls import AddressNamed
+from services.hosts.registry import NAME, EnvironmentNotFound, NameTaken, Registration, Registry, parse_reference
+from services.state.worker_requests import ErrandFailed, NoAnswer, NobodyThere, TooMany
 
 router = APIRouter(prefix="/environments", tags=["environments"], route_class=StrictRoute)
 

@@ -16,10 +16,12 @@ from gspo_core.chat import ToolSchema
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.staleness import Position
 from gspo_core.types import MAX_COUNT, EpisodeKey, Segment
-from services.api import sse
-from services.api.context import Context, ContextOf
-from services.api.episode_stream import frames, happenings, parse_position
-from services.api.episode_views import (
+from services.api.http import sse
+from services.api.http.context import Context, ContextOf
+from services.api.http.episode_stream import frames, happenings, parse_position
+from services.api.http.errors import ApiError
+from services.api.http.stored_specs import readable_spec
+from services.api.views.episode_views import (
     EpisodeDetail,
     EpisodeSummary,
     GroupSummary,
@@ -27,14 +29,12 @@ from services.api.episode_views import (
     open_group,
     trained_groups,
 )
-from services.api.errors import ApiError
-from services.api.history import EpisodeNotKept
-from services.api.stored_specs import readable_spec
-from services.api.transcript import spent_view, tokens_view, turns_view
-from services.api.views import Page, View, page
-from services.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
-from services.bus import EpisodeView, GroupView, Stage
-from services.jobs import Job
+from services.api.views.history import EpisodeNotKept
+from services.api.views.store_views import Page, View, page
+from services.api.views.transcript import spent_view, tokens_view, turns_view
+from services.files.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
+from services.state.jobs import Job
+from services.state.queue import EpisodeView, GroupView, Stage
 
 router = APIRouter(tags=["episodes"])
 

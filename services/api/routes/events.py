@@ -9,11 +9,11 @@ from fastapi import APIRouter, Header, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
-from services.api import sse
-from services.api.context import ContextOf
-from services.api.errors import ApiError
-from services.api.views import EventView, Page, event_view, page
-from services.store import Event, Store
+from services.api.http import sse
+from services.api.http.context import ContextOf
+from services.api.http.errors import ApiError
+from services.api.views.store_views import EventView, Page, event_view, page
+from services.state.store import Event, Store
 
 router = APIRouter(prefix="/jobs/{id}/events", tags=["events"])
 

@@ -10,12 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gspo_core.problems import problems
 from gspo_core.spec import JobSpec
-from services.api import errors, labels, sse, submitting
-from services.api.access import Caller
-from services.api.checkpoint_views import checkpoints_of
-from services.api.context import ContextOf
-from services.api.errors import documented
-from services.api.facade import (
+from services.api.http import errors, metadata_filter, sse
+from services.api.http.access import Caller
+from services.api.http.context import ContextOf
+from services.api.http.errors import documented
+from services.api.http.paging import after_id
+from services.api.http.requests import StrictRoute
+from services.api.routes.events import check_position
+from services.api.routes.jobs import IdempotencyKey
+from services.api.submission import submit
+from services.api.submission.fine_tuning import (
     FineTuningEvent,
     FineTuningJob,
     FineTuningRequest,
@@ -24,13 +28,10 @@ from services.api.facade import (
     facade_job,
     specification,
 )
-from services.api.paging import after_id
-from services.api.requests import StrictRoute
-from services.api.resent import Resent
-from services.api.routes.events import check_position
-from services.api.routes.jobs import IdempotencyKey
-from services.api.views import Page, View, page
-from services.jobs import DesiredState, Job
+from services.api.submission.resubmission import Resent
+from services.api.views.checkpoint_views import checkpoints_of
+from services.api.views.store_views import Page, View, page
+from services.state.jobs import DesiredState, Job
 
 router = APIRouter(tags=["OpenAI client"], route_class=StrictRoute)
 
@@ -84,9 +85,7 @@ async def create(
         raise errors.invalid(problems(error, JobSpec, wanted)) from None
     is_repetition = x_stainless_retry_count > 0
     job_id = await Resent(context.redis).job_id(caller.name, wanted, is_repetition=is_repetition)
-    job = await submitting.submit(
-        context, spec, caller, key=idempotency_key, job_id=job_id, is_repetition=is_repetition
-    )
+    job = await submit.submit(context, spec, caller, key=idempotency_key, job_id=job_id, is_repetition=is_repetition)
     if job.id != job_id:
         response.headers["Idempotent-Replayed"] = "true"
     return facade_job(job)
@@ -97,7 +96,9 @@ async def list_jobs(
     query: Annotated[FacadeQuery, Query()], request: Request, context: ContextOf
 ) -> Page[FineTuningJob]:
     """Jobs, the newest first; `metadata[k]=v` selects."""
-    found = await _jobs(context, request.scope["caller"], query, labels.asked(request.query_params.multi_items()))
+    found = await _jobs(
+        context, request.scope["caller"], query, metadata_filter.asked(request.query_params.multi_items())
+    )
     return page([facade_job(job) for job in found], query.limit)
 
 
@@ -180,7 +181,11 @@ async def _jobs(
     while len(found) <= query.limit:
         some = await context.store.list_jobs(101, after, order="desc")
         for job in some:
-            if labels.fits(job, metadata) and caller.sees(job.owner) and not (published and job.policy_version is None):
+            if (
+                metadata_filter.fits(job, metadata)
+                and caller.sees(job.owner)
+                and not (published and job.policy_version is None)
+            ):
                 found.append(job)
         if len(some) < 101:
             break

@@ -8,10 +8,10 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from services.api.context import ContextOf
-from services.api.errors import ApiError
-from services.api.views import ReadyView
-from services.away import Away, AwayReason
+from services.api.http.context import ContextOf
+from services.api.http.errors import ApiError
+from services.api.views.store_views import ReadyView
+from services.state.away import Away, AwayReason
 
 router = APIRouter(tags=["operations"])
 

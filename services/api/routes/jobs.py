@@ -11,17 +11,18 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gspo_core.spec import JobSpec, spec_warnings
-from services.api import labels, submitting
-from services.api.access import Caller
-from services.api.context import ContextOf
-from services.api.environment_refs import pin
-from services.api.errors import ApiError, documented
-from services.api.etags import IfNoneMatch, tagged
-from services.api.presence import Presence
-from services.api.requests import StrictRoute
-from services.api.stored_specs import readable_spec
-from services.api.views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
-from services.jobs import CancelManner, DesiredState, Job, JobStatus, new_job_id
+from services.api.http import metadata_filter
+from services.api.http.access import Caller
+from services.api.http.context import ContextOf
+from services.api.http.errors import ApiError, documented
+from services.api.http.etags import IfNoneMatch, tagged
+from services.api.http.presence import Presence
+from services.api.http.requests import StrictRoute
+from services.api.http.stored_specs import readable_spec
+from services.api.submission import submit as submitting
+from services.api.submission.environment_refs import pin
+from services.api.views.store_views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
+from services.state.jobs import CancelManner, DesiredState, Job, JobStatus, new_job_id
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
 
@@ -57,7 +58,7 @@ class ListQuery(BaseModel):
     status: JobStatus | None = None
     """Only jobs in this state."""
 
-    _leave_labels = model_validator(mode="before")(labels.without_asked)
+    _leave_labels = model_validator(mode="before")(metadata_filter.without_asked)
 
 
 class CancelQuery(BaseModel):
@@ -104,7 +105,7 @@ async def submit(
 async def list_jobs(query: Annotated[ListQuery, Query()], request: Request, context: ContextOf) -> Page[JobView]:
     """Jobs by age; those of others only for admins. `metadata[NAME]=VALUE` selects by metadata."""
     caller: Caller = request.scope["caller"]
-    wanted = labels.asked(request.query_params.multi_items())
+    wanted = metadata_filter.asked(request.query_params.multi_items())
     if query.after is not None and query.before is not None:
         raise ApiError(400, "invalid_cursor", "after and before exclude each other", param="before")
     is_backwards = query.before is not None
@@ -114,7 +115,7 @@ async def list_jobs(query: Annotated[ListQuery, Query()], request: Request, cont
     while len(jobs) <= query.limit:
         some = await context.store.list_jobs(101, after, order=order)
         seen = [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]
-        jobs += [job for job in seen if labels.fits(job, wanted)]
+        jobs += [job for job in seen if metadata_filter.fits(job, wanted)]
         if len(some) < 101:
             break
         after = some[-1].id

@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from services.api.context import Context, ContextOf
-from services.api.errors import ApiError
-from services.api.key_ring import SCOPES, KeyRecord, KeyRing
-from services.api.paging import after_id
-from services.api.views import Page, View, page
+from services.api.http.context import Context, ContextOf
+from services.api.http.errors import ApiError
+from services.api.http.key_ring import SCOPES, KeyRecord, KeyRing
+from services.api.http.paging import after_id
+from services.api.views.store_views import Page, View, page
 
 router = APIRouter(prefix="/keys", tags=["keys"])
 

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from gspo_core.problems import near
-from services.api.context import ContextOf
-from services.api.errors import ApiError
-from services.api.views import MetricsView
+from services.api.http.context import ContextOf
+from services.api.http.errors import ApiError
+from services.api.views.store_views import MetricsView
 
 router = APIRouter(prefix="/jobs/{id}/metrics", tags=["metrics"])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from starlette.responses import FileResponse, RedirectResponse, Response
 
-from services.api.errors import ApiError
+from services.api.http.errors import ApiError
 
 router = APIRouter(include_in_schema=False)
 

@@ -9,13 +9,13 @@ from pydantic import JsonValue
 
 from gspo_core.live_settings import ChangeRefused, live_values, tuned
 from gspo_core.problems import Problem
-from services.api.context import ContextOf
-from services.api.errors import documented, invalid
-from services.api.etags import IfMatch, require_match, tagged
-from services.api.requests import StrictRoute
-from services.api.stored_specs import spec_of
-from services.api.views import JobView, job_view
-from services.refusals import Conflict
+from services.api.http.context import ContextOf
+from services.api.http.errors import documented, invalid
+from services.api.http.etags import IfMatch, require_match, tagged
+from services.api.http.requests import StrictRoute
+from services.api.http.stored_specs import spec_of
+from services.api.views.store_views import JobView, job_view
+from services.state.refusals import Conflict
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
 

@@ -17,11 +17,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from services.api.context import Context, ContextOf
-from services.api.presence import ROLES
-from services.away import Away, AwayReason
-from services.fleet_records import WorkerRecord
-from services.jobs import Job, JobStatus
+from services.api.http.context import Context, ContextOf
+from services.api.http.presence import ROLES
+from services.state.away import Away, AwayReason
+from services.state.fleet_records import WorkerRecord
+from services.state.jobs import Job, JobStatus
 
 Family = GaugeMetricFamily | CounterMetricFamily
 router = APIRouter(tags=["operations"])

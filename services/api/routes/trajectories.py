@@ -18,15 +18,23 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.codec import decode, encode
 from gspo_core.types import EpisodeKey, Split
-from services.api.access import Caller
-from services.api.context import Context, ContextOf
-from services.api.errors import ApiError, documented
-from services.api.pushed import MAX_ITEMS, PushedTrajectory, Reason, Refused, Rules, pieces, vocab_size_of
-from services.api.requests import StrictRoute
-from services.api.stored_specs import spec_of
-from services.api.views import View
-from services.bus import Append, Conflict, EpisodeLease, EpisodeView, Fenced, Gap, Stage
-from services.jobs import Job
+from services.api.http.access import Caller
+from services.api.http.context import Context, ContextOf
+from services.api.http.errors import ApiError, documented
+from services.api.http.requests import StrictRoute
+from services.api.http.stored_specs import spec_of
+from services.api.submission.trajectories import (
+    MAX_ITEMS,
+    PushedTrajectory,
+    Reason,
+    Refused,
+    Rules,
+    pieces,
+    vocab_size_of,
+)
+from services.api.views.store_views import View
+from services.state.jobs import Job
+from services.state.queue import Append, Conflict, EpisodeLease, EpisodeView, Fenced, Gap, Stage
 
 router = APIRouter(prefix="/jobs/{id}", tags=["trajectories"], route_class=StrictRoute)
 

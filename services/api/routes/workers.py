@@ -9,12 +9,12 @@ import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.api.context import ContextOf
-from services.api.errors import FINAL, ApiError, documented
-from services.api.paging import after_id
-from services.api.presence import Member
-from services.api.views import Page, View, page
-from services.drains import Drains
+from services.api.http.context import ContextOf
+from services.api.http.errors import FINAL, ApiError, documented
+from services.api.http.paging import after_id
+from services.api.http.presence import Member
+from services.api.views.store_views import Page, View, page
+from services.state.drains import Drains
 
 router = APIRouter(prefix="/workers", tags=["workers"])
 

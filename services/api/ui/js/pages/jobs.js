@@ -61,5 +61,5 @@ async function curve(job, signal) {
 
 function nothing(chosen) {
   if (chosen) return empty(`No job is ${chosen}`, "Choose another state above.");
-  return empty("No jobs yet", "Submit one, and its curves appear here while it learns.", h("pre", {}, "gspo submit services/local/demo_job.yaml"));
+  return empty("No jobs yet", "Submit one, and its curves appear here while it learns.", h("pre", {}, "gspo submit examples/demo/job.yaml"));
 }

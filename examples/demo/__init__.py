@@ -1,0 +1,1 @@
+"""The demo: a small model that learns to use a tool, from nothing, on this machine."""

@@ -1,0 +1,51 @@
+"""What a demo model is taught before its demo: lessons of one environment, and how many of which.
+
+Rule: a course knows training tasks only. It makes messages and tokenizes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from examples.demo import tokenizer
+from gspo_core.chat import Message
+
+Task = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Course:
+    environment: str
+    tasks: Sequence[Task]
+    ask: Callable[[Task], str]
+    """The question of a task, as the environment puts it."""
+    demonstrate: Callable[[Task, Any, random.Random], list[Message]]
+    """What follows a question, with mistakes as often as the second argument says."""
+    practise: Callable[[Task, random.Random], tuple[Task, list[Message]]]
+    """A skill alone: a task, which may be a made-up one, and what follows its question."""
+    mistakes: Any
+    num_practice: int
+    """Steps of the skill alone: with no mistakes and no system prompt in the way, copying is learned several times as
+    fast."""
+    num_whole: int
+    """Then steps of the same behind the system prompt, as episodes are."""
+    num_noisy: int
+    """Then steps of the habits."""
+    exam_step: int
+    """Step after which a start whose loss is above ``exam_loss`` is given up; within the practice."""
+    exam_loss: float
+    sources: tuple[Path, ...]
+    """Files that decide about its lessons."""
+    words: str = tokenizer.WORDS
+    """Pattern of what the tokenizer may take as one, beside digits."""
+    max_vocab_size: int = tokenizer.MAX_VOCAB_SIZE
+    spelled_from_practice: bool = False
+    """Whether the tokenizer sees practice instead of demonstrations, so that the world's own names are no tokens."""
+
+    @property
+    def num_steps(self) -> int:
+        return self.num_practice + self.num_whole + self.num_noisy

@@ -1,0 +1,1 @@
+"""What every request passes: access, errors, repeats, limits, streams; and what routes work with."""

@@ -1,0 +1,192 @@
+"""Who may use the API, and for what.
+
+One rule: whatever is not listed as open needs a key with the scope of its route, unless no key is configured, which is
+allowed on loopback only. Without keys the caller must also be a program of this machine and not a web page in its
+browser: names that only point at loopback, and requests of other origins, are refused. Keys are never stored, logged or
+compared in the clear. Who is no admin sees only what is its own; the rest is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.api.http.errors import ApiError, error_response
+from services.api.http.key_ring import KeyRing
+from services.api.http.limits import RateLimit
+
+# Health says nothing about jobs; the document of the routes is the same for everyone.
+# The pages are an empty shell, the same for everyone; what they show they ask the API for, with the key of who looks.
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/metrics", "/", "/ui", "/docs"})
+OPEN_FOLDER = "/ui/"
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+ANONYMOUS = "local"
+
+
+class AccessRefused(ValueError):
+    """The settings would open the API to more than its rule allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. ``name`` is safe to log."""
+
+    name: str
+    owner: str
+    """Jobs that it submits belong to this one."""
+    scopes: frozenset[str]
+
+    @property
+    def is_admin(self) -> bool:
+        return "admin" in self.scopes
+
+    def may(self, scope: str) -> bool:
+        return self.is_admin or scope in self.scopes
+
+    def sees(self, owner: str) -> bool:
+        """Whether a job of this owner is there for it."""
+        return self.is_admin or owner == self.owner
+
+
+LOCAL = Caller(ANONYMOUS, "", frozenset({"admin"}))
+
+
+class Access:
+    """The configured keys, as digests: they may do everything. Further ones, with scopes, are on the key ring."""
+
+    def __init__(self, keys: Iterable[str] = (), ring: KeyRing | None = None, *, may_be_open: bool = True) -> None:
+        """``may_be_open``: only this machine can ask, so that no key need be there."""
+        self._digests = tuple(_digest(key) for key in keys)
+        self._ring = ring
+        self._may_be_open = may_be_open
+
+    @property
+    def is_open(self) -> bool:
+        """No key was ever made: whoever asks may do everything. Keys that have ended open nothing."""
+        return self._may_be_open and not self._digests and not (self._ring and self._ring.was_used())
+
+    @property
+    def has_keys(self) -> bool:
+        """That are good for something now."""
+        return bool(self._digests or (self._ring and self._ring.valid()))
+
+    def caller(self, headers: Headers) -> Caller:
+        """Who asks; raises ApiError 401."""
+        if self.is_open:
+            return LOCAL
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _unauthorized("missing_key", "send a key: Authorization: Bearer KEY")
+        digest = _digest(key.strip())
+        # Every key is compared, so that the time tells nothing about which one came close.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        record = self._ring.find(key.strip()) if self._ring else None
+        if any(matches):
+            return Caller(digest.hex()[:12], "", frozenset({"admin"}))
+        if record is None:
+            raise _unauthorized("invalid_key", "this key is not known")
+        return Caller(record.id, record.owner, frozenset(record.scopes))
+
+
+def needed_scope(method: str, path: str) -> str:
+    """What a key must be good for."""
+    if path.startswith("/v1/keys") or (path.startswith(("/v1/workers", "/v1/engines")) and method not in READING):
+        return "admin"
+    if _EPISODES.match(path):
+        return "episodes:read"
+    if path.startswith("/v1/environments") and method not in READING:
+        return "env:upload" if path == "/v1/environments/uploads" else "envs:write"
+    return "jobs:read" if method in READING else "jobs:write"
+
+
+_EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes)([/.]|$)")
+
+
+def require_safe_bind(host: str, access: Access) -> None:
+    """Raises AccessRefused for an address that others can reach, unless there are keys."""
+    if not access.has_keys and not is_loopback(host):
+        raise AccessRefused(
+            f"GSPO_API_HOST={host} can be reached by others, but GSPO_API_KEYS is empty: anyone could submit jobs, "
+            "which run code. Set GSPO_API_KEYS, or bind 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class AccessMiddleware:
+    """Refuses before a route or a body is looked at; leaves the caller in the request's scope."""
+
+    def __init__(self, app: ASGIApp, access: Access, limit: RateLimit) -> None:
+        self._app = app
+        self._access = access
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
+            try:
+                self._admit(scope)
+            except ApiError as error:
+                await error_response(error, scope.get("request_id"))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        _refuse_foreign_pages(headers, must_be_local=self._access.is_open)
+        caller = self._access.caller(headers)
+        scope["caller"], scope["credential"] = caller, caller.name
+        needed = needed_scope(scope["method"], scope["path"])
+        if not caller.may(needed):
+            raise ApiError(403, "scope_required", f"this key lacks the scope {needed}")
+        wait_s = 0 if caller is LOCAL else self._limit.wait_s(caller.name)
+        if wait_s:
+            message = f"this key asks too often; go on in {wait_s} s"
+            raise ApiError(429, "too_many_requests", message, headers={"Retry-After": str(wait_s)})
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def _refuse_foreign_pages(headers: Headers, *, must_be_local: bool) -> None:
+    host = headers.get("host", "")
+    if must_be_local and _parts(f"//{host}")[0] not in LOCAL_NAMES:
+        raise ApiError(
+            403, "host_not_allowed", f"without keys this API answers on loopback names only, not as {host[:100]!r}"
+        )
+    origin = headers.get("origin")
+    if origin is not None and _parts(origin)[1] != host:
+        raise ApiError(403, "origin_not_allowed", "web pages of other origins may not use this API")
+
+
+def _parts(url: str) -> tuple[str, str]:
+    """Name and network location of an address, empty for what is none."""
+    try:
+        parts = urlsplit(url)
+        return (parts.hostname or "").lower(), parts.netloc
+    except ValueError:
+        return "", ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _unauthorized(code: str, message: str) -> ApiError:
+    return ApiError(401, code, message, headers={"WWW-Authenticate": "Bearer"})

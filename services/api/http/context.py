@@ -1,0 +1,81 @@
+"""What the routes work with: made once when the application starts, handed to each route, global nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from gspo_core.outbound import Network
+from services.api.http.key_ring import KeyRing
+from services.api.http.presence import Presence
+from services.api.http.sse import PING_S
+from services.api.http.traffic import Traffic
+from services.api.views.codecs import Codecs
+from services.api.views.event_tails import Tails
+from services.api.views.exports import Exports
+from services.api.views.history import History
+from services.files.job_dir import JobsDir
+from services.hosts.registry import Registry
+from services.state.client import RedisClient
+from services.state.kept_replies import Replies
+from services.state.queue import Bus
+from services.state.store import Store
+from services.state.worker_requests import Errands
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What the API reads and writes: the control plane, the queue, and the files that all processes share."""
+
+    store: Store
+    bus: Bus
+    jobs_dir: JobsDir
+    redis: RedisClient
+    registry: Registry | None = None
+    """None: nothing can be registered."""
+    networks: tuple[Network, ...] = ()
+    """Where registered URLs may lead, besides public addresses."""
+    may_upload: bool = False
+    news: Store | None = None
+    """What waits for events, on connections of its own, since each that waits holds one; None: ``store``."""
+
+
+OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]
+
+
+@dataclass(frozen=True)
+class Context:
+    store: Store
+    bus: Bus
+    history: History
+    codecs: Codecs
+    stopping: asyncio.Event
+    """Set when the process is about to end; streams end soon after."""
+    presence: Presence
+    tails: Tails
+    traffic: Traffic
+    ring: KeyRing | None
+    """None: the only keys are those of the settings."""
+    errands: Errands
+    exports: Exports
+    redis: RedisClient
+    replies: Replies
+    registry: Registry | None = None
+    networks: tuple[Network, ...] = ()
+    may_upload: bool = False
+    clock: Callable[[], float] = time.monotonic
+    ping_s: float = PING_S
+
+
+async def _context(request: Request) -> Context:
+    # A coroutine: the framework runs plain functions in a thread, each time.
+    return cast(Context, request.app.state.context)
+
+
+ContextOf = Annotated[Context, Depends(_context)]

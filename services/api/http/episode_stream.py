@@ -1,0 +1,88 @@
+"""An episode as server-sent events, turn by turn while it is played.
+
+One rule: the position of a client is the attempt and the number of tokens that it has seen, so any API process can go
+on for any other, and what is sent is what lies in the queue or in the batch log. A turn that grows is sent again as a
+whole, under a higher position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from services.api.http.sse import RETRY_MS, frame
+from services.api.views.episode_views import EpisodeDetail
+from services.api.views.history import EpisodeNotKept, GroupNotKept
+from services.state.away import Away
+
+_POSITION = re.compile(r"([0-9]{1,9})-([0-9]{1,12})")
+# How soon a segment that was appended is shown.
+LOOK_S = 0.3
+_OVER = frozenset({"done", "given_up", "trained"})
+
+Position = tuple[int, int]
+Look = Callable[[], Awaitable[Any]]
+"""Something that differs when the episode has changed."""
+Read = Callable[[], Awaitable[EpisodeDetail]]
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    type: str
+    data: dict[str, Any]
+    id: str = ""
+
+
+def parse_position(text: str) -> Position | None:
+    """None for what is no position."""
+    match = _POSITION.fullmatch(text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def happenings(detail: EpisodeDetail, after: Position | None) -> Iterator[Happening]:
+    """What a client does not know that has seen everything up to ``after``."""
+    if after is not None and detail.attempt > after[0]:
+        yield Happening("attempt", {"attempt": detail.attempt}, f"{detail.attempt}-0")
+    known = after[1] if after is not None and after[0] == detail.attempt else 0
+    for turn in detail.turns:
+        if turn["end_token"] > known:
+            yield Happening("turn", turn, f"{detail.attempt}-{turn['end_token']}")
+    if detail.status in _OVER:
+        outcome = {name: getattr(detail, name) for name in ("status", "stop_reason", "reward", "reward_parts")}
+        yield Happening("outcome", outcome)
+
+
+async def frames(
+    read: Read, look: Look, stopping: asyncio.Event, clock: Callable[[], float], after: Position | None, ping_s: float
+) -> AsyncIterator[bytes]:
+    """Until the episode is over, or is gone."""
+    yield b"retry: %d\n\n" % RETRY_MS
+    seen: Any = None
+    quiet_since = clock()
+    with contextlib.suppress(Away):
+        while not stopping.is_set():
+            now = await look()
+            if seen is None or now != seen:
+                seen = now
+                try:
+                    detail = await read()
+                except (EpisodeNotKept, GroupNotKept) as error:
+                    yield frame("gone", {"message": str(error)}) + frame("end", {})
+                    return
+                for one in happenings(detail, after):
+                    yield frame(one.type, one.data, one.id or None)
+                    after = parse_position(one.id) or after
+                    quiet_since = clock()
+                after = after or (detail.attempt, 0)
+                if detail.status in _OVER:
+                    yield frame("end", {})
+                    return
+            if clock() - quiet_since >= ping_s:
+                quiet_since = clock()
+                yield b": ping\n\n"
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), LOOK_S)

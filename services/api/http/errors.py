@@ -1,0 +1,182 @@
+"""Every error in one shape, whoever found it: a route, the framework, the store.
+
+One rule: an error says what is wrong in a `code` for programs, a `message` for people and, where there is one, the
+`param` that is to blame. Nothing of the inside (traces, keys, addresses) is told. It decides no status for a route.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from gspo_core.problems import MAX_PROBLEMS, Problem, problems_of, spell
+from gspo_core.spec import JobSpec
+from services.api.http.unavailable import unavailable
+from services.api.views.history import EpisodeNotKept, GroupNotKept
+from services.files.batch_log import DamagedBatchLog
+from services.hosts.registry import EnvironmentNotFound
+from services.state.keys import InvalidJobId
+from services.state.store import IllegalTransition, InvalidCursor, JobConflict, JobNotFound
+
+TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    412: "conflict_error",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "unavailable_error",
+}
+# What clients that retry conflicts by themselves must be told: repeating this one changes nothing.
+FINAL = {"x-should-retry": "false"}
+RETRY_AFTER_S = 1
+
+
+class ApiError(HTTPException):
+    """An answer that is an error; raised anywhere below a route."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        errors: Sequence[Problem] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.code = code
+        self.param = param
+        self.errors = tuple(errors)
+
+
+class ErrorBody(BaseModel):
+    """What is wrong."""
+
+    type: str
+    code: str
+    message: str
+    param: str | None
+    request_id: str | None
+    retry_after_s: float | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer with a status of 400 and above."""
+
+    error: ErrorBody
+
+
+def error_response(error: ApiError, request_id: str | None) -> Response:
+    """The one shape."""
+    headers = dict(error.headers or {})
+    retry_after = headers.get("Retry-After")
+    body: dict[str, Any] = {
+        "type": TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error"),
+        "code": error.code,
+        "message": error.detail,
+        "param": error.param,
+        "request_id": request_id,
+        "retry_after_s": float(retry_after) if retry_after else None,
+    }
+    if len(error.errors) > 1:
+        body["errors"] = [{"code": one.code, "message": one.message, "param": one.key or None} for one in error.errors]
+    # Lone surrogates can come in with a request; they must not break the answer that complains about them.
+    content = json.dumps({"error": body}).encode()
+    return Response(content, error.status_code, headers, "application/json")
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For the document of a route: these statuses answer in the one shape."""
+    return {status: {"model": ErrorAnswer} for status in statuses}
+
+
+def invalid(found: Sequence[Problem]) -> ApiError:
+    """422 for values that are not what they should be."""
+    first = found[0]
+    return ApiError(422, first.code, first.message, param=first.key or None, errors=found)
+
+
+def internal() -> ApiError:
+    """500: the request id is all that a caller can use."""
+    return ApiError(500, "internal", "something broke inside the service; the log has it under this request id")
+
+
+def install(app: FastAPI) -> None:
+    """Gives what the framework refuses the one shape; all other errors pass up to `services.api.http.requests`."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            error = _from_validation(error, request.url.path)
+        return error_response(translate(error), request.scope.get("request_id"))
+
+    for kind in (HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer)
+
+
+def translate(error: Exception) -> ApiError:
+    """The answer to an error that is not an answer yet."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return _from_framework(error)
+    later = unavailable(error)
+    if later is not None:
+        return ApiError(503, later.code, later.message, headers={"Retry-After": str(RETRY_AFTER_S)})
+    for kind, (status, code, param) in _TRANSLATED.items():
+        if isinstance(error, kind):
+            return ApiError(status, code, str(error), param=param, headers=FINAL if status == 409 else None)
+    return internal()
+
+
+_TRANSLATED: Mapping[type[Exception], tuple[int, str, str | None]] = {
+    JobNotFound: (404, "job_not_found", "id"),
+    InvalidJobId: (404, "job_not_found", "id"),
+    JobConflict: (409, "idempotency_conflict", "Idempotency-Key"),
+    IllegalTransition: (409, "invalid_transition", None),
+    InvalidCursor: (400, "invalid_cursor", "after"),
+    EnvironmentNotFound: (404, "environment_not_found", "environment"),
+    GroupNotKept: (404, "group_not_found", "group"),
+    EpisodeNotKept: (404, "episode_not_found", "member"),
+    DamagedBatchLog: (404, "batch_log_damaged", None),
+}
+
+
+def _from_framework(error: HTTPException) -> ApiError:
+    known = {
+        404: ("route_not_found", "there is no such route"),
+        405: ("method_not_allowed", "this route does not take that method"),
+    }
+    code, message = known.get(error.status_code, ("invalid_request", str(error.detail)))
+    return ApiError(error.status_code, code, message, headers=error.headers)
+
+
+def _untagged(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Below `source` the validator adds the kind of the source, which nobody wrote there."""
+    return (loc[0], *loc[2:]) if len(loc) > 2 and loc[0] == "source" else loc
+
+
+def _from_validation(error: RequestValidationError, path: str) -> ApiError:
+    """What is no body is a flat set of parameters."""
+    reports = list(error.errors())
+    in_body = [{**report, "loc": _untagged(report["loc"][1:])} for report in reports if report["loc"][0] == "body"]
+    if in_body:
+        # Names that may have been meant are known of job specifications only.
+        return invalid(problems_of(in_body, JobSpec if path.startswith("/v1/jobs") else BaseModel, error.body))
+    found = []
+    for report in reports[:MAX_PROBLEMS]:
+        name = spell(report["loc"][1:])
+        if report["type"] == "extra_forbidden":
+            found.append(Problem("unknown_parameter", report["loc"][1:], f"{name} is not a parameter of this route"))
+        else:
+            found.append(Problem("validation_failed", report["loc"][1:], f"{name}: {report['msg']}"))
+    return invalid(found)

@@ -1,0 +1,45 @@
+"""`ETag`, `If-Match` and `If-None-Match` of things that change.
+
+Rule: a tag is a version, which is what people change, and a digest of all that can be seen. `If-Match` asks about the
+version alone: a job that has taken a step meanwhile is still the job whose settings somebody has looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+from fastapi import Header, Response
+from pydantic import BaseModel
+
+from services.api.http.errors import FINAL, ApiError
+
+_Tags = Header(max_length=2000, description="Tags of the thing, as an answer's `ETag` said, or `*`.")
+IfMatch = Annotated[str | None, _Tags]
+IfNoneMatch = Annotated[str | None, _Tags]
+
+
+def tag_of(version: str | int, body: bytes) -> str:
+    return f'"{version}.{hashlib.sha256(body).hexdigest()[:16]}"'
+
+
+def tagged(view: BaseModel, version: str | int, if_none_match: str | None = None) -> Response:
+    """The view with its tag, or 304 without a body for who has it."""
+    body = view.model_dump_json().encode()
+    tag = tag_of(version, body)
+    if if_none_match is not None and (if_none_match.strip() == "*" or tag in _listed(if_none_match)):
+        return Response(status_code=304, headers={"ETag": tag})
+    return Response(body, headers={"ETag": tag}, media_type="application/json")
+
+
+def require_match(if_match: str | None, version: str | int) -> None:
+    """Raises ApiError 412: somebody has changed it meanwhile."""
+    if if_match is None or if_match.strip() == "*":
+        return
+    if not any(tag.startswith(f'"{version}.') for tag in _listed(if_match)):
+        message = "it is not what If-Match says any more; look at it again, and decide"
+        raise ApiError(412, "precondition_failed", message, param="If-Match", headers=FINAL)
+
+
+def _listed(tags: str) -> list[str]:
+    return [tag.strip().removeprefix("W/") for tag in tags.split(",")]

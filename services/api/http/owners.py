@@ -1,0 +1,20 @@
+"""What belongs to others is not there: one check in front of every route that names a job."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+from services.api.http.access import Caller
+from services.api.http.context import Context
+from services.state.jobs import JobNotFound
+
+
+async def own_job(request: Request) -> None:
+    """Routes name a job as `id` or `job`. Raises JobNotFound, as if it did not exist."""
+    caller: Caller = request.scope["caller"]
+    job = request.path_params.get("id") or request.path_params.get("job")
+    if job is None or caller.is_admin:
+        return
+    context: Context = request.app.state.context
+    if not caller.sees((await context.store.get_job(job)).owner):
+        raise JobNotFound(job)

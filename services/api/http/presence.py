@@ -1,0 +1,87 @@
+"""Which of the registered processes are alive, as far as this process has seen.
+
+One rule: a process is gone when its counter was seen standing still for a whole lease on our own clock; one that was
+not watched for long enough counts as alive. It takes nothing away and decides only what people are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from services.process.cancelling import cancel_all
+from services.state.away import Away
+from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
+from services.state.leases import BeatWatch
+from services.state.store import Store
+
+LOOKS_PER_LEASE = 5
+Role = Literal["trainer", "rollout", "engine"]
+ROLES: tuple[Role, ...] = ("trainer", "rollout", "engine")
+AnyRecord = TrainerRecord | WorkerRecord | EngineRecord
+
+
+@dataclass(frozen=True)
+class Member:
+    """A registered process."""
+
+    record: AnyRecord
+    is_alive: bool
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def role(self) -> Role:
+        match self.record:
+            case TrainerRecord():
+                return "trainer"
+            case WorkerRecord():
+                return "rollout"
+        return "engine"
+
+    @property
+    def draining(self) -> bool:
+        """It was asked to leave, or to be left alone, and its record says so."""
+        return not isinstance(self.record, TrainerRecord) and self.record.draining
+
+
+class Presence:
+    def __init__(self, store: Store, lease_s: float, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._watch = BeatWatch(lease_s, clock)
+        self._looking: asyncio.Task[list[Member]] | None = None
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            with contextlib.suppress(Away):
+                await self.members()
+            await asyncio.sleep(self._lease_s / LOOKS_PER_LEASE)
+
+    async def members(self) -> list[Member]:
+        """Every registered process. Callers that ask at the same time share one answer."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="looking at processes")
+            # The callers may be gone when it fails.
+            self._looking.add_done_callback(lambda looking: looking.cancelled() or looking.exception())
+        return await asyncio.shield(self._looking)
+
+    async def close(self) -> None:
+        """No call is waiting for an answer any more."""
+        if self._looking is not None:
+            await cancel_all([self._looking], again_after_s=0.1)
+
+    async def _look(self) -> list[Member]:
+        found = await self._store.processes()
+        records: list[AnyRecord] = [*found.trainers, *found.workers, *found.engines]
+        return [self._seen(record) for record in records]
+
+    def _seen(self, record: AnyRecord) -> Member:
+        is_gone = self._watch.stands_still((type(record), record.id), record.beats)
+        return Member(record, not is_gone)

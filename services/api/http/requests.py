@@ -1,0 +1,132 @@
+"""What happens to every request, whatever its route: an id, a log line, and a body that is read with care.
+
+One rule: nothing that a caller sends can make the service read without bound, or understand a text in two ways; and no
+failure of ours leaves without an answer in the one shape and a line in the log under the same id.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gspo_core.spec_file import strict_json
+from services.api.http.audit import Audit
+from services.api.http.errors import ApiError, error_response, translate
+from services.api.http.traffic import Traffic
+from services.process.telemetry import get_logger
+from services.state.jobs import new_job_id
+
+# A job specification is a page of text; this is a hundred of them.
+MAX_BODY_BYTES = 1 << 20
+
+
+class RequestMiddleware:
+    """Names each request, logs it when it is over, and answers for what nobody below answered for."""
+
+    def __init__(self, app: ASGIApp, traffic: Traffic, audit: Audit | None) -> None:
+        self._app = app
+        self._traffic = traffic
+        self._audit = audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope["request_id"] = _new_request_id()
+        started, status = time.monotonic(), 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            answer = translate(error)
+            if answer.status_code == 500:
+                # As plain text: renderers that show local variables would show the headers, and keys with them.
+                trace = "".join(traceback.format_exception(error))
+                get_logger().error("request failed", request_id=request_id, path=scope["path"], trace=trace)
+            if status:  # half an answer is out; only the end of the connection can tell
+                raise
+            await error_response(answer, request_id)(scope, receive, send_named)
+        finally:
+            seconds = time.monotonic() - started
+            self._traffic.count(scope, status, seconds)
+            if self._audit is not None:
+                await self._audit.note(scope, request_id, status)
+            _log(scope, request_id, status, seconds)
+
+
+def _new_request_id() -> str:
+    return "req_" + new_job_id(time.time()).removeprefix("job_")
+
+
+def _log(scope: Scope, request_id: str, status: int, seconds: float) -> None:
+    # Reading is the daily noise of pollers; what changes something, or fails, is kept.
+    is_noise = scope["method"] in ("GET", "HEAD") and 0 < status < 500
+    log = get_logger().debug if is_noise else get_logger().info
+    log(
+        "request",
+        request_id=request_id,
+        method=scope["method"],
+        path=scope["path"],
+        status=status,
+        duration_ms=round(seconds * 1000, 1),
+        credential=scope.get("credential"),
+    )
+
+
+class StrictRoute(APIRoute):
+    """A route whose body is bounded, strict JSON, sent as such."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+class _StrictRequest(Request):
+    async def body(self) -> bytes:
+        if not hasattr(self, "_bounded"):
+            self._bounded = await self._read()
+        return self._bounded
+
+    async def json(self) -> Any:
+        try:
+            return strict_json.parse(await self.body())
+        except strict_json.TextRejected as error:
+            where = f" (line {error.line}, column {error.column})" if error.line else ""
+            raise ApiError(400, "invalid_json", f"the body is not JSON: {error}{where}") from None
+
+    async def _read(self) -> bytes:
+        data = await read_bounded(self, ("application/json",), MAX_BODY_BYTES)
+        if not data:
+            raise ApiError(400, "invalid_json", "the body is empty; JSON is needed")
+        return data
+
+
+async def read_bounded(request: Request, kinds: Sequence[str], most_bytes: int) -> bytes:
+    """A body of one of the media types. Raises ApiError 413, 415."""
+    # A page in a browser can send other types than ours to any address without asking.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() not in kinds:
+        raise ApiError(415, "unsupported_media_type", f"send the body with Content-Type: {' or '.join(kinds)}")
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > most_bytes:
+            raise ApiError(413, "body_too_large", f"a body has at most {most_bytes} bytes here")
+        chunks.append(chunk)
+    return b"".join(chunks)

@@ -1,0 +1,29 @@
+"""The specification of a job as it was accepted, perhaps by another release than this one.
+
+Rule: what this release cannot read breaks no answer that does not need it.
+"""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from gspo_core.spec import JobSpec
+from services.api.http.errors import ApiError
+from services.state.jobs import Job
+
+
+def spec_of(job: Job) -> JobSpec:
+    """Raises ApiError 422."""
+    found = readable_spec(job)
+    if found is None:
+        message = f"the specification of {job.id} is of another release, which this one cannot read"
+        raise ApiError(422, "validation_failed", message)
+    return found
+
+
+def readable_spec(job: Job) -> JobSpec | None:
+    """None: it is of another release."""
+    try:
+        return JobSpec.model_validate(job.spec_data)
+    except ValidationError:
+        return None

@@ -1,0 +1,1 @@
+"""What callers send in, judged and translated: jobs, environments of jobs, trajectories."""

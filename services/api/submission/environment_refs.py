@@ -1,0 +1,73 @@
+"""The environments of a submitted job: registered ones pinned to a version, addresses judged.
+
+Rule: a job that is accepted names versions that exist, that its caller may see and that were not found unfit; what it
+stores is `name@version`, so that nothing registered later changes it. A URL in the config of a class that it names by
+itself is judged as one that is registered; its host judges every address again when it connects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from gspo_core.outbound import Network
+from gspo_core.spec import EnvironmentSpec, JobSpec
+from services.api.http.access import Caller
+from services.api.http.errors import ApiError
+from services.hosts.named_urls import AddressNamed, Share, check_urls
+from services.hosts.registry import EnvironmentNotFound, Registry
+from services.state.jobs import Job
+
+Spec = TypeVar("Spec", bound=JobSpec)
+
+
+def pin(spec: Spec, registry: Registry | None, caller: Caller, networks: Sequence[Network]) -> Spec:
+    """Reads files and asks a resolver: call it in a thread, unless there is nothing of the kind."""
+    entries, share = [], Share()
+    for index, entry in enumerate(spec.environments):
+        param = f"environments[{index}]"
+        if ":" in entry.ref:
+            _judge(entry, param, networks, share)
+            entries.append(entry)
+        else:
+            entries.append(_pinned(param, entry, registry, caller))
+    return spec.model_copy(update={"environments": tuple(entries)})
+
+
+def pinned_as(spec: Spec, held: Job) -> Spec:
+    """With the versions of a job that was accepted before, where both name the same environments."""
+    refs = [str(entry.get("ref")) for entry in held.spec_data.get("environments", ())]
+    if len(refs) != len(spec.environments):
+        return spec
+    entries = [
+        entry.model_copy(update={"ref": ref}) if ref.startswith(f"{entry.ref}@") else entry
+        for entry, ref in zip(spec.environments, refs, strict=True)
+    ]
+    return spec.model_copy(update={"environments": tuple(entries)})
+
+
+def _judge(entry: EnvironmentSpec, param: str, networks: Sequence[Network], share: Share) -> None:
+    try:
+        check_urls(entry.config, networks, share)
+    except AddressNamed as error:
+        message = f"{error} (GSPO_OUTBOUND_NETWORKS)"
+        raise ApiError(422, "address_refused", message, param=f"{param}.{error.where}") from None
+
+
+def _pinned(param: str, entry: EnvironmentSpec, registry: Registry | None, caller: Caller) -> EnvironmentSpec:
+    try:
+        if registry is None:
+            raise EnvironmentNotFound(entry.ref)
+        one = registry.get(entry.ref)
+        if one.owner and not caller.sees(one.owner):
+            raise EnvironmentNotFound(entry.ref)
+    except EnvironmentNotFound as error:
+        raise ApiError(422, "environment_not_found", str(error), param=f"{param}.ref") from None
+    if entry.config:
+        message = f"{one.id} has its own config; register another version to change it"
+        raise ApiError(422, "validation_failed", message, param=f"{param}.config")
+    report = registry.report(one)
+    if report is not None and not report["ok"]:
+        message = f"{one.id} was examined and refused; GET /v1/environments/{one.id} says why"
+        raise ApiError(422, "environment_invalid", message, param=f"{param}.ref")
+    return entry.model_copy(update={"ref": one.id})

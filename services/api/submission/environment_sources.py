@@ -1,0 +1,138 @@
+"""Where an environment comes from, as a caller says it, and what a host loads for it.
+
+Rule: every address that a caller names is judged before it is kept. Nothing is imported and nothing is connected to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+
+from gspo_core.job_spec import FreeForm
+from gspo_core.outbound import MAX_URL_CHARS, Network, check_url
+from services.hosts.named_urls import check_urls, urls_in
+
+
+def _of_a_module(ref: str) -> str:
+    if ref.partition(":")[0].endswith(".py"):
+        raise ValueError("files are uploaded; a reference names a module that is installed")
+    return ref
+
+
+ImportString = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$", max_length=512),
+    AfterValidator(_of_a_module),
+]
+Url = Annotated[str, StringConstraints(min_length=1, max_length=MAX_URL_CHARS)]
+Tasks = Annotated[list[dict[str, JsonValue]], Field(max_length=10_000)]
+
+
+class _Source(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    config: FreeForm = Field(default_factory=dict)
+    """Further keyword arguments of the class or of the adapter."""
+
+
+class ReferenceSource(_Source):
+    """A class that is installed where the rollout workers run."""
+
+    type: Literal["reference"]
+    ref: ImportString
+    """`package.module:Class`."""
+
+
+class OpenEnvSource(_Source):
+    """A world behind an OpenEnv server."""
+
+    type: Literal["openenv"]
+    url: Url
+    """The address of its WebSocket, `wss://HOST/ws`."""
+
+
+class McpSource(_Source):
+    """The tools of an MCP server, with tasks and a reward of our own."""
+
+    type: Literal["mcp"]
+    url: Url
+    reward: ImportString
+    """A function of the workers' installation: `package.module:function`."""
+    tasks: Tasks
+    """Each with a `prompt`."""
+    eval_tasks: Tasks = []
+
+
+class GymSource(_Source):
+    """A Gymnasium environment with a discrete action space."""
+
+    type: Literal["gym"]
+    id: Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+
+class ReasoningGymSource(_Source):
+    """A data set of reasoning-gym."""
+
+    type: Literal["reasoning_gym"]
+    dataset: Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+
+Source = Annotated[
+    ReferenceSource | OpenEnvSource | McpSource | GymSource | ReasoningGymSource, Field(discriminator="type")
+]
+SOURCES = ("reference", "openenv", "mcp", "gym", "reasoning_gym")
+
+
+@dataclass(frozen=True, slots=True)
+class Loadable:
+    ref: str
+    config: dict[str, Any]
+    url: str | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        """It reaches what somebody has named."""
+        return self.url is not None or any(urls_in(self.config))
+
+
+class ConfigRefused(ValueError):
+    """The further arguments repeat, or replace, what the source says."""
+
+
+def loadable(source: Source) -> Loadable:
+    """Raises ConfigRefused."""
+    own: dict[str, Any]
+    match source:
+        case ReferenceSource():
+            return Loadable(source.ref, dict(source.config))
+        case OpenEnvSource():
+            ref, own = "environments.adapters.openenv:OpenEnv", {"url": source.url}
+        case McpSource():
+            ref, own = (
+                "environments.adapters.mcp:Mcp",
+                source.model_dump(include={"url", "reward", "tasks", "eval_tasks"}),
+            )
+            # A command would be run on the workers' machine.
+            _refuse(source.config, ("command",))
+        case GymSource():
+            ref, own = "environments.adapters.gym:gym", {"id": source.id}
+        case ReasoningGymSource():
+            ref, own = "environments.adapters.reasoning_gym:ReasoningGym", {"name": source.dataset}
+    _refuse(source.config, tuple(own))
+    return Loadable(ref, own | source.config, own.get("url"))
+
+
+def judge(found: Loadable, networks: Sequence[Network]) -> None:
+    """Raises AddressRefused. It may ask a resolver: call it in a thread."""
+    if found.url is not None:
+        check_url(found.url, networks)
+    check_urls(found.config, networks)
+
+
+def _refuse(config: FreeForm, names: tuple[str, ...]) -> None:
+    wrong = sorted(set(config) & set(names))
+    if wrong:
+        raise ConfigRefused(f"config has no place for {', '.join(wrong)}")

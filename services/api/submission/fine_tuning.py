@@ -1,0 +1,205 @@
+"""Jobs in the words of OpenAI's fine-tuning API, so that its unmodified client drives this service.
+
+Rule: what a caller says there is translated whole or refused where it would mean something else here (a grader of
+OpenAI's); names that are unknown on both sides are passed over, as that API does. It stores nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+
+from gspo_core.spec import JobSpec
+from services.api.http.errors import ApiError
+from services.api.views.store_views import View, job_view
+from services.state.jobs import JobStatus
+from services.state.store import Event, Job
+
+ENVIRONMENT = "env:"
+STATUSES: Mapping[JobStatus, str] = {
+    JobStatus.QUEUED: "queued",
+    JobStatus.STARTING: "queued",
+    JobStatus.RUNNING: "running",
+    JobStatus.PAUSING: "running",
+    JobStatus.PAUSED: "paused",
+    JobStatus.RESUMING: "running",
+    JobStatus.CANCELLING: "running",
+    JobStatus.SUCCEEDED: "succeeded",
+    JobStatus.FAILED: "failed",
+    JobStatus.CANCELLED: "cancelled",
+}
+_LEVELS = {"alert": "warn", "gap": "warn"}
+# What has another place here; all other names of a specification are taken as they are.
+_OWN = frozenset({"name", "metadata", "seed", "model"})
+
+
+class FineTuningRequest(BaseModel):
+    """A job as the OpenAI client submits it; every field of a job specification may stand beside these."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        use_attribute_docstrings=True,
+        json_schema_extra={
+            "examples": [{"model": ".gspo/models/calculator-tiny", "training_file": "env:sums", "steps": 100}]
+        },
+    )
+
+    model: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    """A model directory."""
+    training_file: Annotated[str, StringConstraints(max_length=1100)]
+    """`env:NAME`, `env:NAME@VERSION` or `env:package.module:Class`."""
+    hyperparameters: dict[str, JsonValue] | None = None
+    """`batch_size` becomes `groups_per_step`, `learning_rate` becomes `optimizer.lr`; `auto` leaves the default."""
+    method: dict[str, JsonValue] | None = None
+    """`{"type": "reinforcement", "reinforcement": {"grader": {"type": "env"}, "hyperparameters": {...}}}`."""
+    metadata: dict[str, str] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    suffix: str | None = None
+    """The job's name."""
+    validation_file: str | None = None
+    """Not used: held-out tasks come from the environment (`evaluation`)."""
+
+
+class FacadeError(View):
+    code: str
+    message: str
+    param: str | None = None
+
+
+class FineTuningJob(View):
+    """A job, as OpenAI shows one, with what it has beyond that."""
+
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    id: str
+    created_at: int
+    finished_at: int | None
+    model: str
+    fine_tuned_model: str | None
+    status: str
+    training_file: str
+    validation_file: str | None = None
+    hyperparameters: dict[str, Any]
+    method: dict[str, Any]
+    organization_id: str
+    result_files: list[str]
+    seed: int
+    trained_tokens: int | None = None
+    error: FacadeError | None
+    metadata: dict[str, str]
+    status_reason: dict[str, Any] | None
+    policy_version: int | None
+    step: int
+    steps: int
+    links: dict[str, str]
+
+
+class FineTuningEvent(View):
+    """Something that happened to a job."""
+
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    id: str
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    type: Literal["message", "metrics"]
+    data: dict[str, Any]
+
+
+def specification(given: FineTuningRequest) -> dict[str, Any]:
+    """What a native client would have submitted. Raises ApiError."""
+    further = {name: value for name, value in (given.model_extra or {}).items() if name in JobSpec.model_fields}
+    spec: dict[str, Any] = {name: value for name, value in further.items() if name not in _OWN}
+    spec["model"] = given.model
+    spec |= {
+        name: value
+        for name, value in (("name", given.suffix), ("metadata", given.metadata), ("seed", given.seed))
+        if value is not None
+    }
+    if "environments" not in spec:
+        if not given.training_file.startswith(ENVIRONMENT):
+            message = "training_file names an environment: env:NAME, or env:package.module:Class"
+            raise ApiError(422, "validation_failed", message, param="training_file")
+        spec["environments"] = [{"ref": given.training_file.removeprefix(ENVIRONMENT)}]
+    _tune(spec, {**(given.hyperparameters or {}), **_of_method(given.method)})
+    return spec
+
+
+def _of_method(method: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if method is None:
+        return {}
+    inner = method.get("reinforcement")
+    grader = inner.get("grader") if isinstance(inner, dict) else None
+    if method.get("type") != "reinforcement" or (grader is not None and grader != {"type": "env"}):
+        message = 'the method is "reinforcement" and its grader {"type": "env"}: the environment scores'
+        raise ApiError(422, "validation_failed", message, param="method")
+    numbers = inner.get("hyperparameters") if isinstance(inner, dict) else None
+    return numbers if isinstance(numbers, dict) else {}
+
+
+def _tune(spec: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+    given = {name: value for name, value in numbers.items() if value is not None and value != "auto"}
+    if "batch_size" in given:
+        spec.setdefault("groups_per_step", given["batch_size"])
+    if "learning_rate" in given:
+        optimizer = spec.setdefault("optimizer", {})
+        if isinstance(optimizer, dict):
+            optimizer.setdefault("lr", given["learning_rate"])
+
+
+def facade_job(job: Job) -> FineTuningJob:
+    native, spec = job_view(job), job.spec_data
+    reason = native.status_reason
+    failed = job.status is JobStatus.FAILED and reason is not None
+    numbers = {"batch_size": spec.get("groups_per_step"), "learning_rate": spec.get("optimizer", {}).get("lr")}
+    grader = {"grader": {"type": "env"}, "hyperparameters": numbers}
+    return FineTuningJob(
+        id=job.id,
+        created_at=epoch_seconds(job.created_at),
+        finished_at=None if job.finished_at is None else epoch_seconds(job.finished_at),
+        model=native.model,
+        fine_tuned_model=f"{job.id}@latest" if job.status is JobStatus.SUCCEEDED else None,
+        status=STATUSES[job.status],
+        training_file=ENVIRONMENT + str(spec["environments"][0]["ref"]),
+        hyperparameters=numbers,
+        method={"type": "reinforcement", "reinforcement": grader},
+        organization_id=job.owner,
+        result_files=[],
+        seed=int(spec.get("seed", 0)),
+        error=FacadeError(code=reason.code, message=reason.message) if failed and reason is not None else None,
+        metadata=native.metadata,
+        status_reason=None if reason is None else reason.model_dump(),
+        policy_version=native.policy_version,
+        step=native.step,
+        steps=native.steps,
+        links=native.links,
+    )
+
+
+def facade_event(event: Event) -> FineTuningEvent:
+    data = event.data
+    is_failure = event.type == "job.status" and data.get("status") == "failed"
+    level: Any = "error" if is_failure else _LEVELS.get(event.type, "info")
+    return FineTuningEvent(
+        id=event.id,
+        created_at=epoch_seconds(event.created_at),
+        level=level,
+        message=_in_words(event),
+        type="metrics" if event.type == "step" else "message",
+        data={"type": event.type, **data},
+    )
+
+
+def _in_words(event: Event) -> str:
+    data = event.data
+    if event.type == "step":
+        return f"step {data.get('step')}: mean reward {data.get('reward/mean', 'unknown')}"
+    if event.type == "job.status":
+        return f"the job is {data.get('status')}"
+    return f"{event.type}: {data['message']}" if "message" in data else event.type
+
+
+def epoch_seconds(time: str) -> int:
+    return int(datetime.fromisoformat(time).timestamp())

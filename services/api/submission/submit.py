@@ -1,0 +1,52 @@
+"""Submitting a job, in either language of the API: environments pinned, and what is sent again is the same job.
+
+Rule: what was accepted once is accepted, whatever has become of its environments since; a repetition is compared with
+the job that it repeats, under the versions that this one was pinned to. It knows no routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from gspo_core.spec import JobSpec
+from services.api.http.access import Caller
+from services.api.http.context import Context
+from services.api.submission.environment_refs import pin, pinned_as
+from services.state.store import Job, JobConflict, JobNotFound
+
+
+async def submit(
+    context: Context, spec: JobSpec, caller: Caller, *, key: str | None, job_id: str, is_repetition: bool = False
+) -> Job:
+    """The job: a new one under ``job_id``, or the one that was made under the same key before.
+
+    ``is_repetition``: ``job_id`` was given to an earlier request, which may have made its job. Raises ApiError,
+    JobConflict.
+    """
+    # A key belongs to who sent it: others who choose the same text neither see nor block this job.
+    own_key = f"{caller.name}:{key}" if key else None
+
+    async def create(wanted: JobSpec) -> Job:
+        return await context.store.create_job(wanted, idempotency_key=own_key, job_id=job_id, owner=caller.owner)
+
+    held = await _made_before(context, own_key, job_id, is_repetition=is_repetition)
+    if held is None:
+        pinned = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
+        try:
+            return await create(pinned)
+        except JobConflict:
+            # Another one that was sent at the same time may have found other versions.
+            held = await _made_before(context, own_key, job_id, is_repetition=is_repetition)
+            if held is None:
+                raise
+    return await create(pinned_as(spec, held))
+
+
+async def _made_before(context: Context, own_key: str | None, job_id: str, *, is_repetition: bool) -> Job | None:
+    job = await context.store.job_under(own_key) if own_key else None
+    if job is None and is_repetition:
+        job = job_id
+    try:
+        return None if job is None else await context.store.get_job(job)
+    except JobNotFound:  # whoever sent it first came no further than to its key
+        return None

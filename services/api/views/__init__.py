@@ -1,0 +1,1 @@
+"""How stored things are shown: checkpoints, episodes, transcripts, history, exports."""

@@ -1,0 +1,211 @@
+"""How groups and episodes are shown, whether they are in the queue or in a batch log.
+
+One rule: both look alike, so that a reader need not know where an episode is; what only one of the two places knows is
+null in the other. It reads nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from gspo_core.advantage import episode_advantages
+from gspo_core.spec import JobSpec
+from gspo_core.staleness import Position
+from gspo_core.types import EpisodeKey, Group, Segment, Trajectory
+from services.api.views.store_views import View
+from services.files.batch_log import LoggedBatch
+from services.state.queue import EpisodeView, GroupView, Stage
+
+
+class EpisodeSummary(View):
+    """One episode, without what was said in it."""
+
+    object: Literal["episode"] = "episode"
+    id: str
+    """`JOB/GROUP/MEMBER`, the same in logs and in Redis; `/v1/episodes/` + id shows it."""
+    member: int
+    status: str
+    """`queued`, `running`, `done` (waits for its group or for the trainer), `given_up`, `trained`."""
+    attempt: int
+    """Counts from 0; a new attempt starts the episode again."""
+    worker: str | None
+    """The rollout worker that plays it now."""
+    num_failures: int | None
+    stop_reason: str | None
+    reward: float | None
+    reward_parts: dict[str, float]
+    metrics: dict[str, float]
+    advantage: float | None
+    """How much better than its group, as the trainer saw it."""
+    num_turns: int | None
+    num_segments: int
+    num_tokens: int | None
+    num_actions: int | None
+    """Tokens that the policy sampled."""
+    versions: list[int]
+    """That sampled its tokens."""
+    timings: dict[str, float]
+    """Seconds until the newest segment, over all workers that had it: `engine_s`, `env_s`, `queue_s` (no engine could
+    take a request, or the environment had no place), `store_s`."""
+
+
+class GroupSummary(View):
+    """The episodes of one task."""
+
+    object: Literal["group"] = "group"
+    id: str
+    """`JOB/GROUP`."""
+    job_id: str
+    group: int
+    status: Literal["open", "ready", "trained"]
+    """`ready` groups wait for the trainer."""
+    split: str
+    task_index: int
+    environment: int | None
+    """Its place in the list of the job's environments, where it is known."""
+    size: int
+    """How many episodes were dispatched."""
+    step: int | None
+    """That trained it."""
+    epoch: int | None
+    reward_mean: float | None
+    reward_std: float | None
+    episodes: list[EpisodeSummary]
+
+
+class EpisodeDetail(EpisodeSummary):
+    """One episode with its turns."""
+
+    job_id: str
+    group: int
+    split: str
+    task_index: int
+    group_size: int
+    step: int | None
+    epoch: int | None
+    note: str | None
+    """Why text is missing, where it is."""
+    turns: list[dict[str, Any]]
+    """What each turn began with (`messages`), what the policy said (`text`, `reasoning`, `calls`), where its tokens
+    stand (`first_token`, `end_token`), and the seconds that it took (`timings`: `engine_s` for sampling it, `env_s` for
+    the environment's answer before it, `queue_s` for waiting; null where nobody recorded them)."""
+    closing: dict[str, float] | None
+    """The seconds between its last token and its outcome, like `timings` of a turn."""
+    tokens: dict[str, list[Any]] | None
+    """With `include=tokens`: columns `id`, `text`, `sampled`, `logprob`, `ratio`, `version`, `turn`, `branch`.
+    `ratio`: how much more probable the token was when it was trained than when it was sampled; null where that is not
+    known."""
+
+
+def trained_groups(job: str, batch: LoggedBatch, spec: JobSpec | None) -> list[GroupSummary]:
+    """Every group of a batch, with the advantages that the trainer gave its members."""
+    advantages = {} if spec is None else episode_advantages(batch.groups, spec.objective.advantage)
+    return [_trained_group(job, group, batch.position, advantages) for group in batch.groups]
+
+
+def _trained_group(
+    job: str, group: Group, position: Position, advantages: Mapping[EpisodeKey, float | None]
+) -> GroupSummary:
+    rewards = [reward for reward in group.rewards if reward is not None]
+    return GroupSummary(
+        id=f"{job}/{group.group}",
+        job_id=job,
+        group=group.group,
+        status="trained",
+        split=str(group.split),
+        task_index=group.task_index,
+        environment=None,
+        size=group.size,
+        step=position.step,
+        epoch=position.epoch,
+        reward_mean=statistics.fmean(rewards) if rewards else None,
+        reward_std=statistics.pstdev(rewards) if rewards else None,
+        episodes=[trained_episode(one, advantages.get(one.key)) for one in group],
+    )
+
+
+def trained_episode(trajectory: Trajectory, advantage: float | None) -> EpisodeSummary:
+    outcome = trajectory.outcome
+    return EpisodeSummary(
+        id=str(trajectory.key),
+        member=trajectory.key.member,
+        status="trained",
+        attempt=trajectory.attempt,
+        worker=None,
+        num_failures=None,
+        stop_reason=str(outcome.stop_reason),
+        reward=outcome.reward,
+        reward_parts=dict(outcome.reward_parts),
+        metrics=dict(outcome.metrics),
+        advantage=advantage,
+        num_turns=trajectory.num_turns,
+        num_segments=len(trajectory.segments),
+        num_tokens=sum(segment.num_tokens for segment in trajectory.segments),
+        num_actions=trajectory.num_actions,
+        versions=sorted(trajectory.versions),
+        timings=_timings_of_metrics(outcome.metrics),
+    )
+
+
+def open_group(job: str, group: GroupView) -> GroupSummary:
+    return GroupSummary(
+        id=f"{job}/{group.group}",
+        job_id=job,
+        group=group.group,
+        status="ready" if group.is_ready else "open",
+        split=str(group.split),
+        task_index=group.task_index,
+        environment=group.environment,
+        size=len(group.episodes),
+        step=None,
+        epoch=None,
+        reward_mean=None,
+        reward_std=None,
+        episodes=[open_episode(one) for one in group.episodes],
+    )
+
+
+_STATUS = {Stage.QUEUED: "queued", Stage.HELD: "running", Stage.DONE: "done", Stage.DEAD: "given_up"}
+
+
+def open_episode(view: EpisodeView, segments: Sequence[Segment] | None = None) -> EpisodeSummary:
+    """What the queue knows; with the segments also what has been said so far."""
+    outcome = segments[-1].outcome if segments else None
+    known = segments or ()
+    return EpisodeSummary(
+        id=str(view.key),
+        member=view.key.member,
+        status=_STATUS[view.stage],
+        attempt=view.attempt,
+        worker=view.worker,
+        num_failures=view.num_failures,
+        stop_reason=None if outcome is None else str(outcome.stop_reason),
+        reward=None if outcome is None else outcome.reward,
+        reward_parts={} if outcome is None else dict(outcome.reward_parts),
+        metrics={} if outcome is None else dict(outcome.metrics),
+        advantage=None,
+        num_turns=None if segments is None else 1 + max((one.turn for one in known), default=-1),
+        num_segments=view.num_segments,
+        num_tokens=None if segments is None else sum(one.num_tokens for one in known),
+        num_actions=None if segments is None else sum(one.num_actions for one in known),
+        versions=sorted({one.version for one in known if one.num_actions}),
+        timings=_timings_of_note(view.note) if outcome is None else _timings_of_metrics(outcome.metrics),
+    )
+
+
+def _timings_of_note(note: str) -> dict[str, float]:
+    """What its worker wrote beside the newest segment."""
+    try:
+        told = json.loads(note) if note else {}
+    except ValueError:
+        told = {}
+    items = told.items() if isinstance(told, dict) else ()
+    return {name: float(value) for name, value in items if name.endswith("_s") and isinstance(value, int | float)}
+
+
+def _timings_of_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    named = {"engine_s": "model_s", "env_s": "env_s", "queue_s": "queue_s"}
+    return {shown: metrics[name] for shown, name in named.items() if name in metrics}

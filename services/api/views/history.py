@@ -1,0 +1,138 @@
+"""What a job was trained on, read from its batch logs for people who look at it.
+
+One rule: of all files of a job only those of its lineage are shown. Of a step that several epochs took, the newest
+epoch holds; what an epoch logged beyond the point from which a later one went on is in no weights of today. Reading
+costs a thread and a bounded cache, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo_core.staleness import Position
+from gspo_core.types import EpisodeKey, Group
+from services.files.batch_log import BatchLog, BatchLogNotFound, DamagedBatchLog, LoggedBatch
+from services.files.job_dir import JobDir, JobsDir
+from services.files.trained_log import TrainedLog
+from services.state.jobs import Job
+from services.state.keys import check_job_id
+
+Value = TypeVar("Value")
+
+CACHE_BYTES = 64 << 20
+CACHED_INDEXES = 50_000
+
+
+class GroupNotKept(LookupError):
+    """No batch log of the job holds this group."""
+
+    def __init__(self, job: str, group: int) -> None:
+        super().__init__(
+            f"group {group} of {job} is neither open nor in a batch log: it never was, it was dropped, it was an "
+            "evaluation, or its log is not kept any more"
+        )
+
+
+class EpisodeNotKept(LookupError):
+    """The group is there, without this member."""
+
+    def __init__(self, key: EpisodeKey) -> None:
+        super().__init__(f"group {key.group} of {key.job} holds no episode {key.member}: it was given up, or never was")
+
+
+class History:
+    """The batch logs of the jobs in ``jobs_dir``. Blocking: call it in a thread."""
+
+    def __init__(self, jobs_dir: JobsDir) -> None:
+        self._jobs_dir = jobs_dir
+        self._batches = _Cache[LoggedBatch](CACHE_BYTES)
+        self._indexes = _Cache[tuple[int, ...]](CACHED_INDEXES)
+
+    def job_dir(self, job: str) -> JobDir:
+        return self._jobs_dir.job(check_job_id(job))
+
+    def positions(self, job: Job) -> list[Position]:
+        """The batches of the job's lineage, the newest first."""
+        newest: dict[int, int] = {}
+        for epoch, step in BatchLog(self.job_dir(job.id)).steps():
+            # The step that is in training now is logged before it counts.
+            if step <= job.step or epoch == job.epoch:
+                newest[step] = max(epoch, newest.get(step, epoch))
+        return [Position(newest[step], step) for step in sorted(newest, reverse=True)]
+
+    def batch(self, job: Job, position: Position) -> LoggedBatch:
+        """Raises BatchLogNotFound, DamagedBatchLog."""
+        log = BatchLog(self.job_dir(job.id))
+        path = log.path(position.epoch, position.step)
+        return self._batches.get(path, lambda: _read(log, position), lambda _: _size_of(path))
+
+    def groups_of(self, job: Job, position: Position) -> tuple[int, ...]:
+        log = BatchLog(self.job_dir(job.id))
+        path = log.path(position.epoch, position.step)
+        return self._indexes.get(path, lambda: log.groups_of(position.epoch, position.step), len)
+
+    def trained(self, job: Job, position: Position) -> dict[tuple[int, int], NDArray[np.float32]]:
+        """By group and member, what the policy made of sampled tokens when they were trained; empty if not known."""
+        return TrainedLog(self.job_dir(job.id)).read(position.epoch, position.step)
+
+    def find(self, job: Job, group: int) -> tuple[Position, Group]:
+        """Where a group was trained. Raises GroupNotKept."""
+        groups_per_step = int(job.spec_data.get("groups_per_step", 1))
+        # Groups are trained in about the order of their numbers, so the search begins where it should be.
+        near = group // groups_per_step + 1
+        for position in sorted(self.positions(job), key=lambda one: abs(one.step - near)):
+            try:
+                if group in self.groups_of(job, position):
+                    found = [one for one in self.batch(job, position).groups if one.group == group]
+                    return position, found[0]
+            except (BatchLogNotFound, DamagedBatchLog):
+                continue
+        raise GroupNotKept(job.id, group)
+
+
+def _read(log: BatchLog, position: Position) -> LoggedBatch:
+    try:
+        return log.read(position.epoch, position.step)
+    except FileNotFoundError:  # removed between two looks at it
+        raise BatchLogNotFound(f"there is no {log.path(position.epoch, position.step)} any more") from None
+
+
+def _size_of(path: Path) -> int:
+    """What a file costs that has been read, and may be gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+class _Cache(Generic[Value]):
+    """Keeps what was used last, up to a total cost."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._spent = 0
+        self._held: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], Value], cost_of: Callable[[Value], int]) -> Value:
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key][0]
+        value = make()
+        cost = cost_of(value)
+        with self._lock:
+            if key not in self._held:
+                self._held[key] = (value, cost)
+                self._spent += cost
+            while self._spent > self._budget and len(self._held) > 1:
+                _, (_, freed) = self._held.popitem(last=False)
+                self._spent -= freed
+        return value

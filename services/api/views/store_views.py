@@ -1,0 +1,212 @@
+"""How the API shows what the store holds.
+
+One rule: the shape of an answer is decided here and nowhere else, and every answer is also described to the OpenAPI
+document by its model. It reads nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from gspo_core.spec import JobSpec
+from services.state.store import Event, Job, StatusReason
+
+Item = TypeVar("Item")
+
+
+class View(BaseModel):
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class Page(View, Generic[Item]):
+    """A part of a list; ask for the next with `after` = the id of its last item while `has_more`."""
+
+    object: Literal["list"] = "list"
+    data: list[Item]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class ReasonView(View):
+    """Why a job is where it is."""
+
+    code: str
+    message: str
+    since: str | None
+
+
+class AttemptView(View):
+    """One trainer's ownership of a job."""
+
+    attempt: int
+    epoch: int
+    trainer: str
+    began_at: str
+    ended_at: str | None
+    code: str | None
+    """What ended it: `trainer_lost`, `process_lost`, `rank_lost`, `no_progress`, `data_unreadable`, `handed_over`,
+    `redis_unavailable`, `disk_full`, or the reason of the job's end."""
+    message: str | None
+    step: int | None
+    """Where the job was then."""
+
+
+class JobView(View):
+    """A job."""
+
+    object: Literal["job"] = "job"
+    id: str
+    name: str | None
+    model: str
+    status: str
+    desired_state: str
+    """What its user asked for; the trainer that owns the job brings it about."""
+    status_reason: ReasonView | None
+    """Why it does not move, or what ended it."""
+    attempt: int
+    """How many trainers have owned the job."""
+    step: int
+    """Steps that it has taken."""
+    steps: int
+    """Steps until it has succeeded."""
+    policy_version: int | None
+    """The newest published version of the weights."""
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    metadata: dict[str, str]
+    settings: dict[str, Any]
+    """Live settings, which hold in place of what was submitted."""
+    attempts: list[AttemptView]
+    """The last trainers that owned it, each with what ended it."""
+    links: dict[str, str]
+
+
+class PlanView(View):
+    """What a job would be; nothing was created."""
+
+    object: Literal["job.plan"] = "job.plan"
+    valid: Literal[True] = True
+    config: dict[str, Any]
+    """The specification with every default spelled out."""
+    warnings: list[str]
+    """What is legal but known to be wrong."""
+    estimate: dict[str, int]
+    capacity: dict[str, int]
+
+
+class ConfigView(View):
+    """The specification of a job with every default spelled out."""
+
+    object: Literal["job.config"] = "job.config"
+    job_id: str
+    config: dict[str, Any]
+    warnings: list[str]
+
+
+class EventView(View):
+    """Something that happened to a job."""
+
+    object: Literal["event"] = "event"
+    id: str
+    """Resume after it."""
+    type: str
+    created_at: str
+    data: dict[str, Any]
+
+
+class MetricsView(View):
+    """Metrics of a job, one row for each step."""
+
+    object: Literal["job.metrics"] = "job.metrics"
+    job_id: str
+    data: list[dict[str, Any]]
+    """`step` and the metrics by name."""
+    has_more: bool
+    """There are later steps; ask again with `from_step` = the last step + 1."""
+
+
+class ReadyView(View):
+    """This process can serve; what others cannot is listed."""
+
+    status: Literal["ready"] = "ready"
+    degraded: list[str]
+
+
+def job_view(job: Job) -> JobView:
+    spec = job.spec_data
+    return JobView(
+        id=job.id,
+        name=spec.get("name"),
+        model=spec["model"],
+        status=str(job.status),
+        desired_state=str(job.desired_state),
+        status_reason=_reason(job),
+        attempt=job.attempt,
+        step=job.step,
+        steps=job.settings.get("steps", spec["steps"]),
+        policy_version=job.policy_version,
+        created_at=job.created_at,
+        started_at=job.started_at,
+        finished_at=job.finished_at,
+        metadata=spec.get("metadata", {}),
+        settings=dict(job.settings),
+        attempts=[AttemptView(**asdict(one)) for one in job.attempts],
+        links={name: f"/v1/jobs/{job.id}{path}" for name, path in _LINKS.items()} | {"ui": f"/ui/#/jobs/{job.id}"},
+    )
+
+
+_LINKS = {
+    "self": "",
+    **{
+        name: f"/{name}"
+        for name in (
+            *("config", "events", "metrics", "groups", "episodes", "versions", "checkpoints", "environments"),
+            *("pause", "resume", "cancel"),
+        )
+    },
+}
+
+
+def _reason(job: Job) -> ReasonView | None:
+    reason = job.status_reason
+    if reason is None and not job.status.is_terminal:
+        reason = StatusReason("waiting_for_workers", "no trainer has taken this job yet", job.created_at)
+    return ReasonView(code=reason.code, message=reason.message, since=reason.since) if reason else None
+
+
+def event_view(event: Event) -> EventView:
+    return EventView(id=event.id, type=event.type, created_at=event.created_at, data=event.data)
+
+
+def page(items: Sequence[Item], limit: int) -> Page[Item]:
+    """A page of `items`, of which one more than `limit` was asked for to learn whether there are more."""
+    shown = list(items[:limit])
+    ids = [id_of(item) for item in shown]
+    return Page[Any](
+        data=shown,
+        has_more=len(items) > limit,
+        first_id=ids[0] if ids else None,
+        last_id=ids[-1] if ids else None,
+    )
+
+
+def id_of(item: Any) -> str:
+    """Of a view, or of a record that is shown as it is."""
+    return str(item["id"] if isinstance(item, dict) else item.id)
+
+
+def estimate(spec: JobSpec) -> dict[str, int]:
+    """Upper bounds, as far as the specification alone tells them."""
+    episodes = spec.groups_per_step * spec.rollout.group_size
+    limits = [spec.episode_limits(index) for index in range(len(spec.environments))]
+    return {
+        "episodes_per_step": episodes,
+        "max_episodes_in_flight": (spec.rollout.max_staleness + 1) * episodes,
+        "max_sampled_tokens_per_step": episodes * max(limit.max_episode_tokens for limit in limits),
+    }

@@ -1,0 +1,517 @@
+"""SGLang as an engine: its HTTP protocol (0.5.19 and later), by exact token ids. The embedded engine speaks it too.
+
+Rule: a 200 is not success. Every answer is checked (ids and log-probs aligned, version spans tile the output) and an
+answer that breaks a rule is refused whole, never repaired: a wrong log-prob would be trained on.
+SGLang's paths, versions and refusals stay in this module; callers see the types of ``protocol`` and ``errors``.
+Nothing here retries, routes, or decides when weights change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import os
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from gspo_core.types import MAX_LOGPROB
+from services.engines.errors import EngineDirty, EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
+from services.engines.http_connection import Answer
+from services.engines.protocol import (
+    Capabilities,
+    Connect,
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    Generation,
+    PauseMode,
+    Span,
+)
+from services.engines.token_ids import TokenIds
+from services.engines.transport import EngineHttp, EngineTransport
+
+_CONNECT_TIMEOUT_S = 5.0
+_CONTROL_TIMEOUT_S = 30.0
+_CONTROL_TIMEOUT = httpx.Timeout(_CONTROL_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+_ABORT_TIMEOUT_S = 2.0
+_REPAIR_TIMEOUT_S = 10.0
+# Refusals by a proxy in front of an engine that say nothing of the request: timed out, too early, too many.
+_NOT_NOW = frozenset({408, 425, 429})
+# A paused engine lets a request wait for as long as the pause lasts, so a generate call has no deadline of its own.
+_GENERATE_TIMEOUT = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
+# SGLang's text when new weights are in place although the call failed, and when no weight was touched.
+_REPLACED_BUT_FAILED = "Weights were updated"
+_NOTHING_REPLACED = "Failed to get weights iterator"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EngineProfile:
+    """What an engine can do, by the version of SGLang that it says it is."""
+
+    version: tuple[int, int, int]
+
+    @classmethod
+    def parse(cls, text: str) -> EngineProfile:
+        """``0.5.23``, ``0.5.12.post1``; raises EngineProtocolError."""
+        match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+        if match is None:
+            raise EngineProtocolError(f"an engine says its version like 0.5.23, not {text!r}")
+        major, minor, patch = map(int, match.groups())
+        return cls((major, minor, patch))
+
+    @property
+    def names_versions(self) -> bool:
+        """Whether answers say which weights sampled which token; without that nothing can be trained."""
+        return self.version >= (0, 5, 19)
+
+    @property
+    def has_ready(self) -> bool:
+        return self.version >= (0, 5, 20)
+
+    @property
+    def has_weight_sessions(self) -> bool:
+        """Whether tensors that are sent must stand between ``begin_weight_update`` and ``end_weight_update``."""
+        return self.version >= (0, 5, 21)
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.version))
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int = 0
+    timestamp: float | None = None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
+    timestamp: datetime | None = None
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+
+
+class _WireSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    id: str
+    finish_reason: _Finish
+    completion_tokens: int
+    output_token_logprobs: list[tuple[float, int, str | None]]
+    weight_versions: list[_WireSpan]
+    # absent in answers to requests that never ran
+    cached_tokens: int = 0
+    num_retractions: int = 0
+
+
+class _Answer(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+class _ScoredMeta(msgspec.Struct):
+    id: str
+    weight_version: str
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+
+
+class _Scored(msgspec.Struct):
+    meta_info: _ScoredMeta
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_loads = msgspec.json.Decoder(_Loads).decode
+_decode_scored = msgspec.json.Decoder(_Scored).decode
+
+
+def open_http(*, max_connections: int = 512) -> httpx.AsyncClient:
+    """A connection pool fit for engines: one connection per concurrent request, kept alive, no proxies.
+
+    A request to an engine beyond its ``max_connections`` waits; leave room for control calls beside the generate calls.
+    """
+    return EngineHttp(EngineTransport(max_connections), _GENERATE_TIMEOUT)
+
+
+@contextlib.asynccontextmanager
+async def open_sglang(max_connections: int) -> AsyncIterator[Connect]:
+    """Connects to engines while it is open; all of them share one pool."""
+    async with open_http(max_connections=max_connections) as http:
+        yield lambda url: EngineClient(url, http)
+
+
+class EngineClient:
+    """One engine. Calls may overlap freely; the connection pool belongs to the caller."""
+
+    def __init__(
+        self,
+        url: str,
+        http: httpx.AsyncClient,
+        *,
+        vocab_size: int | None = None,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._http = http
+        self._vocab_size = vocab_size
+        self._keys = {False: api_key, True: admin_api_key or api_key}
+        self._has_weight_sessions: bool | None = None
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        rid: str | None = None,
+        extra_key: str | None = None,
+        sampling_seed: int | None = None,
+    ) -> Generation:
+        """Samples until a stop token (kept in the output), ``max_new_tokens``, or an abort (partial output).
+
+        ``rid`` must be fresh and is 32 hex digits when left out. ``extra_key`` names a space of the prefix cache.
+        Cancelling the call aborts the request in the engine.
+        """
+        rid = rid or os.urandom(16).hex()
+        body = {
+            "rid": rid,
+            "input_ids": self._checked_input(input_ids, max_new_tokens),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": False,
+            "extra_key": extra_key,
+            "sampling_params": _sampling_params(max_new_tokens, temperature, tuple(stop_token_ids), sampling_seed),
+        }
+        try:
+            response = await self._call("POST", "/generate", body, timeout=_GENERATE_TIMEOUT)
+        except (asyncio.CancelledError, EngineUnavailable):
+            # The request may still be running there; nobody waits for it any more. (RuntimeError: the pool is closed.)
+            with contextlib.suppress(EngineError, TimeoutError, RuntimeError):
+                async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                    await self.abort(rid)
+            raise
+        return self._read_generation(response.content, rid, max_new_tokens)
+
+    async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
+        """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
+        body = {
+            "rid": os.urandom(16).hex(),
+            "input_ids": self._checked_input(input_ids, 1),
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "stream": False,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        }
+        response = await self._call("POST", "/generate", body, timeout=_GENERATE_TIMEOUT)
+        try:
+            meta = _decode_scored(response.content).meta_info
+        except msgspec.DecodeError as error:
+            raise EngineProtocolError(f"{self.url}: not an answer to a scoring request: {error}") from error
+        logprobs = [logprob for logprob, _, _ in meta.input_token_logprobs[1:] if logprob is not None]
+        if [entry[1] for entry in meta.input_token_logprobs] != list(input_ids) or len(logprobs) + 1 != len(input_ids):
+            raise EngineProtocolError(f"{self.url}: scored other ids than it was given")
+        return logprobs, meta.weight_version
+
+    async def abort(self, rid: str) -> None:
+        """Asks for an end of the request ``rid``; what it sampled comes back from its own generate call."""
+        await self._call("POST", "/abort_request", {"rid": rid}, admin=True)
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        await self._call("POST", "/pause_generation", {"mode": mode}, admin=True)
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {}, admin=True)
+
+    async def flush_cache(self, *, timeout_s: float = 0.0) -> None:
+        await self._call(
+            "POST",
+            f"/flush_cache?timeout={timeout_s}",
+            admin=True,
+            timeout=httpx.Timeout(_CONTROL_TIMEOUT_S + timeout_s, connect=_CONNECT_TIMEOUT_S),
+        )
+
+    async def load_weights(self, path: Path, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0) -> None:
+        """Loads the weights in ``path`` (seen from the engine) and verifies that it now calls them ``label``.
+
+        Pause first, else the engine lets its running requests end. ``flush_cache`` must be False after an ``in_place``
+        pause. EngineRejected: the old weights serve on. EngineDirty: unknown weights.
+        """
+        body = {"model_path": str(path), "weight_version": label, "flush_cache": flush_cache}
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        try:
+            await self._call("POST", "/update_weights_from_disk", body, admin=True, timeout=timeout)
+        except EngineRejected as refusal:
+            if _NOTHING_REPLACED in str(refusal):
+                raise
+            if _REPLACED_BUT_FAILED not in str(refusal):
+                raise EngineDirty(f"{self.url}: a weight load failed half-way: {refusal}") from refusal
+            await self._finish_replaced(label)
+        except EngineUnavailable as lost:
+            if isinstance(lost.__cause__, httpx.ConnectError):
+                raise
+            raise EngineDirty(f"{self.url}: no answer to a weight load: {lost}") from lost
+        held = (await self.info()).label
+        if held != label:
+            raise EngineDirty(f"{self.url}: holds weights {held!r} after a load of {label!r}")
+
+    async def begin_weight_update(self) -> None:
+        if await self._asks_for_sessions():
+            await self._call("POST", "/begin_weight_update", {}, admin=True)
+
+    async def end_weight_update(self) -> None:
+        if await self._asks_for_sessions():
+            await self._call("POST", "/end_weight_update", {}, admin=True)
+
+    async def join_weight_group(
+        self, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> None:
+        """Returns when all members have met: let the sender join meanwhile."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        await self._call("POST", "/init_weights_update_group", body, admin=True, timeout=timeout)
+
+    async def receive_weights(
+        self,
+        tensors: Sequence[tuple[str, str, list[int]]],
+        *,
+        group: str,
+        label: str,
+        flush_cache: bool,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Takes (name, dtype, shape) of each tensor and returns when all of them have come: send them meanwhile."""
+        names, dtypes, shapes = zip(*tensors, strict=True)
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group,
+            "weight_version": label,
+            "flush_cache": flush_cache,
+        }
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        await self._call("POST", "/update_weights_from_distributed", body, admin=True, timeout=timeout)
+
+    async def leave_weight_group(self, name: str) -> None:
+        await self._call("POST", "/destroy_weights_update_group", {"group_name": name}, admin=True)
+
+    async def info(self) -> EngineInfo:
+        found = await self.model_info()
+        architectures = found.get("architectures")
+        return EngineInfo(
+            label=_text_or_none(found.get("weight_version")) or "",
+            model_path=_text_or_none(found.get("model_path")),
+            model_type=_text_or_none(found.get("model_type")),
+            architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else None,
+        )
+
+    async def model_info(self) -> dict[str, Any]:
+        return await self._json("/model_info")
+
+    async def server_info(self) -> dict[str, Any]:
+        """Holds the engine's keys on a real SGLang: never log or forward it."""
+        return await self._json("/server_info")
+
+    async def profile(self) -> EngineProfile:
+        return EngineProfile.parse(str((await self.server_info()).get("version")))
+
+    async def capabilities(self) -> Capabilities:
+        profile = await self.profile()
+        self._has_weight_sessions = profile.has_weight_sessions  # another version may run at this address by now
+        return Capabilities(f"SGLang {profile}", profile.names_versions, advice="0.5.19 and later do")
+
+    async def _asks_for_sessions(self) -> bool:
+        if self._has_weight_sessions is None:
+            self._has_weight_sessions = (await self.profile()).has_weight_sessions
+        return self._has_weight_sessions
+
+    async def loads(self) -> dict[str, Any]:
+        return await self._json("/v1/loads")
+
+    async def load(self) -> EngineLoad:
+        """How busy it says it is."""
+        response = await self._call("GET", "/v1/loads")
+        try:
+            answer = _decode_loads(response.content)
+        except msgspec.DecodeError as error:
+            raise EngineProtocolError(f"{self.url}/v1/loads: {error}") from error
+        now = answer.timestamp.timestamp() if answer.timestamp else 0.0
+        taken = min((now if one.timestamp is None else one.timestamp for one in answer.loads), default=now)
+        return EngineLoad(
+            num_running=sum(one.num_running_reqs for one in answer.loads),
+            num_waiting=sum(one.num_waiting_reqs for one in answer.loads),
+            num_held_tokens=sum(one.num_used_tokens for one in answer.loads),
+            age_s=max(0.0, now - taken),
+        )
+
+    async def is_ready(self) -> bool:
+        """Whether new requests would run at once. False while paused, and for an engine that cannot be reached."""
+        try:
+            response = await self._send("GET", "/ready")
+            if response.status_code == 404:  # SGLang before 0.5.20
+                response = await self._send("GET", "/model_info")
+        except EngineUnavailable:
+            return False
+        return response.status_code == 200
+
+    async def _finish_replaced(self, label: str) -> None:
+        """The new weights are in place but the cache and the label are old: mends both."""
+        try:
+            await self.flush_cache(timeout_s=_REPAIR_TIMEOUT_S)
+            new_label = {"new_version": label, "abort_all_requests": False}
+            await self._call("POST", "/update_weight_version", new_label, admin=True)
+        except EngineError as error:
+            raise EngineDirty(f"{self.url}: new weights behind an old cache or label: {error}") from error
+
+    def _checked_input(self, input_ids: Sequence[int], max_new_tokens: int) -> msgspec.Raw:
+        """The JSON of the ids. What is refused here would end the process of a real engine."""
+        if not input_ids:
+            raise ValueError("a request needs at least one input id")
+        ids = input_ids if isinstance(input_ids, TokenIds) else TokenIds(input_ids)
+        if self._vocab_size is not None and ids.largest >= self._vocab_size:
+            raise ValueError(f"input ids lie in [0, {self._vocab_size}), as {ids.largest} does not")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is at least 1, not {max_new_tokens}")
+        return msgspec.Raw(ids.to_json())
+
+    def _read_generation(self, content: bytes, rid: str, max_new_tokens: int) -> Generation:
+        try:
+            answer = _decode_answer(content)
+        except msgspec.DecodeError as error:
+            raise EngineProtocolError(f"{self.url}: not an answer of SGLang >= 0.5.19: {error}") from error
+        meta, output_ids = answer.meta_info, answer.output_ids
+        logprobs = [entry[0] for entry in meta.output_token_logprobs]
+        broken = (
+            (meta.id != rid and f"rid {meta.id!r} instead of {rid!r}")
+            or (len(output_ids) > max_new_tokens and f"{len(output_ids)} tokens, {max_new_tokens} were asked for")
+            or (meta.completion_tokens != len(output_ids) and f"completion_tokens {meta.completion_tokens}")
+            or ([entry[1] for entry in meta.output_token_logprobs] != output_ids and "log-probs of other ids")
+            or (not all(-math.inf < logprob <= MAX_LOGPROB for logprob in logprobs) and "log-probs out of range")
+            or (self._has_foreign_ids(output_ids) and "ids outside the vocabulary")
+        )
+        if broken:
+            raise EngineProtocolError(f"{self.url}: answer of {len(output_ids)} tokens with {broken}")
+        finish_reason = self._read_finish(meta.finish_reason)
+        try:
+            return Generation(
+                output_ids=output_ids,
+                logprobs=logprobs,
+                spans=tuple(Span(s.version, s.start, s.end) for s in meta.weight_versions if s.end != s.start),
+                finish_reason=finish_reason,
+                cached_tokens=meta.cached_tokens,
+                num_retractions=meta.num_retractions,
+                rid=rid,
+            )
+        except EngineProtocolError as error:
+            raise EngineProtocolError(f"{self.url}: {error}") from error
+
+    def _has_foreign_ids(self, output_ids: list[int]) -> bool:
+        return bool(output_ids) and not 0 <= min(output_ids) <= max(output_ids) < (self._vocab_size or math.inf)
+
+    def _read_finish(self, finish: _Finish) -> FinishReason:
+        match finish.type:
+            case "stop" | "length" | "abort":
+                return finish.type
+        raise EngineProtocolError(f"{self.url}: unknown finish reason {finish.type!r}")
+
+    async def _json(self, path: str) -> dict[str, Any]:
+        response = await self._call("GET", path)
+        try:
+            return msgspec.json.decode(response.content, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise EngineProtocolError(f"{self.url}{path}: {error}") from error
+
+    async def _call(
+        self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
+    ) -> Answer:
+        """The answer, when it is a 2xx; what else there is becomes one of our errors."""
+        answer = await self._send(method, path, body, admin=admin, timeout=timeout)
+        if 200 <= answer.status_code < 300:
+            return answer
+        problem = f"{method} {self.url}{path}: {answer.status_code}: {_error_text(answer.content)}"
+        is_busy = answer.status_code >= 500 or answer.status_code in _NOT_NOW
+        raise EngineUnavailable(problem) if is_busy else EngineRejected(problem)
+
+    async def _send(
+        self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
+    ) -> Answer:
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        if key := self._keys[admin]:
+            headers["Authorization"] = f"Bearer {key}"
+        content = b"" if body is None else msgspec.json.encode(body)
+        given, url, http = timeout or _CONTROL_TIMEOUT, self.url + path, self._http
+        try:
+            if isinstance(http, EngineHttp):
+                return await http.ask(method, url, headers, content, given)
+            response = await http.request(method, url, content=content, headers=headers, timeout=given)
+            return Answer(response.status_code, response.content)
+        except httpx.TransportError as error:
+            raise EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _sampling_params(
+    max_new_tokens: int, temperature: float, stop_token_ids: tuple[int, ...], sampling_seed: int | None
+) -> msgspec.Raw:
+    """As JSON. Every key that shapes the distribution is said: no default of a model or a server can bend it."""
+    params: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "n": 1,
+        "stop_token_ids": list(stop_token_ids),
+        "ignore_eos": False,  # True would switch stop_token_ids off as well
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    if sampling_seed is not None:
+        params["sampling_seed"] = sampling_seed
+    return msgspec.Raw(msgspec.json.encode(params))
+
+
+def _text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _error_text(content: bytes) -> str:
+    """The message inside any of SGLang's error shapes."""
+    try:
+        body = msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        return content[:500].decode("utf-8", "replace")
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        text = error.get("message", error) if isinstance(error, dict) else error
+        return str(text)[:2000]
+    return str(body)[:500]

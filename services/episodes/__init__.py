@@ -1,0 +1,1 @@
+"""What plays an episode, whoever drives it: token ledger, history, outbox, retries."""

@@ -1,0 +1,86 @@
+"""What was said in an episode: as messages for the chat format, and as tokens in its ledger.
+
+Rule: the two never come apart. Where new messages cannot be added to what was sampled, a new branch begins with all of
+it rendered anew, and why is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from gspo_core.chat import ChatCodec
+from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Start, ToolSchema
+from gspo_core.messages import ForkReason
+from gspo_core.types import Segment, StopReason
+from services.episodes.counters import Counters
+from services.episodes.ledger import Ledger
+from services.episodes.worlds import World
+
+
+class History:
+    """Of one attempt; ``ledger`` is empty at first."""
+
+    def __init__(self, codec: ChatCodec, ledger: Ledger, counters: Counters, max_context_tokens: int) -> None:
+        self.ledger = ledger
+        self.messages: list[Message] = []
+        self.tools: Sequence[ToolSchema] = ()
+        self._codec = codec
+        self._counters = counters
+        self._max_context_tokens = max_context_tokens
+
+    @property
+    def num_turns(self) -> int:
+        """The open one is the last."""
+        return len(self.ledger.turns)
+
+    def begin(self, start: Start) -> StopReason | None:
+        """Opens the first turn, or says why it cannot be."""
+        self.messages, self.tools = list(start.messages), start.tools
+        prompt = self._render()
+        if len(prompt) >= self._max_context_tokens:
+            return StopReason.CONTEXT_OVERFLOW
+        self.ledger.observe(prompt)
+        return None
+
+    def go_on(self, world: World, record: Sequence[Segment]) -> None:
+        """Stands where ``world`` does, with all of ``record``."""
+        self.messages, self.tools = list(world.messages), world.tools
+        world.rebuild(self.ledger, record)
+
+    def parse(self) -> ParsedTurn:
+        """The turn that was sampled last."""
+        return self._codec.parse(self.ledger.turns[-1].sampled, self.tools)
+
+    def read(self, parsed: ParsedTurn, messages: Sequence[Message]) -> StopReason | None:
+        """Opens the next turn with ``messages``, which answer ``parsed``."""
+        codec, ledger = self._codec, self.ledger
+        sampled = ledger.turns[-1].sampled
+        with _wording():
+            bridge = codec.bridge(ledger.context, sampled, messages, history=self.messages, tools=self.tools)
+        self.messages += [codec.message(sampled, self.tools, turn=parsed), *messages]
+        if isinstance(bridge, ForkReason):
+            self._counters.add("drift/forks")
+            self._counters.add(f"drift/forks_{bridge}")
+            token_ids = self._render()
+            num_tokens, read = len(token_ids), ledger.fork
+        else:
+            token_ids = bridge
+            num_tokens, read = ledger.num_tokens + len(token_ids), ledger.observe
+        if num_tokens >= self._max_context_tokens:
+            return StopReason.CONTEXT_OVERFLOW
+        read(token_ids)
+        return None
+
+    def _render(self) -> list[int]:
+        with _wording():
+            return self._codec.render(self.messages, self.tools)
+
+
+@contextlib.contextmanager
+def _wording() -> Iterator[None]:
+    """The model's chat format may have no words for what an environment shows."""
+    try:
+        yield
+    except ValueError as error:
+        raise EnvironmentFailed("prompt", str(error)) from error

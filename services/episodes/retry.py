@@ -1,0 +1,83 @@
+"""How a rollout worker waits for what is away for a while: Redis restarting, an engine loading, a network that blinks.
+
+The rule: only ``Away`` is tried again. Any other answer, a refusal included, is final, and is never asked for twice.
+The wait doubles up to a bound and carries jitter, so that a thousand episodes do not come back in one instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from services.episodes.counters import Counters
+from services.process.telemetry import get_logger
+from services.state.away import Away
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Seconds between attempts: ``first_s`` doubled every time, at most ``max_s``, with up to half of it off."""
+
+    first_s: float = 0.05
+    max_s: float = 2.0
+
+    def wait_s(self, attempt: int, random_share: float) -> float:
+        return float(min(self.max_s, self.first_s * 2 ** min(attempt, 16))) * (1 - random_share / 2)
+
+
+class Retrier:
+    """Tries again for as long as it takes; a caller that should not wait is cancelled from outside."""
+
+    def __init__(self, counters: Counters, rng: random.Random, backoff: Backoff | None = None) -> None:
+        self._counters = counters
+        self._rng = rng
+        self._backoff = backoff or Backoff()
+
+    async def keep_trying(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The answer of ``call``, which must be harmless to repeat, once there is one."""
+        attempt = 0
+        while True:
+            try:
+                return await _cancellable(call(*args, **kwargs))
+            except Away as error:
+                self._note(error, is_first=not attempt)
+            await self.pause(attempt)
+            attempt += 1
+
+    async def try_once(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """The answer of ``call``, or None when there is none now: for a question that is soon asked again anyway."""
+        try:
+            return await _cancellable(call(*args, **kwargs))
+        except Away as error:
+            self._note(error, is_first=False)
+        return None
+
+    def _note(self, error: Away, *, is_first: bool) -> None:
+        self._counters.add("redis/not_now" if error.has_answered else "redis/retries")
+        if error.has_answered and is_first:
+            get_logger().warning("Redis refuses for a while: waiting", error=str(error))
+
+    async def pause(self, attempt: int) -> None:
+        await asyncio.sleep(self._backoff.wait_s(attempt, self._rng.random()))
+
+
+async def _cancellable(answer: Awaitable[T]) -> T:
+    """Raises the cancellation that ``answer`` swallowed, if it did.
+
+    The Redis client sends through ``asyncio.wait_for``, which before Python 3.12 forgets a cancellation that comes in
+    the instant in which the sending is done. A loop that asks again and again would then never end.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels = task.cancelling()
+    try:
+        return await answer
+    finally:
+        if task.cancelling() > num_cancels:
+            raise asyncio.CancelledError

@@ -1,0 +1,85 @@
+"""A world as it stands between two turns, to be kept beside the segments of its episode and gone on from elsewhere.
+
+Rule: a world is gone on from in the same attempt only if it holds every action that the segments hold. One that is
+older would have to act again, and nobody knows whether it had acted already: then a new attempt begins where the world
+stands, and what was sampled since is sampled anew; or the episode is replayed where the environment declares that
+harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from gspo_core.types import Segment
+from services.episodes.ledger import Ledger
+from services.episodes.tally import Tally
+
+# One call with a larger value would hold up everybody else's.
+MAX_WORLD_BYTES = 1024 * 1024
+
+
+class WorldNotKept(Exception):
+    """It is too large, or holds something that cannot be written down."""
+
+
+class World(msgspec.Struct, frozen=True):
+    """After the environment answered, before the policy does."""
+
+    turn: int
+    """That is answered next."""
+    branch: int
+    observed: list[int]
+    """What that turn begins with."""
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    tally: Tally
+    state: bytes
+    """Of the environment."""
+
+    def encode(self) -> bytes:
+        """Raises ``WorldNotKept``."""
+        try:
+            data = msgspec.msgpack.encode(self)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise WorldNotKept(str(error)) from error
+        if len(data) > MAX_WORLD_BYTES:
+            raise WorldNotKept(f"it has {len(data)} bytes, more than {MAX_WORLD_BYTES}")
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> World | None:
+        """None for what another release wrote."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError:
+            return None
+
+    def stands_at(self, record: Sequence[Segment], stop_ids: Collection[int]) -> bool:
+        """Whether it holds every action of ``record``, and no other."""
+        return self.turn == num_finished_turns(record, stop_ids)
+
+    def rebuild(self, ledger: Ledger, record: Sequence[Segment]) -> None:
+        """Brings an empty ``ledger`` to where this world is, with what was sampled since."""
+        for segment in record:
+            if segment.turn == len(ledger.turns):
+                observed = segment.token_ids[: segment.num_tokens - segment.num_actions].tolist()
+                _open(ledger, segment.branch, observed)
+            ledger.restore(segment)
+        if self.turn == len(ledger.turns):
+            _open(ledger, self.branch, self.observed)
+
+
+def num_finished_turns(record: Sequence[Segment], stop_ids: Collection[int]) -> int:
+    """Turns that the policy ended, so that the environment may have acted on them."""
+    if not record:
+        return 0
+    last = record[-1]
+    is_finished = bool(last.num_actions) and int(last.token_ids[-1]) in stop_ids
+    return last.turn + is_finished
+
+
+def _open(ledger: Ledger, branch: int, observed: Sequence[int]) -> None:
+    (ledger.fork if branch > ledger.num_forks else ledger.observe)(observed)

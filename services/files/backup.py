@@ -1,0 +1,108 @@
+"""Saves the truth of an installation: ``python -m services.files.backup > data.tar.gz``, while everything runs, and
+takes it back where there are no jobs: ``--restore < data.tar.gz``.
+
+Rule: what is saved is good to go on from, whatever is written and removed meanwhile. Files are written once and renamed
+into place, and a directory is read in the order of its names: the logs of a job before its checkpoints, whose newest
+one needs no older log. What appears while a directory is read is saved too: what it replaces may be gone before it was
+read. A file that goes away is left out, one that grows is cut where it ended when it was opened. Nothing but plain
+files is saved or taken back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tarfile
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from services.files.data_dir import NOT_SAVED, DataDir
+from services.files.durable import TEMPORARY_PREFIX
+from services.process.settings import SettingsError, load_settings
+
+# A writer that is faster than this reader is not followed for ever.
+MAX_LOOKS = 20
+
+
+class JobsAreThere(Exception):
+    """Two histories do not mix: a backup is taken back where there are no jobs."""
+
+
+def save(data_dir: Path, to: IO[bytes]) -> int:
+    """Returns how many files there were."""
+    count = 0
+    with tarfile.open(fileobj=to, mode="w|gz") as archive:
+        for path in _files(data_dir, NOT_SAVED):
+            count += _add(archive, path, path.relative_to(data_dir))
+    return count
+
+
+def _files(directory: Path, without: Collection[str] = ()) -> Iterator[Path]:
+    seen = set(without)
+    for _ in range(MAX_LOOKS):
+        names = sorted(set(_names(directory)) - seen)
+        if not names:
+            return
+        seen.update(names)
+        for path in (directory / name for name in names):
+            if path.is_symlink():
+                continue
+            if path.is_dir():
+                yield from _files(path)
+            elif path.is_file():
+                yield path
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    return [name for name in names if not name.startswith(TEMPORARY_PREFIX)]
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: Path) -> bool:
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return False
+    with file:  # open, it stays readable when it is removed
+        about = os.fstat(file.fileno())
+        member = tarfile.TarInfo(name.as_posix())
+        member.size, member.mtime, member.mode = about.st_size, int(about.st_mtime), about.st_mode & 0o777
+        archive.addfile(member, file)
+    return True
+
+
+def restore(data_dir: Path, source: IO[bytes]) -> None:
+    """Raises ``JobsAreThere``, or what ``tarfile`` says of a broken archive."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    jobs = DataDir(data_dir).jobs
+    if not jobs.is_empty():
+        raise JobsAreThere(f"{jobs.path} holds jobs: a backup is taken back where there are none")
+    with tarfile.open(fileobj=source, mode="r|gz") as archive:
+        archive.extractall(data_dir, filter="data")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.files.backup", description="Save GSPO_DATA_DIR to the standard output."
+    )
+    parser.add_argument("--restore", action="store_true", help="take it back, from the standard input")
+    given = parser.parse_args(arguments)
+    try:
+        data_dir = load_settings().data_dir
+        if given.restore:
+            restore(data_dir, sys.stdin.buffer)
+        else:
+            print(f"{save(data_dir, sys.stdout.buffer)} files", file=sys.stderr)
+    except (JobsAreThere, SettingsError, OSError, tarfile.TarError) as error:
+        print(f"services.files.backup: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

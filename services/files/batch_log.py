@@ -1,0 +1,147 @@
+"""The batch logs of a job as files: one ``batches/ep<E>-step<S>`` per step.
+
+The rule kept here: a file that has its name is complete, flushed to disk and never written again. Together with the
+checkpoints it is the truth of a run. The bytes are those of ``gspo_core.log.batches``; which epochs are void is told
+by the records of where they forked off. ``services.files.batch_view`` shows the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_core.log import batches
+from gspo_core.log.batches import DamagedBatch, LoggedBatch, UnknownBatchSchema, decode_batch, encode_batch
+from gspo_core.staleness import Position, in_history
+from gspo_core.types import Group
+from services.files.durable import make_directory, remove_unfinished, write_once
+from services.files.job_dir import JobDir, parse_step_name, positions_in, step_name
+
+__all__ = [
+    "BatchLog",
+    "BatchLogExists",
+    "BatchLogNotFound",
+    "DamagedBatchLog",
+    "LoggedBatch",
+    "UnknownLogSchema",
+    "batch_files",
+    "batches_after",
+    "read_batch",
+    "spent",
+]
+
+
+class BatchLogExists(Exception):
+    """The batch of this epoch and step was written before. A second writer must stop: its epoch is void."""
+
+
+class BatchLogNotFound(Exception):
+    """There is no batch of this epoch and step."""
+
+
+class DamagedBatchLog(Exception):
+    """A batch log is not what was written; the message says where the damage shows."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+
+
+class UnknownLogSchema(DamagedBatchLog):
+    """Another release wrote the batch log, or segments in it, and this release cannot read it."""
+
+
+class BatchLog:
+    """The batch logs of one job."""
+
+    def __init__(self, job: JobDir) -> None:
+        self._job = job
+
+    def path(self, epoch: int, step: int) -> Path:
+        return self._job.batch(Position(epoch, step))
+
+    def write(self, epoch: int, step: int, groups: Sequence[Group], extra: Mapping[str, Any]) -> Path:
+        """Write the batch of ``step``; when this returns, it survives a crash of the machine."""
+        path = self.path(epoch, step)
+        make_directory(path.parent)
+        try:
+            write_once(path, encode_batch(Position(epoch, step), groups, extra), epoch=epoch)
+        except FileExistsError as error:
+            raise BatchLogExists(f"{path} exists; batch logs are written once") from error
+        return path
+
+    def read(self, epoch: int, step: int) -> LoggedBatch:
+        """The batch of ``step``, checked."""
+        path = self.path(epoch, step)
+        if not path.is_file():
+            raise BatchLogNotFound(f"there is no {path}")
+        return read_batch(path)
+
+    def groups_of(self, epoch: int, step: int) -> tuple[int, ...]:
+        """The numbers of a batch's groups, for finding one: only the index is read, and it is not checked."""
+        path = self.path(epoch, step)
+        try:
+            with path.open("rb") as file:
+                return batches.group_numbers(file.read(batches.index_length(file.read(batches.HEADER_BYTES))))
+        except FileNotFoundError:
+            raise BatchLogNotFound(f"there is no {path}") from None
+        except DamagedBatch as error:
+            raise DamagedBatchLog(path, str(error)) from error
+
+    def steps(self) -> list[Position]:
+        """The position of every file, in order."""
+        return positions_in(self._job.batches)
+
+    def remove_unfinished(self, epoch: int) -> None:
+        """Remove what trainers before ``epoch`` left half-written: they have lost the job."""
+        remove_unfinished(self._job.batches, epoch)
+
+    def remove(self, positions: Collection[tuple[int, int]]) -> None:
+        """Remove these files by name; one that is written meanwhile stays."""
+        for epoch, step in positions:
+            self.path(epoch, step).unlink(missing_ok=True)  # another trainer may be faster
+
+
+def batch_files(directory: Path) -> list[Path]:
+    """The batch logs in ``directory``, or in the batches of a job with that directory, in order."""
+    batches_of_job = JobDir(directory).batches
+    root = batches_of_job if batches_of_job.is_dir() else directory
+    return [root / step_name(at) for at in positions_in(root)]
+
+
+def batches_after(
+    start: Position, found: Collection[tuple[int, int]], newest_epoch: int, forks: Mapping[int, Position]
+) -> list[Position]:
+    """Those of the batches ``found`` that a run of ``newest_epoch`` trains again after ``start``, in order.
+
+    ``newest_epoch`` is the last one that was begun and ``forks`` where each epoch forked off. What an epoch wrote
+    beyond the place where its successor forked off is void, however late a zombie wrote it: those groups were trained
+    otherwise. The row ends at the first step that is missing.
+    """
+    positions = (Position(epoch, step) for epoch, step in sorted(found))
+    valid = {at.step: at for at in positions if in_history(at, newest_epoch, forks)}
+    row: list[Position] = []
+    while (step := start.step + 1 + len(row)) in valid:
+        row.append(valid[step])
+    return row
+
+
+def spent(found: Collection[tuple[int, int]], after_step: int, num_newest: int) -> set[tuple[int, int]]:
+    """Those of the batches ``found`` that no replay from ``after_step`` needs, except the newest ones."""
+    older = sorted(found)[: max(0, len(found) - num_newest)]
+    return {position for position in older if position[1] <= after_step}
+
+
+def read_batch(path: Path) -> LoggedBatch:
+    """The content of the file at ``path``; raises ``DamagedBatchLog`` unless it is exactly what was written."""
+    try:
+        batch = decode_batch(path.read_bytes())
+    except UnknownBatchSchema as error:
+        raise UnknownLogSchema(path, str(error)) from error
+    except DamagedBatch as error:
+        raise DamagedBatchLog(path, str(error)) from error
+    named = parse_step_name(path.name)
+    if named is not None and named != batch.position:
+        raise DamagedBatchLog(path, f"holds epoch {batch.epoch} step {batch.step}: it was renamed")
+    return batch

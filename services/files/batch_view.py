@@ -1,0 +1,222 @@
+"""Look at exactly what was trained: the batch logs of a job, down to the single token.
+
+``python -m services.files.batch_view DIR`` lists the files of a job, ``python -m services.files.batch_view FILE``
+shows one; ``--tokens`` adds every token with its mask, log-prob, version and age, ``--json`` prints an object per
+episode.
+
+The rule kept here: nothing is shown that is not in the file or in the job's own record beside it (the objective, for
+the advantages; the tokenizer of its model, for the text), and what is not there is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_core.advantage import episode_advantages
+from gspo_core.chat import Tokenizer, UnsuitableTokenizer, load_tokenizer
+from gspo_core.spec import JobSpec
+from gspo_core.types import Branch, Group, Trajectory
+from services.files.batch_log import DamagedBatchLog, LoggedBatch, batch_files, read_batch
+from services.files.job_dir import JobDir
+from services.files.job_records import DamagedRecord, JobRecords
+
+
+@dataclass(frozen=True)
+class View:
+    """One batch with what lies beside it."""
+
+    batch: LoggedBatch
+    advantages: dict[str, float]
+    """By episode; empty where the job's record is not there."""
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def of(cls, path: Path, model: Path | None) -> View:
+        batch = read_batch(path)
+        spec = _spec_beside(path)
+        return cls(batch, _advantages(batch, spec) if spec else {}, _tokenizer(model, spec))
+
+    def age(self, version: int) -> int | None:
+        """In steps, as the trainer saw it when it took the batch."""
+        age: int | None = self.batch.extra.get("staleness", {}).get(str(version))
+        return age
+
+    def text(self, token_ids: Sequence[int]) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode(token_ids)
+
+
+def summary(batch: LoggedBatch) -> str:
+    trajectories = batch.trajectories
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    versions = sorted(frozenset[int]().union(*(trajectory.versions for trajectory in trajectories)))
+    reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else "none"
+    return (
+        f"groups {len(batch.groups)}  episodes {len(trajectories)}  "
+        f"actions {sum(trajectory.num_actions for trajectory in trajectories)}  "
+        f"versions {', '.join(map(str, versions)) or 'none'}  mean reward {reward}"
+    )
+
+
+def as_text(view: View, wanted: Sequence[str], *, tokens: bool) -> Iterator[str]:
+    batch = view.batch
+    yield f"epoch {batch.epoch}  step {batch.step}  {summary(batch)}"
+    yield f"extra {json.dumps(batch.extra, indent=2)}"
+    for group in batch.groups:
+        chosen = [one for one in group if _is_wanted(one, wanted)]
+        if chosen or not wanted:
+            yield ""
+            yield f"group {group.group}  {group.split}  task {group.task_index}  size {group.size}{_baseline(group)}"
+        for trajectory in chosen:
+            yield from _episode_text(view, trajectory)
+            if tokens:
+                yield from _tokens_text(view, trajectory)
+
+
+def as_records(view: View, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """One object per episode, with arrays over its tokens."""
+    for group in view.batch.groups:
+        for one in group:
+            if _is_wanted(one, wanted):
+                yield {
+                    "epoch": view.batch.epoch,
+                    "step": view.batch.step,
+                    "episode": str(one.key),
+                    "attempt": one.attempt,
+                    "split": str(group.split),
+                    "task_index": group.task_index,
+                    "group_size": group.size,
+                    "stop_reason": str(one.outcome.stop_reason),
+                    "reward": one.reward,
+                    "reward_parts": dict(one.outcome.reward_parts),
+                    "turn_rewards": {str(s.turn): s.turn_reward for s in one.segments if s.turn_reward is not None},
+                    "advantage": view.advantages.get(str(one.key)),
+                    "branches": [_branch_record(view, branch) for branch in one.branches],
+                }
+
+
+def _branch_record(view: View, branch: Branch) -> dict[str, Any]:
+    versions = branch.versions.tolist()
+    return {
+        "temperature": branch.segments[0].temperature,
+        "token_ids": branch.token_ids.tolist(),
+        "action_mask": branch.action_mask.tolist(),
+        "behavior_logprobs": branch.behavior_logprobs.tolist(),
+        "turn_ids": branch.turn_ids.tolist(),
+        "versions": versions,
+        "staleness": [view.age(version) for version in versions],
+        "text": view.text(branch.token_ids.tolist()),
+    }
+
+
+def _baseline(group: Group) -> str:
+    rewards = [reward for reward in group.rewards if reward is not None]
+    shown = " ".join("none" if reward is None else f"{reward:g}" for reward in group.rewards)
+    return f"  rewards {shown}  mean {sum(rewards) / len(rewards):.4f}" if rewards else ""
+
+
+def _episode_text(view: View, trajectory: Trajectory) -> Iterator[str]:
+    outcome, advantage = trajectory.outcome, view.advantages.get(str(trajectory.key))
+    yield (
+        f"  {trajectory.key}  attempt {trajectory.attempt}  {outcome.stop_reason}  reward {outcome.reward}  "
+        f"{dict(outcome.reward_parts)}" + ("" if advantage is None else f"  advantage {advantage:+.4f}")
+    )
+    for segment in trajectory.segments:
+        mean = f"{segment.logprob_sum / segment.num_actions:.4f}" if segment.num_actions else "none"
+        reward = "" if segment.turn_reward is None else f"  turn reward {segment.turn_reward:g}"
+        yield (
+            f"    segment {segment.index}  branch {segment.branch}  turn {segment.turn}  "
+            f"version {segment.version}  {segment.cache_mode}  tokens {segment.num_tokens}  "
+            f"actions {segment.num_actions}  mean log-prob {mean}{reward}"
+        )
+
+
+def _tokens_text(view: View, trajectory: Trajectory) -> Iterator[str]:
+    for number, branch in enumerate(trajectory.branches):
+        yield f"      branch {number}: position, turn, token, sampled, log-prob, version, age, text"
+        columns = (branch.token_ids, branch.action_mask, branch.behavior_logprobs, branch.turn_ids, branch.versions)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for place, (token, sampled, logprob, turn, version) in enumerate(rows):
+            age, text = view.age(version), view.text([token])
+            yield (
+                f"      {place:>6} {turn:>4} {token:>7} "
+                + (f"yes {logprob:>9.4f} {version:>6} {'' if age is None else age:>4}" if sampled else f"no{'':>23}")
+                + ("" if text is None else f"  {text!r}")
+            )
+
+
+def _is_wanted(trajectory: Trajectory, wanted: Sequence[str]) -> bool:
+    """``wanted`` names groups (``17``) and episodes (``17/3``); nothing named is everything."""
+    key = trajectory.key
+    return not wanted or str(key.group) in wanted or f"{key.group}/{key.member}" in wanted
+
+
+def _spec_beside(path: Path) -> JobSpec | None:
+    """The specification of the job in whose directory the file lies."""
+    try:
+        return JobRecords(JobDir.around(path)).accepted().job_spec
+    except (FileNotFoundError, NotADirectoryError, DamagedRecord):
+        return None
+
+
+def _advantages(batch: LoggedBatch, spec: JobSpec) -> dict[str, float]:
+    found = episode_advantages(batch.groups, spec.objective.advantage)
+    return {str(key): advantage for key, advantage in found.items() if advantage is not None}
+
+
+def _tokenizer(model: Path | None, spec: JobSpec | None) -> Tokenizer | None:
+    """Of the directory that was named, else of the job's model where that is at hand."""
+    if model is not None:
+        return load_tokenizer(model)
+    if spec is None or not (Path(spec.model) / "tokenizer.json").is_file():
+        return None
+    return load_tokenizer(Path(spec.model))
+
+
+def _print_list(directory: Path) -> int:
+    num_damaged = 0
+    for path in batch_files(directory):
+        try:
+            line = summary(read_batch(path))
+        except DamagedBatchLog as error:
+            line = f"DAMAGED {error}"
+            num_damaged += 1
+        print(f"{path.name}  {path.stat().st_size:>12,} bytes  {line}")
+    return 1 if num_damaged else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.files.batch_view", description="Look at the batch logs of a job."
+    )
+    parser.add_argument("path", type=Path, help="a directory to list, or one batch log to show")
+    parser.add_argument("--tokens", action="store_true", help="show every token")
+    parser.add_argument("--json", action="store_true", help="an object per episode and line, with all tokens")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="GROUP[/MEMBER]", help="this group or episode; may be repeated"
+    )
+    parser.add_argument("--model", type=Path, help="directory with tokenizer.json (default: the model of the job)")
+    given = parser.parse_args(arguments)
+    if given.path.is_dir():
+        return _print_list(given.path)
+    try:
+        view = View.of(given.path, given.model)
+    except (OSError, DamagedBatchLog, UnsuitableTokenizer) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if given.json:
+        lines: Iterator[str] = (json.dumps(record, ensure_ascii=False) for record in as_records(view, given.only))
+    else:
+        lines = as_text(view, given.only, tokens=given.tokens)
+    for line in lines:
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

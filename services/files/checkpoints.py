@@ -1,0 +1,214 @@
+"""Checkpoints of a job: learner state and lineage in one directory, ``checkpoints/ep<E>-step<S>``, written once.
+
+The rule it keeps: what has its name is complete and on disk, and what is read is what was written: ``checkpoint.json``
+carries its own sha256 and that of the learner's manifest, which carries those of the tensors. A damaged checkpoint is
+passed over and reported; one that another release wrote is refused by name, because passing over it would start the
+job anew. Each epoch leaves a write-once record of where it forked off, so that the age of a version of a dead epoch
+can be told. Where the bytes lie is the business of ``checkpoint_storage``, what they mean that of ``gspo_core.log``.
+
+    checkpoint.json   learner/learner.json   learner/rank-00000.safetensors      (format 1 had lineage.json alone)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from gspo_core.log import checkpoints as log
+from gspo_core.log.checkpoints import DAMAGE, UnknownFormat
+from gspo_core.log.lineage import Lineage
+from gspo_core.staleness import Position, in_history
+from services.files.checkpoint_storage import CheckpointStorage, Stored, StoredFile, storage_of
+from services.files.durable import write_flushed
+from services.files.job_dir import JobDir, parse_step_name, step_name
+from services.process.telemetry import get_logger
+
+__all__ = ["LOST", "Checkpoint", "CheckpointStore", "LostForkRecord", "UnknownFormat"]
+
+_MANIFEST = "checkpoint.json"
+_FORMAT_1 = "lineage.json"
+_LEARNER = "learner"
+_LEARNER_MANIFEST = f"{_LEARNER}/learner.json"
+_EPOCH_NAME = re.compile(r"epoch(\d+)(?:\.copy)?\.json")
+
+# What is said of a file that is not there, or that the disk has lost. Any other error may be gone the next time.
+LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+
+
+class LostForkRecord(Exception):
+    """It is not known any more where an epoch forked off, so what is void cannot be told from what holds."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    position: Position
+    lineage: Lineage
+    storage: CheckpointStorage
+
+    @property
+    def name(self) -> str:
+        return step_name(self.position)
+
+    @property
+    def learner_dir(self) -> Path:
+        """The learner's state, on this machine."""
+        return self.storage.fetch(self.name) / _LEARNER
+
+
+def _log_skipped(name: str, problem: str) -> None:
+    get_logger().warning("checkpoint skipped", name=name, error=problem)
+
+
+class CheckpointStore:
+    """The checkpoints of one job. ``storage``: where they lie, if not where ``storage_of`` says."""
+
+    def __init__(self, job: JobDir, storage: CheckpointStorage | None = None) -> None:
+        self._storage = storage or storage_of(job)
+        self._checked: dict[Position, frozenset[StoredFile]] = {}
+        """Checkpoints that were found intact, with how their files looked then."""
+
+    def write(self, position: Position, lineage: Lineage, save: Callable[[Path], None]) -> None:
+        def fill(directory: Path) -> None:
+            save(directory / _LEARNER)
+            learner = directory / _LEARNER_MANIFEST
+            digest = _sha256(learner.read_bytes()) if learner.is_file() else None
+            write_flushed(directory / _MANIFEST, log.encode_checkpoint(position, lineage, digest))
+
+        self._storage.put(step_name(position), position.epoch, fill)
+
+    def positions(self) -> list[Position]:
+        """Of all checkpoints, intact or not, in order."""
+        found = (parse_step_name(name) for name in self._storage.names())
+        return sorted(position for position in found if position is not None)
+
+    def has(self, position: Position) -> bool:
+        """Intact or not."""
+        return position in self.positions()
+
+    def describe(self, position: Position) -> Stored:
+        """Raises FileNotFoundError."""
+        return self._storage.describe(step_name(position))
+
+    def learner_dir(self, position: Position) -> Path:
+        """The learner's state of a checkpoint, on this machine, intact or not."""
+        return self._storage.fetch(step_name(position)) / _LEARNER
+
+    def remove(self, position: Position) -> None:
+        self._storage.remove(step_name(position))
+
+    def newest_first(self, skipped: Callable[[str, str], None] = _log_skipped) -> list[Checkpoint]:
+        """Complete checkpoints; whether the tensors of one are intact shows when they are loaded.
+
+        ``skipped`` is told the names of damaged ones, and what the damage is. Raises UnknownFormat; and OSError where
+        one cannot be looked at just now, which is no damage.
+        """
+        found = []
+        for position in reversed(self.positions()):
+            try:
+                found.append(Checkpoint(position, self._read(position), self._storage))
+            except OSError as error:
+                if error.errno not in LOST:
+                    raise
+                skipped(step_name(position), f"{type(error).__name__}: {error}")
+            except DAMAGE as error:
+                skipped(step_name(position), f"{type(error).__name__}: {error}")
+        return found
+
+    def collect(self, keep: int, check: Callable[[Path], None] = lambda _: None) -> int:
+        """Remove what is older than the newest ``keep`` intact ones of the run so far. Returns a step: batch logs after
+        it are needed, whichever of these is lost. Where there are fewer, that is the first: nothing but the logs could
+        stand in for another one.
+
+        What a dead epoch wrote is none of them, however late it came: a zombie may call this too, and must not crowd
+        out what its successor goes on from. ``check`` raises ValueError where the files of a learner's state are not
+        what was written; it is asked once, unless they have changed.
+        """
+        forks, found = self.forks(), self.positions()
+        living = [position for position in found if in_history(position, max(forks, default=0), forks)]
+        intact = list(islice((one for one in reversed(living) if self._is_intact(one, check)), keep))
+        if not intact:
+            return 0
+        first = living.index(intact[-1]) if len(intact) == keep else 0
+        for position in set(found) - set(living[first:]):
+            self._storage.remove(step_name(position), position.epoch)
+        return intact[-1].step if len(intact) == keep else 0
+
+    def _is_intact(self, position: Position, check: Callable[[Path], None]) -> bool:
+        try:
+            self._read(position)
+            files = frozenset(self.describe(position).files)
+            if self._checked.get(position) != files:
+                check(self.learner_dir(position))
+                self._checked[position] = files
+        except (OSError, UnknownFormat, *DAMAGE):
+            return False
+        return True
+
+    def _read(self, position: Position) -> Lineage:
+        """What the checkpoint says of its groups. Raises UnknownFormat, OSError, one of DAMAGE."""
+        name = step_name(position)
+        try:
+            manifest = self._storage.read(f"{name}/{_MANIFEST}")
+        except FileNotFoundError:
+            with contextlib.suppress(FileNotFoundError):
+                return log.decode_lineage(self._storage.read(f"{name}/{_FORMAT_1}"))
+            raise
+        try:
+            return log.decode_checkpoint(manifest, position, self._learner_digest(name))
+        except UnknownFormat as error:
+            raise UnknownFormat(f"{name} {error}") from None
+
+    def _learner_digest(self, name: str) -> str | None:
+        try:
+            return _sha256(self._storage.read(f"{name}/{_LEARNER_MANIFEST}"))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def begin_epoch(self, epoch: int, parent: Position) -> None:
+        """Record where ``epoch`` forks off; raises FileExistsError when another trainer has begun this epoch.
+
+        What trainers of earlier epochs left half-written or half-removed goes: they lost the job with their lease.
+        """
+        data = log.encode_fork(parent)
+        first, copy = _fork_records(epoch)
+        self._storage.write_once(first, data, epoch)
+        try:
+            self._storage.write_once(copy, data, epoch)
+        except OSError:  # the next attempt must find the name free
+            self._storage.remove(first)
+            raise
+        self._storage.remove_unfinished(epoch)
+
+    def forks(self) -> dict[int, Position]:
+        """Where each epoch forked off; the first one is not in it. Raises LostForkRecord."""
+        names = (_EPOCH_NAME.fullmatch(name) for name in self._storage.names())
+        found = {epoch: self._fork(epoch) for epoch in sorted({int(match[1]) for match in names if match})}
+        return {epoch: parent for epoch, parent in found.items() if parent.epoch < epoch}
+
+    def _fork(self, epoch: int) -> Position:
+        problems = []
+        for name in _fork_records(epoch):
+            try:
+                return log.decode_fork(self._storage.read(name))
+            except FileNotFoundError:
+                problems.append(f"{name} is missing")
+            except DAMAGE as error:
+                problems.append(f"{name} is damaged: {error}")
+                get_logger().warning("record of an epoch is damaged", name=name, error=str(error))
+        raise LostForkRecord(f"where epoch {epoch} forked off is known no more: {', '.join(problems)}")
+
+
+def _fork_records(epoch: int) -> tuple[str, str]:
+    """Two copies of what holds: the whole run hangs on these few bytes."""
+    name = f"epoch{epoch:06d}"
+    return f"{name}.json", f"{name}.copy.json"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

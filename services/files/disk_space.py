@@ -1,0 +1,57 @@
+"""A full disk is one exception, ``NoRoom``, and a write that meets it can wait until there is room.
+
+The rule: any other failure is raised at once. A write that is tried again must leave nothing behind when it fails,
+which every write-once file of a job keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from services.process.telemetry import get_logger
+
+T = TypeVar("T")
+RETRY_S = 2.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NoRoom(Exception):
+    """The disk is full: the same write succeeds once there is room."""
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Whether ``error`` says that the disk is full. Safetensors says so only in its message."""
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    return any(f"os error {number}" in str(error) for number in _NO_ROOM)
+
+
+@contextlib.contextmanager
+def raising_no_room() -> Iterator[None]:
+    """Raises NoRoom in place of any error that says that the disk is full."""
+    try:
+        yield
+    except NoRoom:
+        raise
+    except Exception as error:
+        if lacks_room(error):
+            raise NoRoom(str(error)) from error
+        raise
+
+
+async def write_when_there_is_room(function: Callable[..., T], *args: object) -> T:
+    """``asyncio.to_thread`` for a caller that would rather wait than fail."""
+    is_told = False
+    while True:
+        try:
+            with raising_no_room():
+                return await asyncio.to_thread(function, *args)
+        except NoRoom as error:
+            if not is_told:
+                get_logger().warning("disk full: tried again until there is room", error=str(error))
+            is_told = True
+        await asyncio.sleep(RETRY_S)

@@ -1,0 +1,164 @@
+"""Serves the sessions of one process: requests come in over a socket, each session does one thing at a time.
+
+Rule: every request gets one answer, and what goes wrong in a session is an answer too; deadlines are kept by the
+sessions themselves, and whoever asked keeps a second one outside. When the socket closes, everything here ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_core.env import Environment, EnvironmentFailed, Session, Timeouts
+from gspo_core.types import Split, StopReason
+from services.hosts import wire
+from services.hosts.inside import limits
+from services.hosts.inside.traits import is_async
+from services.hosts.mark import SESSION, Mark, mark_sessions
+
+_TOO_LONG = "error: the answer is too long"
+
+
+@dataclass
+class _Held:
+    session: Session
+    running: asyncio.Task[None] | None = None
+
+
+class SessionServer(asyncio.Protocol):
+    """Holds sessions of ``environment`` until its connection ends."""
+
+    def __init__(self, environment: Environment, memory_bytes: int) -> None:
+        self._environment = environment
+        self._most_bytes = limits.peak_bytes() + memory_bytes
+        self._frames = wire.Frames()
+        self._held: dict[int, _Held] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._transport: asyncio.Transport | None = None
+        self.gone = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._frames.feed(data):
+            request = json.loads(body)
+            SESSION.set(request["session"])  # inherited by the task, and by every task that it starts
+            task = asyncio.create_task(self._serve(request))
+            SESSION.set(-1)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            if request["op"] != "close":
+                self._held.setdefault(request["session"], self._open(request)).running = task
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.gone.set()
+
+    def _open(self, request: Mapping[str, Any]) -> _Held:
+        if "limits" not in request:
+            return _Held(self._environment.session())
+        timeouts = Timeouts(*request["limits"])
+        return _Held(self._environment.session(limits=timeouts, episode_id=request["episode"]))
+
+    async def _serve(self, request: Mapping[str, Any]) -> None:
+        number, operation = request["session"], request["op"]
+        reply: dict[str, Any]
+        try:
+            if operation == "close":
+                reply = await self._close(number)
+            else:
+                reply = await getattr(self, f"_{operation}")(self._held[number].session, request)
+        except EnvironmentFailed as failure:
+            held = self._held.get(number)
+            reply = {"failed": [failure.phase, failure.reason], "hung": held is not None and held.session.is_stuck}
+        except Exception as error:
+            reply = {"failed": [operation, f"{type(error).__name__}: {error}"]}
+        if limits.peak_bytes() > self._most_bytes:
+            os._exit(limits.OVER_MEMORY_STATUS)
+        self._answer({"id": request["id"]} | reply, operation)
+
+    def _answer(self, reply: dict[str, Any], operation: str) -> None:
+        assert self._transport is not None
+        try:
+            data = wire.encode(reply)
+        except wire.FrameTooLong as error:
+            data = wire.encode(_shortened(reply, operation, str(error)))
+        except (TypeError, ValueError, RecursionError) as error:
+            refusal = f"what the environment returned is not JSON: {error}"
+            data = wire.encode({"id": reply["id"], "failed": [operation, refusal]})
+        self._transport.write(data)
+
+    async def _start(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+        start = await session.start(await self._task(request), request["seed"])
+        return {"result": wire.start_to_json(start)} | await self._state(session)
+
+    async def _restore(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+        state = base64.b64decode(request["state"])
+        await session.restore(await self._task(request), request["seed"], state)
+        return {"result": None}
+
+    async def _act(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+        observation = await session.act(wire.turn_from_json(request["turn"]))
+        reply: dict[str, Any] = {"result": wire.observation_to_json(observation)}
+        if observation.stop_reason is StopReason.TOOL_TIMEOUT:
+            return reply | {"hung": session.is_stuck}
+        return reply | {"metrics": dict(session.metrics)} | await self._state(session)
+
+    async def _score(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+        return {"result": await session.score(), "metrics": dict(session.metrics)}
+
+    async def _task(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "task" in request:
+            task: Mapping[str, Any] = request["task"]
+            return task
+        split, index = request["task_at"]
+        return await self._environment.task(Split(split), index)
+
+    async def _state(self, session: Session) -> dict[str, Any]:
+        """The snapshot behind this answer, where the environment offers one."""
+        state = await session.snapshot()
+        return {} if state is None else {"snapshot": base64.b64encode(state).decode()}
+
+    async def _close(self, number: int) -> dict[str, Any]:
+        held = self._held.pop(number, None)
+        if held is None:
+            return {"result": None}
+        if held.running is not None and not held.running.done():
+            held.running.cancel()
+            await asyncio.wait({held.running})
+        await held.session.close()
+        return {"result": held.session.close_failure, "hung": held.session.is_stuck}
+
+
+def _shortened(reply: dict[str, Any], operation: str, reason: str) -> dict[str, Any]:
+    if operation != "act":
+        return {"id": reply["id"], "failed": [operation, f"the answer is too long: {reason}"]}
+    if reply.pop("snapshot", None) is not None:  # perhaps it was only that: then the policy's answer stays
+        with contextlib.suppress(wire.FrameTooLong):
+            wire.encode(reply)
+            return reply
+    result = reply["result"]
+    messages = [{**message, "content": _TOO_LONG} for message in result["messages"]]
+    return {"id": reply["id"], "result": {**result, "messages": messages}}
+
+
+def serve(environment: Environment, connection: socket.socket, mark: Mark, memory_bytes: int) -> None:
+    """Returns when the other side has closed the connection."""
+    asyncio.run(_serve(environment, connection, mark, memory_bytes))
+
+
+async def _serve(environment: Environment, connection: socket.socket, mark: Mark, memory_bytes: int) -> None:
+    loop = asyncio.get_running_loop()
+    if is_async(environment):
+        mark_sessions(loop, mark)
+    connection.setblocking(False)
+    _, server = await loop.create_connection(lambda: SessionServer(environment, memory_bytes), sock=connection)
+    await server.gone.wait()

@@ -1,0 +1,192 @@
+"""Environments that were registered: names, immutable versions, what was uploaded, and what an examination said.
+
+The rule: a version is a write-once file and never changes; the same content registered twice is the same version. It
+runs nothing and imports nothing that it keeps: it says what a host has to load (``order``), in whichever process asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gspo_core.env import InvalidEnvironment
+from services.files.data_dir import EnvironmentsDir
+from services.files.durable import make_directory, write_once
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+_REFERENCE = re.compile(rf"({NAME.pattern})(?:@([1-9][0-9]{{0,7}}))?")
+MAX_REPORTS = 50
+
+
+class EnvironmentNotFound(LookupError):
+    """There is no such environment, or it was removed."""
+
+    def __init__(self, reference: str) -> None:
+        super().__init__(f"no environment {reference[:80]!r} is registered")
+
+
+class NameTaken(Exception):
+    """The name belongs to somebody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One version."""
+
+    name: str
+    version: int
+    owner: str
+    created_at: str
+    source: Mapping[str, Any]
+    """As it was registered, without what was uploaded."""
+    ref: str
+    """What a host loads: `package.module:Class`, or a path below the upload."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    upload: str | None = None
+    """The digest of what was uploaded."""
+    is_remote: bool = False
+    """It reaches a URL that somebody named: its host connects to allowed addresses only."""
+    digest: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What a host has to load, on this machine."""
+
+    ref: str
+    config: Mapping[str, Any]
+    paths: tuple[str, ...] = ()
+    """Where its modules are found."""
+    is_remote: bool = False
+
+
+def parse_reference(text: str) -> tuple[str, int | None] | None:
+    """Name and version of `name@3` or `name`; None for an import string."""
+    match = _REFERENCE.fullmatch(text)
+    return (match[1], int(match[2]) if match[2] else None) if match else None
+
+
+def digest_of(ref: str, config: Mapping[str, Any], upload: str | None, source: Mapping[str, Any]) -> str:
+    """What makes two registrations the same."""
+    text = json.dumps([ref, config, upload, source], sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Registry:
+    """The environments in a directory. Blocking: call it in a thread."""
+
+    def __init__(self, directory: EnvironmentsDir) -> None:
+        self._directory = directory
+
+    def add(self, wanted: Registration) -> tuple[Registration, bool]:
+        """The version that holds this content, and whether it is new; ``wanted.version`` and ``digest`` are ignored.
+        Raises NameTaken."""
+        digest = digest_of(wanted.ref, wanted.config, wanted.upload, wanted.source)
+        while True:
+            versions = self._versions(wanted.name)
+            held = [self._read(wanted.name, version) for version in versions]
+            _require_owner(held, wanted.owner)
+            for one in reversed(held):
+                if one.digest == digest and not self._is_removed(one):
+                    return one, False
+            number = max(versions, default=0) + 1
+            record = Registration(**{**asdict(wanted), "version": number, "digest": digest})
+            make_directory(self._directory.environment(wanted.name))
+            # Another process may have taken the number: then its content is looked at first.
+            with contextlib.suppress(FileExistsError):
+                write_once(self._directory.record(wanted.name, number), [json.dumps(asdict(record)).encode()])
+                return record, True
+
+    def require_name(self, name: str, owner: str) -> None:
+        """Raises NameTaken, before anything is kept for it."""
+        _require_owner([self._read(name, version) for version in self._versions(name)[:1]], owner)
+
+    def get(self, reference: str) -> Registration:
+        """The version that `name@version` says, the newest one for `name`. Raises EnvironmentNotFound."""
+        parsed = parse_reference(reference)
+        if parsed is None:
+            raise EnvironmentNotFound(reference)
+        name, version = parsed
+        versions = [version] if version is not None else self._versions(name)[::-1]
+        for number in versions:
+            with contextlib.suppress(FileNotFoundError):
+                found = self._read(name, number)
+                if not self._is_removed(found):
+                    return found
+        raise EnvironmentNotFound(reference)
+
+    def all(self) -> list[Registration]:
+        """By name, the versions of each in order."""
+        names = [name for name in self._directory.names() if NAME.fullmatch(name)]
+        held = [self._read(name, version) for name in names for version in self._versions(name)]
+        return [one for one in held if not self._is_removed(one)]
+
+    def remove(self, one: Registration) -> None:
+        """It is not there any more; its number is never given again."""
+        with contextlib.suppress(FileExistsError):
+            write_once(self._directory.removed(one.name, one.version), [b"{}"])
+
+    def report(self, one: Registration) -> dict[str, Any] | None:
+        """What the newest examination said; None before the first."""
+        numbers = self._reports(one)
+        if not numbers:
+            return None
+        report: dict[str, Any] = json.loads(self._report_path(one, numbers[-1]).read_bytes())
+        return report
+
+    def add_report(self, one: Registration, report: Mapping[str, Any]) -> None:
+        number = max(self._reports(one), default=0) + 1
+        if number <= MAX_REPORTS:
+            with contextlib.suppress(FileExistsError):  # somebody else has examined it in this moment
+                write_once(self._report_path(one, number), [json.dumps(dict(report)).encode()])
+
+    def upload_dir(self, digest: str) -> Path:
+        return self._directory.upload(digest)
+
+    def place(self, reference: str) -> Placed:
+        """Raises InvalidEnvironment: no such version, or its upload is not on this machine."""
+        parsed = parse_reference(reference)
+        if parsed is None or parsed[1] is None:
+            raise InvalidEnvironment(f"{reference} is neither an import string nor a registered version (name@version)")
+        try:
+            one = self.get(reference)
+        except EnvironmentNotFound as error:
+            raise InvalidEnvironment(f"{error} below {self._directory.path}") from None
+        if one.upload is None:
+            return Placed(one.ref, one.config, is_remote=one.is_remote)
+        root = self.upload_dir(one.upload)
+        if not root.is_dir():
+            raise InvalidEnvironment(f"{one.id}: what was uploaded is not below {self._directory.path}")
+        is_file = one.ref.rpartition(":")[0].endswith(".py")
+        return Placed(f"{root}/{one.ref}" if is_file else one.ref, one.config, (str(root),))
+
+    def _versions(self, name: str) -> list[int]:
+        return self._directory.versions(name)
+
+    def _read(self, name: str, version: int) -> Registration:
+        return Registration(**json.loads(self._directory.record(name, version).read_bytes()))
+
+    def _is_removed(self, one: Registration) -> bool:
+        return self._directory.removed(one.name, one.version).exists()
+
+    def _reports(self, one: Registration) -> Sequence[int]:
+        return self._directory.reports(one.name, one.version)
+
+    def _report_path(self, one: Registration, number: int) -> Path:
+        return self._directory.report(one.name, one.version, number)
+
+
+def _require_owner(held: Sequence[Registration], owner: str) -> None:
+    """A name belongs to who registered its first version."""
+    if held and held[0].owner != owner:
+        raise NameTaken(f"the name {held[0].name} belongs to somebody else; choose another one")

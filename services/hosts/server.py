@@ -1,0 +1,297 @@
+"""A host as its user sees it: a fork server that loads an environment, makes processes of it and ends them.
+
+Rule: nothing of a host outlives its parent, and nothing of ours reaches it but what its order says: no settings, no
+keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gspo_core.env import InvalidEnvironment
+from services.hosts import wire
+from services.hosts.mark import Mark
+from services.hosts.process import Cause, Death, HostProcess
+from services.hosts.wire import BadFrame, Description
+
+ROOT = Path(__file__).resolve().parents[2]
+# All that a host inherits: no settings, no keys, no addresses of ours.
+PASSED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+TAIL_BYTES = 4096
+# A server that is busy forking reads its requests a little later.
+FULL_S = 0.02
+
+
+class _Event(msgspec.Struct):
+    forked: int | None = None
+    pid: int | None = None
+    ended: int | None = None
+    how: tuple[str, int] = ("signal", 9)
+
+
+_read_event = msgspec.json.Decoder(_Event).decode
+
+
+@dataclass(frozen=True)
+class HostOrder:
+    """Which environment a host loads, and with what."""
+
+    ref: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    hosting: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``HostLimits`` that the job sets."""
+    python: str = sys.executable
+    """The interpreter, e.g. of the environment's own virtual environment."""
+    boot_timeout_s: float = 120.0
+    hang_grace_s: float = 3.0
+    """Beyond the deadline that a session keeps itself."""
+    paths: Sequence[str] = ()
+    """Where its modules are found, besides where ours are."""
+    networks: Sequence[str] | None = None
+    """It connects to public addresses and to these networks only. None: to everything."""
+
+
+class BootFailed(Exception):
+    """The host did not come up; whether the environment is to blame cannot be said."""
+
+
+class ForkServer(asyncio.Protocol):
+    """A running host. ``boot`` makes one."""
+
+    def __init__(self, order: HostOrder, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self._order = order
+        self._process = process
+        self._connection = connection
+        self._raw = connection.dup()
+        """Descriptors are sent past the transport, which cannot."""
+        self._frames = wire.Frames()
+        self._transport: asyncio.Transport | None = None
+        self._ready: asyncio.Future[Description] = asyncio.get_running_loop().create_future()
+        self._processes: dict[int, HostProcess] = {}
+        self._pids: set[int] = set()
+        self._next_number = 0
+        self._output = _Output()
+        self._scratch = str(Path(tempfile.gettempdir()) / f"gspo-env-{uuid.uuid4().hex}")
+        """Its processes' temporary files: below it, so that they go even where the server cannot clean up. The server
+        makes it, once it outlives whoever started it: else a worker that is killed meanwhile would leave it behind."""
+        self.is_dead = False
+        self.gone = asyncio.Event()
+        self.description: Description
+
+    @classmethod
+    async def boot(cls, order: HostOrder) -> ForkServer:
+        """Raises ``InvalidEnvironment`` with what is wrong with it, or ``BootFailed``."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        read_output, write_output = os.pipe()
+        try:
+            process = _spawn(order, theirs, write_output)
+        except OSError as error:
+            ours.close()
+            os.close(read_output)
+            raise InvalidEnvironment(f"{order.ref}: its interpreter {order.python} does not start: {error}") from None
+        finally:
+            theirs.close()
+            os.close(write_output)
+        ours.setblocking(False)
+        server = cls(order, ours, process)
+        try:
+            async with asyncio.timeout(order.boot_timeout_s):
+                await loop.connect_read_pipe(lambda: server._output, os.fdopen(read_output, "rb"))
+                server._transport, _ = await loop.create_connection(lambda: server, sock=ours)
+                boot = {
+                    "ref": order.ref,
+                    "config": dict(order.config),
+                    "hosting": dict(order.hosting),
+                    "scratch": server._scratch,
+                    "networks": None if order.networks is None else list(order.networks),
+                }
+                server._transport.write(wire.encode(boot))
+                server.description = await server._ready
+        except TimeoutError:
+            await server.close()
+            raise BootFailed(f"{order.ref} was not loaded within {order.boot_timeout_s:g}s") from None
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    async def fork(self) -> HostProcess:
+        """A new process; it answers as soon as it is there."""
+        self._next_number += 1
+        ours, theirs = socket.socketpair()
+        mark = Mark.new()
+        process = HostProcess(self._next_number, Mark(mark), self._kill, self._order.hang_grace_s)
+        self._processes[process.number] = process
+        try:
+            await self._send(wire.encode({"fork": process.number}), (theirs.fileno(), mark))
+        except OSError as error:
+            ours.close()
+            self.is_dead = True  # known here before its connection says so
+            raise BootFailed(f"the host does not answer: {error}") from error
+        finally:
+            theirs.close()
+            os.close(mark)
+        ours.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: process, sock=ours)
+        return process
+
+    async def close(self) -> None:
+        """Ends all of its processes and itself; waits until they are gone."""
+        self._ready.cancel()
+        for process in list(self._processes.values()):
+            process.condemn(Death(Cause.CLOSED))
+        if self._transport is not None:
+            self._transport.close()
+        self._connection.close()
+        self._raw.close()
+        loop = asyncio.get_running_loop()
+        try:
+            # Before it is ready it may hang in the environment's import and not see that nobody is there any more.
+            if not (self._ready.done() and not self._ready.cancelled() and self._ready.exception() is None):
+                self._process.kill()
+            await loop.run_in_executor(None, self._process.wait, 5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await loop.run_in_executor(None, self._process.wait)
+        self._output.close()
+        self._kill_groups()
+        await loop.run_in_executor(None, partial(shutil.rmtree, self._scratch, ignore_errors=True))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def tail(self) -> str:
+        """The last that it and its processes have printed."""
+        return self._output.tail.decode("utf-8", "replace").strip()
+
+    # what the connection says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        return
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.feed(data):
+                self._hear(body)
+        except (BadFrame, msgspec.DecodeError) as error:
+            self._fail(BootFailed(f"{self._order.ref}: its host says nothing that can be read: {error}"))
+
+    def _hear(self, body: bytes) -> None:
+        if not self._ready.done():
+            said = msgspec.json.decode(body)
+            if "invalid" in said:
+                self._fail(InvalidEnvironment(said["invalid"]))
+            else:
+                self._ready.set_result(Description.from_json(said.get("ready")))
+            return
+        event = _read_event(body)
+        if event.forked is not None and event.pid is not None:
+            self._pids.add(event.pid)
+            if event.forked in self._processes:
+                self._processes[event.forked].pid = event.pid
+        elif event.ended is not None:
+            process = self._processes.pop(event.ended, None)
+            if process is not None:
+                self._pids.discard(process.pid or 0)
+                process.ended.set_result(event.how)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_dead = True
+        self.gone.set()
+        self._fail(BootFailed(f"{self._order.ref}: its host ended while loading it: {self.tail or 'no output'}"))
+        for process in list(self._processes.values()):
+            if not process.ended.done():
+                process.ended.set_result(("signal", int(signal.SIGKILL)))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+
+    async def _send(self, frame: bytes, descriptors: Sequence[int]) -> None:
+        while True:
+            try:
+                socket.send_fds(self._raw, [frame], descriptors)
+            except BlockingIOError:
+                await asyncio.sleep(FULL_S)
+            else:
+                return
+
+    def _kill(self, number: int) -> None:
+        try:
+            self._raw.send(wire.encode({"kill": number}))
+        except BlockingIOError:
+            asyncio.get_running_loop().call_later(FULL_S, self._kill, number)
+        except OSError:  # it is gone itself, and takes its processes along
+            return
+
+    def _kill_groups(self) -> None:
+        """What a killed server could not clean up any more."""
+        for pid in (*self._pids, self._process.pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        self._pids.clear()
+
+
+class _Output(asyncio.Protocol):
+    """Reads what the host prints, so that it never waits, and keeps the end of it."""
+
+    def __init__(self) -> None:
+        self.tail = b""
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _spawn(order: HostOrder, control: socket.socket, output: int) -> subprocess.Popen[bytes]:
+    program = [order.python, "-m", "services.hosts.inside", str(control.fileno()), str(os.getpid())]
+    return subprocess.Popen(
+        program,
+        pass_fds=(control.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=child_variables(order.paths),
+        start_new_session=True,
+    )
+
+
+def child_variables(paths: Sequence[str] = ()) -> dict[str, str]:
+    """The whole environment of a process that runs code of an environment."""
+    variables = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
+    return variables | {"PYTHONPATH": os.pathsep.join([*_search_path(), *paths])}
+
+
+def _search_path() -> Sequence[str]:
+    """Where this process finds modules that do not belong to its own interpreter."""
+    own = set(sysconfig.get_paths().values())
+    given = [str(Path(entry or ".").absolute()) for entry in sys.path]
+    foreign = [entry for entry in given if entry not in own and not entry.endswith("lib-dynload")]
+    return list(dict.fromkeys([str(ROOT), *(entry for entry in foreign if Path(entry).is_dir())]))

@@ -1,0 +1,17 @@
+"""What the service adds to the ``gspo`` command where it is installed; ``gspo_core.cli.service`` reads it.
+
+Rule: this module costs nothing to import. Each command names a module, which is imported when the command is typed.
+"""
+
+from __future__ import annotations
+
+from gspo_core.cli.service import ServiceCommand
+
+COMMANDS = (
+    ServiceCommand("up", "run the whole stack on this machine until Ctrl-C", "services.launch.up"),
+    ServiceCommand("launch", "run the whole stack elsewhere", "services.launch.launch"),
+    ServiceCommand("env serve", "serve an environment over OpenEnv's protocol", "services.hosts.openenv_server"),
+)
+
+CHECKS = "services.launch.checks"
+"""The module with the checks of this machine that ``gspo doctor`` makes."""

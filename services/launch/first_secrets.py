@@ -1,0 +1,81 @@
+"""The secrets of an installation, made once: passwords of Redis, the first API key, the token for environments.
+
+Rule: what is there already stays; each kind of process gets a directory of its own with what it needs and nothing
+else. Redis gets digests, and so does the service of environments. The files are named like settings, for
+``GSPO_SECRETS_DIR``.
+
+``python -m services.launch.first_secrets ROOT``: ROOT/redis/users.acl and
+ROOT/{api,trainer,rollout,environments}/gspo_*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from services.files.data_dir import SecretsDir
+from services.state.roles import USERS, acl_file
+
+KEY_BYTES = 32
+# For health checks: whoever reaches the server may ask whether it lives, and nothing else.
+PROBE = "user gspo-probe on nopass resetkeys resetchannels -@all +ping\n"
+ROLES = ("api", "trainer", "rollout")
+
+
+def make_secrets(root: Path, redis: str) -> None:
+    """``redis``: HOST:PORT of the server, as the processes see it."""
+    passwords, place = {}, SecretsDir(root)
+    for role in ROLES:
+        user = f"gspo-{role}"
+        url = _keep(place.secret(role, "gspo_redis_url"), f"redis://{user}:{secrets.token_hex(KEY_BYTES)}@{redis}/0")
+        password = urlsplit(url).password or ""
+        # The server may have moved; the password stays.
+        _write(place.secret(role, "gspo_redis_url"), f"redis://{user}:{quote(password)}@{redis}/0")
+        passwords[user] = password
+    assert passwords.keys() == USERS.keys()
+    _write(place.secret("redis", "users.acl"), acl_file(passwords) + PROBE)
+    _keep(place.secret("api", "gspo_api_keys"), f"gspo-{secrets.token_urlsafe(KEY_BYTES)}")
+    token = _keep(place.secret("rollout", "gspo_env_token"), secrets.token_urlsafe(KEY_BYTES))
+    _write(place.secret("environments", "gspo_env_token_sha256"), hashlib.sha256(token.encode()).hexdigest())
+
+
+def _keep(path: Path, fresh: str) -> str:
+    if not path.exists():
+        _write(path, fresh)
+    return path.read_text().strip()
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.launch.first_secrets", description="Make the secrets of an installation, once."
+    )
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--redis", default="redis:6379", help="HOST:PORT of Redis (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    try:
+        make_secrets(given.root, given.redis)
+    except OSError as error:
+        print(f"services.launch.first_secrets: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""The processes of an installation: what starts each one, what it needs, how it is probed, and how it leaves.
+
+Every launcher reads it: ``stack`` (``gspo up``) and the modules in ``launchers`` (``gspo launch``). So does
+a test that holds docker-compose.yml, the Dockerfile and k8s/ to it. Rule: it is data. It starts nothing, reads no
+environment variable, and imports nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+SETTING_PREFIX = "GSPO_"
+# Time that services.process.lifecycle gives a cancelled service to clean up before it cancels it again.
+CLEANUP_S = 5
+
+
+class Site(StrEnum):
+    """Where an installation runs. Sites differ in which processes run apart and in how long one may take to leave."""
+
+    LAPTOP = "laptop"
+    """Children of one command, reachable over loopback only."""
+    BATCH = "batch"
+    """An allocation of a batch system; environments run beside the workers, under the user's account."""
+    CONTAINERS = "containers"
+    """Compose and Kubernetes; environments run behind a wall of their own."""
+
+
+class Access(StrEnum):
+    """How a process uses the shared data directory."""
+
+    NONE = "none"
+    READ = "read"
+    WRITE = "write"
+
+
+class Copies(StrEnum):
+    ONE = "one"
+    """One for the whole installation."""
+    ANY = "any"
+    PER_NODE = "per_node"
+    """At least one on each machine that plays episodes."""
+
+
+@dataclass(frozen=True)
+class HttpHealth:
+    """Paths on the process's port that answer 200: while it lives, and while it can serve."""
+
+    live: str
+    ready: str
+
+
+@dataclass(frozen=True)
+class FileHealth:
+    """The process touches GSPO_HEALTH_FILE; ``python -m services.process.health FILE [--ready]`` examines it."""
+
+
+@dataclass(frozen=True)
+class PingHealth:
+    """Redis answers PING."""
+
+
+Health = HttpHealth | FileHealth | PingHealth
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """After SIGTERM a process drains and then cleans up; a launcher that kills it sooner than ``most_s`` loses work."""
+
+    default_drain_s: int
+    cleanup_s: int = CLEANUP_S
+    option: str | None = None
+    """Command-line option that sets the drain; None where it is fixed."""
+    drain_s: Mapping[Site, int] = field(default_factory=dict)
+    """What ``option`` is given; the default at sites that are missing."""
+
+    def arguments(self, site: Site) -> tuple[str, ...]:
+        if self.option is None or site not in self.drain_s:
+            return ()
+        return self.option, str(self.drain_s[site])
+
+    def most_s(self, site: Site) -> int:
+        return self.drain_s.get(site, self.default_drain_s) + self.cleanup_s
+
+
+API_HEALTH = HttpHealth(live="/healthz", ready="/readyz")
+ENGINE_HEALTH = HttpHealth(live="/health", ready="/ready")
+EVERYWHERE = frozenset(Site)
+LOGGING = frozenset({"secrets_dir", "log_level", "log_format"})
+
+
+@dataclass(frozen=True)
+class Process:
+    """One kind of process."""
+
+    name: str
+    leaving: Leaving
+    module: str | None = None
+    """Run as ``python -m MODULE``; None for a program that is not ours."""
+    arguments: tuple[str, ...] = ()
+    """A word in braces, such as ``{port}``, is for the launcher to fill in."""
+    reads: frozenset[str] = frozenset()
+    """Fields of ``services.process.settings.Settings`` that it uses."""
+    requires: frozenset[str] = frozenset()
+    """Those without which an installation of several machines does not work."""
+    health: Health | None = None
+    """None: it ends when it is done."""
+    after: tuple[str, ...] = ()
+    """Processes that have to be there, or done, before this one starts."""
+    calls: tuple[str, ...] = ()
+    """Processes to which it opens connections."""
+    data: Access = Access.NONE
+    reads_models: bool = False
+    on_device: bool = False
+    """Computes with torch: gets the GPUs, or the cores."""
+    has_secrets: bool = False
+    """``services.launch.first_secrets`` makes a directory of its name, for GSPO_SECRETS_DIR."""
+    port: int | None = None
+    copies: Copies = Copies.ANY
+    sites: frozenset[Site] = EVERYWHERE
+
+    def command(self, python: str, site: Site, values: Mapping[str, str] | None = None, *more: str) -> list[str]:
+        """The words that start it. ``values`` fills the words in braces; a missing one is a KeyError."""
+        start = [] if self.module is None else [python, "-m", self.module]
+        given = [_filled(word, values or {}) for word in self.arguments]
+        return [*start, *given, *self.leaving.arguments(site), *more]
+
+    def settings(self, values: Mapping[str, str]) -> dict[str, str]:
+        """As environment variables, those of ``values`` (field name: value) that this process reads."""
+        return {SETTING_PREFIX + name.upper(): value for name, value in values.items() if name in self.reads}
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    return values[word[1:-1]] if word.startswith("{") and word.endswith("}") else word
+
+
+SECRETS = Process(
+    name="secrets",
+    module="services.launch.first_secrets",
+    arguments=("{secrets_dir}",),
+    leaving=Leaving(0),
+    copies=Copies.ONE,
+    sites=frozenset({Site.BATCH, Site.CONTAINERS}),
+)
+
+REDIS = Process(
+    name="redis",
+    # What is acknowledged has been written, and nothing is evicted: docs/redis.md.
+    arguments=("--appendonly", "yes", "--appendfsync", "always", "--save", "", "--maxmemory-policy", "noeviction"),
+    leaving=Leaving(10, cleanup_s=0),
+    health=PingHealth(),
+    after=("secrets",),
+    port=6379,
+    copies=Copies.ONE,
+)
+
+ENGINE = Process(
+    name="engine",
+    module="services.engine",
+    arguments=("--model", "{model}", "--host", "{host}", "--port", "{port}", "--threads", "{threads}"),
+    leaving=Leaving(30),
+    reads=LOGGING,
+    health=ENGINE_HEALTH,
+    data=Access.READ,
+    reads_models=True,
+    on_device=True,
+    port=30000,
+    copies=Copies.PER_NODE,
+)
+
+API = Process(
+    name="api",
+    module="services.api",
+    leaving=Leaving(3, cleanup_s=3 + CLEANUP_S, option="--grace-s", drain_s={Site.CONTAINERS: 50}),
+    reads=LOGGING
+    | {"redis_url", "data_dir", "api_host", "api_port", "api_keys", "env_uploads", "outbound_networks", "lease_s"},
+    requires=frozenset({"redis_url", "data_dir", "api_host", "api_keys"}),
+    health=API_HEALTH,
+    after=("redis",),
+    calls=("redis",),
+    data=Access.WRITE,
+    has_secrets=True,
+    port=8000,
+)
+
+ENVIRONMENTS = Process(
+    name="environments",
+    module="services.hosts.service",
+    arguments=("--host", "{host}", "--port", "{port}"),
+    leaving=Leaving(30),
+    reads=LOGGING | {"data_dir", "env_install", "env_token_sha256", "health_file"},
+    requires=frozenset({"env_token_sha256", "health_file"}),
+    health=FileHealth(),
+    after=("secrets",),
+    has_secrets=True,
+    port=8010,
+    sites=frozenset({Site.CONTAINERS}),
+)
+
+TRAINER = Process(
+    name="trainer",
+    module="services.trainer",
+    leaving=Leaving(30, option="--grace-s", drain_s={Site.BATCH: 90, Site.CONTAINERS: 620}),
+    reads=LOGGING
+    | {"redis_url", "data_dir", "engine_urls", "lease_s", "max_attempts", "redis_bytes_per_job", "health_file"}
+    | {"wandb_project", "wandb_mode"},
+    requires=frozenset({"redis_url", "data_dir", "engine_urls", "health_file"}),
+    health=FileHealth(),
+    after=("redis",),
+    calls=("redis", "engine"),
+    data=Access.WRITE,
+    reads_models=True,
+    on_device=True,
+    has_secrets=True,
+)
+
+ROLLOUT = Process(
+    name="rollout",
+    module="services.rollout",
+    leaving=Leaving(8, cleanup_s=4 + CLEANUP_S, option="--drain-s", drain_s={Site.BATCH: 20, Site.CONTAINERS: 320}),
+    reads=LOGGING
+    | {"redis_url", "data_dir", "engine_urls", "lease_s", "health_file", "outbound_networks"}
+    | {"env_install", "env_hosts", "env_token", "trace_endpoint", "trace_share"},
+    requires=frozenset({"redis_url", "data_dir", "engine_urls", "env_hosts", "env_token", "health_file"}),
+    health=FileHealth(),
+    after=("redis", "environments"),
+    calls=("redis", "engine", "environments"),
+    data=Access.READ,
+    reads_models=True,
+    has_secrets=True,
+    copies=Copies.PER_NODE,
+)
+
+PROCESSES = (SECRETS, REDIS, ENGINE, API, ENVIRONMENTS, TRAINER, ROLLOUT)
+"""In the order of the start. They leave in reverse order, so that each still reaches what it needs to leave well."""
+
+SGLANG = Process(
+    name="sglang",
+    arguments=("-m", "sglang.launch_server", "--model-path", "{model}", "--host", "{host}", "--port", "{port}"),
+    leaving=Leaving(60),
+    health=ENGINE_HEALTH,
+    data=Access.READ,
+    reads_models=True,
+    on_device=True,
+    port=ENGINE.port,
+    copies=Copies.PER_NODE,
+)
+"""Takes the place of ``ENGINE``, run by the Python of its own virtual environment or image."""
+
+ALIKE = frozenset({"lease_s", "outbound_networks"})
+"""Settings that have to have one value in all processes that read them."""
+
+
+def processes(site: Site, *, has_engines: bool = False) -> tuple[Process, ...]:
+    """The processes to start at ``site``, in order. ``has_engines``: engines run already, so none is started."""
+    return tuple(one for one in PROCESSES if site in one.sites and not (has_engines and one is ENGINE))
+
+
+def find(name: str) -> Process:
+    """Raises StopIteration for a name that does not exist."""
+    return next(one for one in PROCESSES if one.name == name)
+
+
+def leaving_s(site: Site) -> int:
+    """Seconds within which an installation has left when its processes leave one kind after the other."""
+    return sum(one.leaving.most_s(site) for one in processes(site))

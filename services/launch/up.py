@@ -1,0 +1,150 @@
+"""``gspo up``: runs the whole stack until Ctrl-C, prints its addresses, and follows the logs of all processes.
+
+A process that dies is restarted, and a stack that is started again in the same directory resumes its jobs. Where
+GSPO_ENGINE_URLS names engines, they are used and none is started here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from services.files.data_dir import DataDir
+from services.launch.log_view import LogView
+from services.launch.stack import Stack, StackConfig, StackError, check_place, terminate_as_interrupt
+from services.launch.supervisor import Supervisor
+from services.process.children import die_with_parent
+from services.process.settings import SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+CHECK_S = 0.5
+# Makes the model that is served when none is named: a process apart, since the stack knows no examples.
+DEMO_MODEL_MODULE = "examples.demo.model"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data-dir", help="where everything is kept (default: $GSPO_DATA_DIR or .gspo)")
+    parser.add_argument(
+        "--model", help="model that the engine starts with (default: the demo model, made when missing)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="of the API; 0 takes a free one (default: 8000)")
+    parser.add_argument("--rollout-workers", type=int, default=1, help="number of rollout processes (default: 1)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return up(
+        data_dir=arguments.data_dir,
+        model=arguments.model,
+        port=arguments.port,
+        rollout_workers=arguments.rollout_workers,
+    )
+
+
+def up(*, data_dir: str | None, model: str | None, port: int, rollout_workers: int) -> int:
+    """Returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when the stack could not start."""
+    root = Path(data_dir or os.environ.get("GSPO_DATA_DIR", ".gspo")).resolve()
+    model_dir = Path(model).resolve() if model else DataDir(root).model("calculator-tiny")
+    try:
+        with terminate_as_interrupt():
+            config = StackConfig(
+                root,
+                model_dir,
+                port=port,
+                rollout_workers=rollout_workers,
+                engine_urls=load_settings().engine_urls,
+            )
+            check_place(config)
+            if not config.engine_urls:
+                _provide_model(model_dir, make=model is None)
+            serve(config)
+    except KeyboardInterrupt:
+        print("stopped; nothing is left running", flush=True)
+        return 0
+    except (StackError, SettingsError) as error:
+        print(f"gspo up: {error}", file=sys.stderr)
+        return 1
+
+
+def serve(config: StackConfig) -> NoReturn:
+    """Start the stack and look after it, until an interrupt. Raises StackError when it cannot start."""
+    stack = Stack(config)
+    names = ", ".join(process.name for process in stack.processes())
+    given = f"; engines of GSPO_ENGINE_URLS: {', '.join(config.engine_urls)}" if config.engine_urls else ""
+    print(f"starting {names} ...{given}", flush=True)
+    logs = LogView(stack.log_dir)
+    with stack:
+        print(greeting(stack, config.model_dir), flush=True)
+        look_after(stack, logs)
+
+
+def _provide_model(model_dir: Path, *, make: bool) -> None:
+    """Raises StackError where there is no model and none can be made."""
+    if not make:
+        if not (model_dir / "config.json").exists():
+            raise StackError(f"{model_dir} holds no model: a folder with config.json and *.safetensors is needed")
+        return
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", DEMO_MODEL_MODULE, str(model_dir)],
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(),
+        check=False,
+    )
+    if done.returncode != 0:
+        raise StackError(done.stderr.strip() or f"the demo model cannot be made: {DEMO_MODEL_MODULE} has failed")
+
+
+def look_after(stack: Stack, logs: LogView) -> NoReturn:
+    """Show the logs and restart processes that end, until an interrupt."""
+    from rich.text import Text
+
+    console = _console()
+    supervisor = Supervisor(stack, lambda line: console.print(Text(line, style="bold yellow"), soft_wrap=True))
+    while True:
+        for line in logs.news():
+            show(console, line)
+        supervisor.look()
+        time.sleep(CHECK_S)
+
+
+def show(console: Console, line: Text) -> None:
+    """Cut to the width of a terminal; whole in a file or a pipe."""
+    if console.is_terminal:
+        console.print(line, no_wrap=True, overflow="ellipsis")
+    else:
+        console.print(line, soft_wrap=True)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False)
+
+
+def typed_gspo() -> str:
+    """The command as it can be typed in this shell: `make` activates no virtual environment."""
+    return "gspo" if shutil.which("gspo") else os.path.relpath(Path(sys.executable).with_name("gspo"))
+
+
+def greeting(stack: Stack, model_dir: Path) -> str:
+    flag = "" if stack.api_url.endswith(":8000") else f" --url {stack.api_url}"
+    own = f"{stack.engine_url}\nmodel   {model_dir}"
+    given = f"{stack.engine_url}   (given by GSPO_ENGINE_URLS; none is started here)"
+    return (
+        f"viewer  {stack.api_url}/ui\n"
+        f"API     {stack.api_url}   (described at {stack.api_url}/docs)\n"
+        f"engine  {given if stack.config.engine_urls else own}\n"
+        f"logs    {stack.log_dir}   (all of them follow here)\n\n"
+        f"submit a job with: {typed_gspo()} submit FILE{flag}\n"
+        f"Ctrl-C stops everything; what is in {stack.config.data_dir} stays, and the next start goes on with it.\n"
+    )

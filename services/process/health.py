@@ -1,0 +1,107 @@
+"""Whether a process lives, told through a file that its event loop touches; for processes that serve no HTTP.
+
+Rule: living means that the process is there and its event loop turns, and nothing else: a Redis that is away must not
+restart a whole fleet. A file that an earlier process left behind (its volume outlives it) says nothing, nor does a wall
+clock that was set: both sides read the clock that only goes forward.
+``python -m services.process.health FILE`` is the probe: alive; with ``--ready``, also ready and not about to leave. It
+runs every few seconds in every container, so it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+TOUCH_S = 1.0
+# A loop that is busy for so long answers nobody.
+STALE_S = 30.0
+
+
+class Health:
+    """``async with Health(file, stop) as health``; without a file it does nothing."""
+
+    def __init__(self, path: Path | None, stop: asyncio.Event) -> None:
+        self._path = path
+        self._stop = stop
+        self._touching: asyncio.Task[None] | None = None
+        self.is_ready = False
+
+    async def __aenter__(self) -> Self:
+        if self._path is not None:
+            self._touching = asyncio.create_task(self._touch(self._path), name="health")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._touching is not None:
+            self._touching.cancel()
+            await asyncio.wait({self._touching})
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    async def _touch(self, path: Path) -> None:
+        beside = path.with_name(f".{path.name}")
+        who = {"pid": os.getpid(), "born": born(os.getpid())}
+        while True:
+            ready = self.is_ready and not self._stop.is_set()
+            beside.write_text(json.dumps({"at": time.monotonic(), "ready": ready, **who}))
+            beside.replace(path)
+            if self._stop.is_set():
+                await asyncio.sleep(TOUCH_S)
+                continue
+            with contextlib.suppress(TimeoutError):  # who is asked to leave says so at once
+                async with asyncio.timeout(TOUCH_S):
+                    await self._stop.wait()
+
+
+def examine(path: Path, *, ready: bool, now: float) -> str | None:
+    """What is wrong, or None."""
+    try:
+        said = json.loads(path.read_text())
+        at, pid, birth = float(said["at"]), int(said["pid"]), said["born"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{path} cannot be read: {error!r}"
+    if birth != born(pid):
+        return f"process {pid}, which wrote {path}, is gone"
+    age_s = now - at
+    if not 0 <= age_s <= STALE_S:
+        return f"the event loop has not turned for {age_s:.0f} s"
+    if ready and not said["ready"]:
+        return "not ready"
+    return None
+
+
+def born(pid: int) -> str | None:
+    """When it was, as the kernel counts: another process under the same number was born at another time. None if there
+    is no such process, or no way to know."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.process.health", description="Is the process beside us alive?"
+    )
+    parser.add_argument("file", type=Path, help="its GSPO_HEALTH_FILE")
+    parser.add_argument("--ready", action="store_true", help="also ready, and not about to leave")
+    arguments = parser.parse_args()
+    problem = examine(arguments.file, ready=arguments.ready, now=time.monotonic())
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

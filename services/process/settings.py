@@ -1,0 +1,185 @@
+"""Settings of the processes: the environment variables ``GSPO_*``, read here and nowhere else.
+
+Duty: turn the environment into typed values. The rule: a bad value or a misspelt name is an error that names the
+variable, never a silent default. It holds nothing that a job says for itself (that is ``JobSpec``) and no constants.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from gspo_core.outbound import parse_networks
+
+PREFIX = "GSPO_"
+
+
+class SettingsError(ValueError):
+    """An environment variable that we cannot use; the message names it."""
+
+
+def _split(value: Any) -> Any:
+    """``a,b`` -> ``("a", "b")``; blanks around the commas do not count."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+class Settings(BaseSettings):
+    """One field per environment variable: ``redis_url`` is ``GSPO_REDIS_URL``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True, env_ignore_empty=True
+    )
+
+    redis_url: Annotated[str | None, Field(repr=False)] = None
+    """The Redis (7.0 or newer) or Valkey (7.2 or newer) to use: ``redis://``, ``rediss://`` or ``unix://``.
+    Unset: a server is started as a child, where the command offers that."""
+
+    data_dir: Path = Path(".gspo")
+    """Where jobs, weights, batch logs and the embedded Redis keep their files; made absolute. All processes of one
+    installation share it."""
+
+    api_host: str = "127.0.0.1"
+    """The address that the API binds. Anything but loopback needs ``GSPO_API_KEYS``."""
+
+    api_port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """The port that the API binds; 0 picks a free one."""
+
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Bearer keys that the API accepts, separated by commas. Without any, only loopback is served."""
+
+    engine_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Base URLs of the inference engines, separated by commas, such as ``http://127.0.0.1:30000``."""
+
+    env_install: bool = False
+    """Whether rollout workers install what an environment's file asks for (``# /// script``), below
+    ``GSPO_DATA_DIR/venvs``. Installing runs code from a package index."""
+
+    env_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Services that run environments (``python -m services.hosts.service``), ``HOST:PORT`` each, separated by commas.
+    Unset: rollout workers run environments in processes beside themselves."""
+
+    env_token: SecretStr | None = None
+    """What rollout workers show to ``GSPO_ENV_HOSTS``."""
+
+    env_token_sha256: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
+    """The SHA-256 of ``GSPO_ENV_TOKEN``, for the service that runs environments: it holds no secret itself."""
+
+    secrets_dir: Path | None = None
+    """A directory of files named like settings in small letters (``gspo_redis_url``), each with one value, such as a
+    mounted secret. The environment wins."""
+
+    health_file: Path | None = None
+    """A file that a rollout worker, a trainer or a service of environments touches while it lives; for
+    ``python -m services.process.health FILE``."""
+
+    env_uploads: bool = False
+    """Whether the API takes uploaded environments. Their code runs in hosts of the rollout workers, which have files
+    and the network open to them: whoever may upload may run anything there."""
+
+    outbound_networks: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Networks such as ``10.1.0.0/16``, separated by commas, that environments behind a registered URL may be in.
+    Without any, only public addresses are. Alike for the API and the rollout workers."""
+
+    lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """Seconds without a beat after which a worker's episodes, or a trainer's job, go to another. Alike everywhere."""
+
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    """So many trainers in a row may be lost without a new step, then the job has failed. Raise it where trainers are
+    preempted often; one that is stopped by SIGTERM does not count."""
+
+    redis_bytes_per_job: Annotated[int, Field(gt=0)] | None = None
+    """What one job may hold in Redis, reserved before an episode starts. Groups beyond one step's worth wait for room.
+    Unset: no limit."""
+
+    trace_endpoint: str | None = None
+    """Where rollout workers send OpenTelemetry traces of their episodes: OTLP over HTTP, such as
+    ``http://127.0.0.1:4318/v1/traces``. Needs the extra ``otel``. Unset: nothing is traced."""
+
+    trace_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The share of the episodes that are traced."""
+
+    wandb_project: str | None = None
+    """The project of Weights & Biases that is told the numbers of every job. Needs the extra ``wandb``. Unset: nothing
+    is sent."""
+
+    wandb_mode: Literal["online", "offline"] = "online"
+    """``offline`` keeps what would be sent in the job's directory, for ``wandb sync``."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe messages that are logged."""
+
+    log_format: Literal["console", "json"] | None = None
+    """How log lines look: for people, or one JSON object a line. Unset: for people on a terminal, else JSON."""
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_scheme(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must start with redis://, rediss:// or unix://")
+        return value
+
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @field_validator("engine_urls")
+    @classmethod
+    def _engine_scheme(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError("every engine URL starts with http:// or https://")
+        return tuple(url.rstrip("/") for url in value)
+
+    @field_validator("env_hosts")
+    @classmethod
+    def _host_and_port(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for address in value:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError("every address is HOST:PORT")
+        return value
+
+    @field_validator("outbound_networks")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        parse_networks(value)
+        return value
+
+    @field_validator("log_level", "log_format", mode="before")
+    @classmethod
+    def _lower(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+
+def load_settings() -> Settings:
+    """The settings of this process; raises SettingsError."""
+    _refuse_misspelt(os.environ)
+    secrets = os.environ.get(f"{PREFIX}SECRETS_DIR")
+    if secrets and not Path(secrets).is_dir():
+        raise SettingsError(f"{PREFIX}SECRETS_DIR: {secrets} is no directory")
+    try:
+        return Settings(_secrets_dir=secrets or None)
+    except ValidationError as error:
+        problems = [
+            f"{PREFIX}{'.'.join(str(part) for part in problem['loc'][:1]).upper()}: {problem['msg']}"
+            for problem in error.errors(include_input=False, include_url=False)
+        ]
+        raise SettingsError("; ".join(problems)) from None
+
+
+def _refuse_misspelt(environment: Mapping[str, str]) -> None:
+    """A name that is nearly one of ours is a typo; names far from ours belong to others (the Makefile has some)."""
+    known = [PREFIX + name.upper() for name in Settings.model_fields]
+    for name in environment:
+        near = get_close_matches(name, known, n=1, cutoff=0.9) if name.startswith(PREFIX) else []
+        if near and name not in known:
+            raise SettingsError(f"{name} is no setting; did you mean {near[0]}?")

@@ -1,0 +1,87 @@
+"""The one way to connect to Redis.
+
+Duty: a client with our timeouts, our retries and our errors. The rules: what it sends again after a lost reply must not
+matter twice, so only reads, our functions and single idempotent commands go through it; and it raises nothing but the
+exceptions of ``services.state.away``, after its own retries. It starts and examines no server.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import redis.asyncio
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
+
+from services.state.away import translate
+
+SOCKET_TIMEOUT_S = 10.0
+# A blocked read that lasts as long as the timeout of its socket is taken for a lost reply.
+MAX_BLOCK_MS = 5000
+
+
+class RedisClient(redis.asyncio.Redis):
+    """Raises Away, or RedisFault, wherever the library raises an error of its own."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> RedisPipeline:
+        return RedisPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+
+    def pubsub(self, **options: Any) -> NoReturn:
+        """Its messages would come past the translation; streams do what we need."""
+        raise NotImplementedError("use streams")
+
+    def monitor(self) -> NoReturn:
+        raise NotImplementedError("monitor the server with its own command line")
+
+
+class RedisPipeline(Pipeline):
+    """Raises as ``RedisClient`` does."""
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        try:
+            replies: list[Any] = await super().execute(raise_on_error)
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+        return [translate(reply) if isinstance(reply, RedisError) else reply for reply in replies]
+
+    async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().immediate_execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+
+    def annotate_exception(self, exception: Exception, number: int, command: Any) -> None:
+        """In a note: the library would put it before the word that says what is wrong."""
+        exception.add_note(f"command {number} of a pipeline: {command[0]}")
+
+
+def connect(url: str, *, max_connections: int = 512, wait_s: float | None = None) -> RedisClient:
+    """An asyncio client; replies are bytes. Close it with ``await client.aclose()``.
+
+    A command whose reply is lost is sent again, for about ten seconds. Every blocked read holds one of the connections.
+    Where all are in use, ``wait_s`` is how long one is waited for; without it that is an error at once.
+    """
+    waiting = {} if wait_s is None else {"timeout": wait_s}
+    kind = redis.asyncio.ConnectionPool if wait_s is None else redis.asyncio.BlockingConnectionPool
+    pool = kind.from_url(
+        url,
+        **waiting,
+        protocol=2,
+        max_connections=max_connections,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=5.0,
+        health_check_interval=0,
+        retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=1.0), 16),
+        retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
+    )
+    client = RedisClient(connection_pool=pool)
+    client.auto_close_connection_pool = True
+    return client

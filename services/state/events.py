@@ -1,0 +1,86 @@
+"""The events of a job: a stream that a client follows and resumes without gap or duplicate.
+
+The rule: only our own function trims, and it notes the last id that it removed, so whoever resumes before it is told
+(an event of type ``gap``). Adding an event twice under one nonce adds it once. It does not say what events mean.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+from services.state.client import MAX_BLOCK_MS
+from services.state.functions import Functions
+from services.state.jobs import InvalidCursor, JobNotFound
+from services.state.keys import job_key, job_keys
+from services.state.refusals import Missing
+
+_POSITION = re.compile(r"[0-9]{1,16}(-[0-9]{1,16})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    id: str
+    """Resume after it."""
+    type: str
+    """``gap`` says that the events up to this id are gone: data holds resumed_after and first_available."""
+    created_at: str
+    data: dict[str, Any]
+
+
+class EventLog:
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+        self._redis = functions.redis
+
+    async def add(self, job: str, kind: str, data: Mapping[str, Any], token: str | None) -> str:
+        text = json.dumps(dict(data), separators=(",", ":"), allow_nan=False)
+        try:
+            event_id: bytes = await self._functions.call(
+                "add_event", job_keys(job), token or "", uuid4().hex, kind, text
+            )
+        except Missing:
+            raise JobNotFound(job) from None
+        return event_id.decode()
+
+    async def read(self, job: str, after: str, count: int, block_ms: int) -> list[Event]:
+        if not _POSITION.fullmatch(after):
+            raise InvalidCursor(f"an event id reads MILLISECONDS-NUMBER, not {after!r}")
+        events = await self._read(job, after, count)
+        if not events and block_ms:
+            # Only to wait: what there is to see, a gap included, is then read at one instant.
+            await self._redis.xread({job_key(job, "events"): after}, count=1, block=min(block_ms, MAX_BLOCK_MS))
+            events = await self._read(job, after, count)
+        return events
+
+    async def newest(self, job: str) -> str | None:
+        """The id of the newest event that is kept."""
+        found = await self._redis.xrevrange(job_key(job, "events"), count=1)
+        return found[0][0].decode() if found else None
+
+    async def trim(self, job: str, keep: int) -> None:
+        await self._functions.call("trim_events", job_keys(job), keep)
+
+    async def _read(self, job: str, after: str, count: int) -> list[Event]:
+        last_removed, entries = await self._functions.call("read_events", job_keys(job), after, count)
+        events = [_event(entry_id.decode(), fields) for entry_id, fields in entries]
+        if last_removed:
+            at = last_removed.decode()
+            data = {"resumed_after": after, "first_available": events[0].id if events else None}
+            events.insert(0, Event(at, "gap", _time_of(at), data))
+        return events
+
+
+def _event(event_id: str, fields: list[bytes]) -> Event:
+    _, kind, _, data, _, _ = fields
+    return Event(event_id, kind.decode(), _time_of(event_id), json.loads(data))
+
+
+def _time_of(event_id: str) -> str:
+    milliseconds = int(event_id.partition("-")[0])
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,116 @@
+"""Our library of server-side functions: built from the .lua files, loaded when the server lacks it, called.
+
+The rule: a process never replaces a newer library by an older one, so a rolling upgrade goes one way. All functions are
+idempotent, hence what the client library sends again after a lost reply changes nothing. It knows no queue and no job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.state.away import RedisFault
+from services.state.client import RedisClient
+from services.state.keys import BUS_KEYS, JOB_KEYS, SERVICE_KEYS
+from services.state.refusals import BY_WORD, Damaged
+
+# Servers keep the highest version that they were given. A text that was released never changes under its number: a test
+# compares the digests.
+LIBRARY_VERSION = 2
+LUA = Path(__file__).with_name("lua")
+SOURCES = (
+    "library.lua",
+    "queue_records.lua",
+    "queue.lua",
+    "episodes.lua",
+    "views.lua",
+    "jobs.lua",
+    "records.lua",
+    "service.lua",
+    "replies.lua",
+)
+
+
+class LibraryTooNew(RuntimeError):
+    """The server holds functions of a newer release than this process."""
+
+
+class LibraryTooOld(RuntimeError):
+    """The server has no Functions (Redis 7.0, Valkey 7.2)."""
+
+
+class Functions:
+    """Calls functions by name and turns error replies into ``Refused`` errors."""
+
+    def __init__(self, redis: RedisClient) -> None:
+        # The types of its replies allow for every protocol and decoding; ours are bytes.
+        self.redis: Any = redis
+
+    async def load(self) -> None:
+        """Make sure that the server holds this library; safe to call from many processes at once."""
+        source, digest = library()
+        held = await self._held_version()
+        if held is not None and held[0] > LIBRARY_VERSION:
+            raise LibraryTooNew(
+                f"the Redis server holds version {held[0]} of our functions, this process knows {LIBRARY_VERSION}: "
+                "upgrade this process"
+            )
+        if held != (LIBRARY_VERSION, digest):
+            await self.redis.function_load(source, replace=True)
+
+    async def call(self, name: str, keys: Sequence[str | bytes], *args: str | bytes | int | float) -> Any:
+        """The reply of ``gspo_<name>``. A server that lost the library (a new one, say) is given it again."""
+        try:
+            return await self._fcall(name, keys, args)
+        except RedisFault as error:
+            if "Function not found" not in str(error):
+                raise _refusal(error) from None
+        await self.load()
+        try:
+            return await self._fcall(name, keys, args)
+        except RedisFault as error:
+            raise _refusal(error) from None
+
+    async def _fcall(self, name: str, keys: Sequence[str | bytes], args: Sequence[str | bytes | int | float]) -> Any:
+        return await self.redis.execute_command("FCALL", f"gspo_{name}", len(keys), *keys, *args)
+
+    async def _held_version(self) -> tuple[int, str] | None:
+        try:
+            version, digest = await self._fcall("version", (), ())
+        except RedisFault as error:
+            if "Function not found" in str(error):
+                return None
+            if "unknown command" in str(error).lower():
+                raise LibraryTooOld("the server knows no functions: use Redis >= 7.0 or Valkey >= 7.2") from None
+            raise
+        return int(version), digest.decode()
+
+
+def library() -> tuple[str, str]:
+    """The source of the library and its digest."""
+    parts = [(LUA / name).read_text(encoding="utf-8") for name in SOURCES]
+    keys = [
+        _lua_names("BUS_KEYS", BUS_KEYS),
+        _lua_names("JOB_KEYS", JOB_KEYS),
+        _lua_names("SERVICE_KEYS", SERVICE_KEYS),
+    ]
+    body = "\n".join([*keys, *parts])
+    digest = hashlib.sha256(body.encode()).hexdigest()[:16]
+    version = f'local VERSION, DIGEST = {LIBRARY_VERSION}, "{digest}"'
+    return f"#!lua name=gspo\n{version}\n{body}", digest
+
+
+def _lua_names(name: str, names: Sequence[str]) -> str:
+    listed = ", ".join(f'"{entry}"' for entry in names)
+    return f"local {name} = {{{listed}}}"
+
+
+def _refusal(error: RedisFault) -> Exception:
+    text = str(error)
+    word, _, detail = text.partition(" ")
+    if kind := BY_WORD.get(word):
+        return kind(detail)
+    # What a function stumbled over is always something that it read.
+    return Damaged(text) if "user_function" in text else error

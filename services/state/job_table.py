@@ -1,0 +1,427 @@
+"""Jobs and the trainers' leases on them: created once, moved along the ONE table of transitions, owned by one trainer.
+
+The rule: a state changes by compare-and-set in one function that also writes the event ``job.status``, so what a client
+sees in the event stream is exactly what happened. Where the table has the jobs' directories, what it acknowledges is
+written down there first. It does not know what a specification says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from pydantic import BaseModel
+
+from services.files.disk_space import write_when_there_is_room
+from services.files.job_dir import JobsDir
+from services.files.job_records import AcceptedJob, JobRecords
+from services.state.functions import Functions
+from services.state.jobs import (
+    LOST,
+    Attempt,
+    CancelManner,
+    Claim,
+    DesiredState,
+    IllegalTransition,
+    InvalidCursor,
+    Job,
+    JobConflict,
+    JobNotFound,
+    JobStatus,
+    StatusReason,
+    default_reason,
+    new_job_id,
+    sources_of,
+)
+from services.state.keys import InvalidJobId, check_job_id, job_key, job_keys, service_key, service_keys
+from services.state.leases import BeatWatch
+from services.state.rebuild import Rebuild
+from services.state.refusals import Conflict, Fenced, Forbidden, Missing
+
+# What is written down of a job's record with every change. Progress is not: checkpoints and versions tell it.
+_STATUS_FIELDS = (
+    *("status", "desired_state", "attempt", "epoch", "created_at", "started_at", "finished_at"),
+    *("reason_code", "reason_message", "reason_since"),
+    *("settings_version", "settings", "cancel_manner", "attempts"),
+)
+
+# States in which a trainer that is lost has failed; who is paused or ends was not training.
+_COUNTING = [status for status in sources_of(JobStatus.FAILED) if status is not JobStatus.CANCELLING]
+_WITHOUT_TRAINING = (JobStatus.PAUSED, JobStatus.CANCELLING)
+_TERMINAL = [status for status in JobStatus if status.is_terminal]
+
+
+class _Owner(NamedTuple):
+    token: str | bytes
+    """Empty where nobody owns the job."""
+    beat: str | bytes
+    job_is_queued: bool
+    """Nobody's, and it has not begun or was left before it ran."""
+
+
+class JobTable:
+    """``now`` is the time of day in seconds, shown to people; no lease depends on it.
+
+    ``max_attempts``: so many trainers in a row may be lost without a new step before the job has failed.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        watch: BeatWatch,
+        now: Callable[[], float],
+        *,
+        max_attempts: int,
+        jobs_dir: JobsDir | None,
+        rebuild: Rebuild | None,
+        waits_for_room: bool = False,
+    ) -> None:
+        self._to_disk = write_when_there_is_room if waits_for_room else asyncio.to_thread
+        self._max_attempts = max_attempts
+        self._jobs_dir = jobs_dir
+        self._rebuild = rebuild
+        self._functions = functions
+        self._redis = functions.redis
+        self._watch = watch
+        self._now = now
+        # A claim whose answer never came is made again with the same token, so it is not lost for a whole lease.
+        self._unanswered: dict[str, str] = {}
+        # One claim at a time: two that share a token would both believe that they own the job.
+        self._claiming = asyncio.Lock()
+
+    async def create(
+        self, spec: BaseModel | str, idempotency_key: str | None, job_id: str | None, owner: str = ""
+    ) -> Job:
+        text, digest = _canonical(spec)
+        job = job_id or new_job_id(self._now())
+        check_job_id(job)
+        await self._ensure_rebuilt()
+        key_digest = None
+        if idempotency_key is not None:
+            key_digest = _digest_of_key(idempotency_key)
+            job = (await self._functions.call("reserve", service_keys(), key_digest, job)).decode()
+        accepted = await self._accept(job, AcceptedJob(text, digest, self._time(), key_digest, owner))
+        reason = default_reason(JobStatus.QUEUED)
+        try:
+            written = (text, digest, accepted.created_at, reason.code, reason.message, accepted.owner)
+            await self._functions.call("create", job_keys(job), *written)
+        except Conflict:
+            raise JobConflict(job) from None
+        # Last, so that who finds it in the list finds it whole. Until here nothing was acknowledged.
+        await self._functions.call("announce", service_keys(), job)
+        return await self._written_down(job)
+
+    async def under(self, idempotency_key: str) -> str | None:
+        await self._ensure_rebuilt()
+        found = await self._redis.hget(service_key("idempotency"), _digest_of_key(idempotency_key))
+        return None if found is None else found.decode()
+
+    async def get(self, job: str) -> Job:
+        return _job(job, await self._fields(job))
+
+    async def _fields(self, job: str) -> dict[bytes, bytes]:
+        try:
+            key = job_key(job, "job")
+        except InvalidJobId:
+            raise JobNotFound(job) from None
+        fields: dict[bytes, bytes] = await self._redis.hgetall(key)
+        if not fields and self._rebuild is not None:
+            await self._rebuild.ensure()
+            fields = await self._redis.hgetall(key)
+        if not fields:
+            raise JobNotFound(job)
+        return fields
+
+    # What is written down before it is acknowledged
+
+    async def _ensure_rebuilt(self) -> None:
+        if self._rebuild is not None:
+            await self._rebuild.ensure()
+
+    def _directory(self, job: str) -> JobRecords | None:
+        return None if self._jobs_dir is None else JobRecords(self._jobs_dir.job(job))
+
+    async def _accept(self, job: str, wanted: AcceptedJob) -> AcceptedJob:
+        directory = self._directory(job)
+        if directory is None:
+            return wanted
+        accepted = await asyncio.to_thread(directory.accept, wanted)
+        if accepted.digest != wanted.digest:
+            raise JobConflict(job)
+        return accepted
+
+    async def _written_down(self, job: str) -> Job:
+        """The job as it is now. Whatever changed it, this state (or a newer one) is on disk when this returns."""
+        fields = await self._fields(job)
+        directory = self._directory(job)
+        while directory is not None:
+            record = {name: fields[name.encode()].decode() for name in _STATUS_FIELDS if name.encode() in fields}
+            if await self._to_disk(directory.write_status, int(fields[b"revision"]), record):
+                break
+            # The server went back in time and counts again what is on disk with another content.
+            highest, _ = await asyncio.to_thread(directory.newest_status)
+            await self._functions.call("pass_revision", job_keys(job), highest)
+            fields = await self._fields(job)
+        return _job(job, fields)
+
+    async def page(self, limit: int, after: str | None, before: str | None, order: str) -> list[Job]:
+        if order not in ("asc", "desc"):
+            raise ValueError(f"order is asc or desc, not {order!r}")
+        await self._ensure_rebuilt()
+        jobs = service_key("jobs")
+        for cursor in (after, before):
+            if cursor is not None and await self._redis.zscore(jobs, cursor) is None:
+                raise InvalidCursor(f"there is no job {cursor!r} to continue from")
+        lowest, highest = (after, before) if order == "asc" else (before, after)
+        start, end = f"({lowest}" if lowest else "-", f"({highest}" if highest else "+"
+        ids = await self._redis.zrange(
+            jobs,
+            start if order == "asc" else end,
+            end if order == "asc" else start,
+            desc=order == "desc",
+            bylex=True,
+            offset=0,
+            num=limit,
+        )
+        return await self._get_many([job.decode() for job in ids])
+
+    async def served(self) -> list[str]:
+        jobs = await self._get_many(await self._open())
+        return [job.id for job in jobs if job.status.is_served]
+
+    async def set_status(self, job: str, status: JobStatus, token: str | None, reason: StatusReason | None) -> Job:
+        entering = default_reason(status)
+        try:
+            await self._functions.call(
+                "set_status",
+                self._keys(job),
+                *(str(status), token or "", self._time()),
+                *((reason.code, reason.message) if reason else ("", "")),
+                *(entering.code, entering.message),
+                int(status.is_terminal),
+                *sources_of(status),
+            )
+        except Missing:
+            raise JobNotFound(job) from None
+        except Forbidden as refusal:
+            raise IllegalTransition(job, refusal.detail, status) from None
+        return await self._written_down(job)
+
+    async def set_desired_state(self, job: str, desired: DesiredState, manner: CancelManner) -> Job:
+        at_once = default_reason(JobStatus.CANCELLED)
+        how = manner if desired is DesiredState.CANCELLED else ""
+        try:
+            await self._functions.call(
+                "set_desired_state",
+                self._keys(job),
+                *(desired, self._time(), at_once.code, at_once.message, how),
+                *_TERMINAL,
+            )
+        except Missing:
+            raise JobNotFound(job) from None
+        except Forbidden as refusal:
+            raise IllegalTransition(job, refusal.detail, desired) from None
+        return await self._written_down(job)
+
+    async def change_settings(
+        self, job: str, seen_version: int, values: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> Job:
+        texts = [json.dumps(dict(some), sort_keys=True, allow_nan=False) for some in (values, changes)]
+        try:
+            await self._functions.call("change_settings", self._keys(job), seen_version, *texts, *_TERMINAL)
+        except Missing:
+            raise JobNotFound(job) from None
+        except Forbidden as refusal:
+            raise IllegalTransition(job, refusal.detail, "changed") from None
+        return await self._written_down(job)
+
+    async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
+        await self._functions.call("update_progress", job_keys(job), token, step, version)
+
+    async def claim(self, trainer: str, unfit: Callable[[str], str | None], lost_first: bool) -> Claim | None:
+        async with self._claiming:
+            await self._ensure_rebuilt()
+            for job, seen in await self._to_be_had(lost_first):
+                try:
+                    if await self._is_left_to_others(job, unfit):
+                        continue
+                    claim = await self._claim(job, trainer, seen)
+                except (Missing, JobNotFound, Fenced):
+                    # The server was wiped between two of these calls: nobody has the job, perhaps soon somebody else.
+                    self._unanswered.pop(job, None)
+                    continue
+                if claim is not None:
+                    return claim
+        return None
+
+    async def _to_be_had(self, lost_first: bool) -> list[tuple[str, _Owner]]:
+        """Jobs without an owner and those whose owner is dead, oldest first. Or those first that have begun, and no
+        others while another job's owner may be dead."""
+        looked_at = {job: await self._seen(job) for job in await self._open()}
+        found = [(job, owner) for job, owner in looked_at.items() if owner is not None]
+        if not lost_first:
+            return found
+        lost = [(job, owner) for job, owner in found if not owner.job_is_queued]
+        if any(self._watch.is_undecided(job) for job, owner in looked_at.items() if owner is None):
+            return lost
+        return lost + [(job, owner) for job, owner in found if owner.job_is_queued]
+
+    async def give_up_lost(self, own: str) -> list[str]:
+        """Take jobs other than ``own`` from owners that are dead, for whoever claims them next; which were."""
+        given_up = []
+        for job in await self._open():
+            owner = await self._seen(job) if job != own else None
+            if owner is not None and owner.token and await self._lose(job, owner):
+                given_up.append(job)
+        return given_up
+
+    async def _lose(self, job: str, owner: _Owner) -> bool:
+        said = (owner.token, owner.beat, self._time(), LOST.code, LOST.message, *_WITHOUT_TRAINING)
+        # A server that was wiped meanwhile has forgotten the job.
+        with contextlib.suppress(Missing, JobNotFound):
+            if await self._functions.call("lose", job_keys(job), *said):
+                await self._written_down(job)
+                return True
+        return False
+
+    async def _is_left_to_others(self, job: str, unfit: Callable[[str], str | None]) -> bool:
+        spec, desired = await self._redis.hmget(job_key(job, "job"), ["spec", "desired_state"])
+        problem = None if spec is None or desired == DesiredState.CANCELLED.encode() else unfit(spec.decode())
+        if problem is None:
+            return False
+        queued, entering = JobStatus.QUEUED, default_reason(JobStatus.QUEUED)
+        said = (str(queued), "", self._time(), "capacity", problem, entering.code, entering.message, 0)
+        with contextlib.suppress(Forbidden):  # it may be entered from nowhere: only the reason of a queued job changes
+            await self._functions.call("set_status", job_keys(job), *said)
+        return True
+
+    async def _claim(self, job: str, trainer: str, seen: _Owner) -> Claim | None:
+        token = self._unanswered.setdefault(job, uuid4().hex)
+        reason = default_reason(JobStatus.STARTING)
+        reply = await self._functions.call(
+            "claim",
+            job_keys(job),
+            *(token, trainer, seen.token, seen.beat, self._time(), reason.code, reason.message),
+            *(self._max_attempts, len(_COUNTING)),
+            *_COUNTING,
+            *sources_of(JobStatus.STARTING),
+        )
+        if reply is None:
+            del self._unanswered[job]
+            return None
+        epoch = await self._own_epoch(job, token, int(reply[0]))
+        await self._written_down(job)
+        del self._unanswered[job]
+        self._watch.forget(job)
+        return Claim(job, token, epoch, attempt=int(reply[1]))
+
+    async def _own_epoch(self, job: str, token: str, epoch: int) -> int:
+        """A server that lost its newest writes may hand out an epoch a second time; the directory knows better."""
+        directory = self._directory(job)
+        if directory is None:
+            return epoch
+        highest = await asyncio.to_thread(directory.highest_epoch)
+        return epoch if epoch > highest else await self.raise_epoch(job, token, highest + 1)
+
+    async def _seen(self, job: str) -> _Owner | None:
+        """Who owns the job, if it may be had. None: leave it alone."""
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
+            pipeline.hmget(job_key(job, "trainer"), ["token", "beat"])
+            (status, finished_at), (token, beat) = await pipeline.execute()
+        if finished_at is not None:
+            # Jobs leave the set of open ones here, since it lies in another slot than the job.
+            await self._redis.srem(service_key("open_jobs"), job)
+            self._watch.forget(job)
+            return None
+        if status is None:
+            return None
+        if not token or token.decode() == self._unanswered.get(job):
+            return _Owner("", "", status.decode() == JobStatus.QUEUED)
+        owner = _Owner(token, beat, job_is_queued=False)
+        return owner if self._watch.stands_still(job, (token, beat)) else None
+
+    async def beat(self, job: str, token: str) -> None:
+        await self._functions.call("beat_trainer", job_keys(job), token)
+
+    async def release(self, job: str, token: str, cause: StatusReason) -> None:
+        reason = default_reason(JobStatus.QUEUED)
+        await self._functions.call(
+            "release",
+            job_keys(job),
+            *(token, self._time(), cause.code, cause.message, reason.code, reason.message),
+            *sources_of(JobStatus.QUEUED),
+        )
+        await self._written_down(job)
+
+    async def end_attempt(self, job: str, token: str, cause: StatusReason) -> None:
+        await self._functions.call("end_attempt", job_keys(job), token, self._time(), cause.code, cause.message)
+        await self._written_down(job)
+
+    async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
+        held = int(await self._functions.call("raise_epoch", job_keys(job), token, epoch))
+        await self._written_down(job)
+        return held
+
+    async def _open(self) -> list[str]:
+        members = await self._redis.smembers(service_key("open_jobs"))
+        return sorted(member.decode() for member in members)
+
+    async def _get_many(self, jobs: list[str]) -> list[Job]:
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for job in jobs:
+                pipeline.hgetall(job_key(job, "job"))
+            replies = await pipeline.execute()
+        return [_job(job, fields) for job, fields in zip(jobs, replies, strict=True) if fields]
+
+    def _keys(self, job: str) -> list[str]:
+        try:
+            return job_keys(job)
+        except InvalidJobId:
+            raise JobNotFound(job) from None
+
+    def _time(self) -> str:
+        return datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _digest_of_key(idempotency_key: str) -> str:
+    return hashlib.sha256(idempotency_key.encode()).hexdigest()
+
+
+def _canonical(spec: BaseModel | str) -> tuple[str, str]:
+    """The specification as JSON text, and a digest that no blank and no order of keys changes."""
+    data: Any = json.loads(spec) if isinstance(spec, str) else spec.model_dump(mode="json")
+    if not isinstance(data, dict):
+        raise TypeError("a job's specification is a JSON object")
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text, hashlib.sha256(text.encode()).hexdigest()
+
+
+def _job(job: str, fields: dict[bytes, bytes]) -> Job:
+    record = {name.decode(): value.decode() for name, value in fields.items()}
+    code, version = record.get("reason_code"), record.get("policy_version")
+    return Job(
+        id=job,
+        owner=record.get("owner", ""),
+        spec=record["spec"],
+        status=JobStatus(record["status"]),
+        desired_state=DesiredState(record["desired_state"]),
+        status_reason=StatusReason(code, record["reason_message"], record["reason_since"]) if code else None,
+        attempt=int(record["attempt"]),
+        epoch=int(record["epoch"]),
+        step=int(record["step"]),
+        policy_version=None if version is None else int(version),
+        created_at=record["created_at"],
+        started_at=record.get("started_at"),
+        finished_at=record.get("finished_at"),
+        settings_version=int(record.get("settings_version", 0)),
+        settings=json.loads(record.get("settings", "{}")),
+        cancel_manner=CancelManner(record["cancel_manner"]) if "cancel_manner" in record else None,
+        attempts=tuple(Attempt(**one) for one in json.loads(record.get("attempts", "[]"))),
+    )

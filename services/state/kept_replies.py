@@ -1,0 +1,59 @@
+"""Answers that are kept for a while, so that a request that is sent again is answered and not done again.
+
+The rule: of all who begin the same work under one name, one at a time is told to do it, and it is done by nobody else
+once its answer is kept; who falls silent in the middle loses it after a while. What is kept is bounded in number, bytes
+and age (`functions_replies.lua`). It knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.state.client import RedisClient
+from services.state.functions import Functions
+from services.state.keys import service_keys
+
+KEPT_S = 24 * 3600.0
+LEASE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What somebody else has begun, or done, under the same name."""
+
+    request: str
+    """Digest of what was asked then."""
+    reply: bytes | None
+    """None: it is still being done."""
+
+
+class Replies:
+    """``now`` is in seconds and the same for all processes, more or less."""
+
+    def __init__(self, redis: RedisClient, now: Callable[[], float] = time.time) -> None:
+        self._functions = Functions(redis)
+        self._keys = service_keys()
+        self._now = now
+
+    async def begin(self, name: str, request: str, owner: str) -> Begun | None:
+        """None: do it, ``renew`` meanwhile, then ``keep`` the answer or ``drop`` the name."""
+        now = self._now()
+        times = (_ms(now), _ms(now + LEASE_S), _ms(now - KEPT_S))
+        held = await self._functions.call("begin_reply", self._keys, name, request, owner, *times)
+        return Begun(held[0].decode(), held[1] or None) if held else None
+
+    async def renew(self, name: str, owner: str) -> None:
+        now = self._now()
+        await self._functions.call("renew_reply", self._keys, name, owner, _ms(now), _ms(now + LEASE_S))
+
+    async def keep(self, name: str, request: str, owner: str, reply: bytes) -> None:
+        await self._functions.call("keep_reply", self._keys, name, request, owner, _ms(self._now()), reply)
+
+    async def drop(self, name: str, owner: str) -> None:
+        await self._functions.call("drop_reply", self._keys, name, owner)
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)

@@ -1,0 +1,49 @@
+"""The metrics of a job by step, bounded in number of steps.
+
+The rule: a step has one value per name, the one written last (a step that is run again after a crash replaces what it
+reported before). It computes and names no metric.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from services.state.functions import Functions
+from services.state.jobs import JobNotFound
+from services.state.keys import job_keys
+from services.state.refusals import Missing
+
+
+class MetricSeries:
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+
+    async def add(self, job: str, step: int, metrics: Mapping[str, float], token: str | None) -> None:
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metric {name} of step {step} is not a finite number: {value}")
+        flat = [text for name, value in metrics.items() for text in (name, repr(float(value)))]
+        try:
+            await self._functions.call("add_metrics", job_keys(job), token or "", step, *flat)
+        except Missing:
+            raise JobNotFound(job) from None
+
+    async def read(self, job: str, from_step: int) -> list[dict[str, Any]]:
+        rows = await self._functions.call("read_metrics", job_keys(job), from_step)
+        return [_row(row) for row in rows]
+
+
+def _row(row: list[bytes]) -> dict[str, Any]:
+    names, order = _layout(tuple(row[1::2]))
+    values = row[2::2]
+    return {"step": int(row[0]), **{name: float(values[place]) for name, place in zip(names, order, strict=True)}}
+
+
+@lru_cache(maxsize=256)
+def _layout(names: tuple[bytes, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The names in order, and where the value of each is: the steps of a job have the same ones."""
+    order = sorted(range(len(names)), key=lambda place: names[place].decode())
+    return tuple(names[place].decode() for place in order), tuple(order)

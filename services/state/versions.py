@@ -1,0 +1,82 @@
+"""The version table of a job: what was published, by which epoch, at which step.
+
+The rule: a version is a publish counter that is never handed out twice, also not by a server that lost its memory: the
+job's directory knows what was used. A published one never changes. It holds manifests, not weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from gspo_core.log.manifests import decode_row, encode_row
+from gspo_core.types import WeightsManifest
+from services.files.job_dir import JobsDir
+from services.files.job_records import JobRecords, RecordConflict, VersionRecord
+from services.state.functions import Functions
+from services.state.keys import job_key, job_keys
+from services.state.refusals import Conflict
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A row of the table."""
+
+    version: int
+    epoch: int
+    step: int
+    parent: int | None
+    """The version whose weights these were trained from, or are; None for the first."""
+
+
+class VersionTable:
+    """``jobs_dir``: where the jobs' directories are, if this process writes there."""
+
+    def __init__(self, functions: Functions, jobs_dir: JobsDir | None) -> None:
+        self._functions = functions
+        self._jobs_dir = jobs_dir
+        self._asked: set[str] = set()
+        """Owners for whom the directory was looked at: after that the server's counter is above it."""
+
+    async def next(self, job: str, token: str, at_least: int) -> int:
+        if self._jobs_dir is not None and token not in self._asked:
+            highest = await asyncio.to_thread(JobRecords(self._jobs_dir.job(job)).highest_version)
+            at_least = max(at_least, highest + 1)
+            self._asked.add(token)
+        return int(await self._functions.call("next_version", job_keys(job), token, at_least))
+
+    async def publish(self, job: str, token: str, manifest: WeightsManifest) -> None:
+        if manifest.job != job:
+            raise ValueError(f"the manifest of job {manifest.job} is no version of job {job}")
+        text = encode_row(manifest)
+        await self._functions.call("publish_version", job_keys(job), token, manifest.version, text)
+        if self._jobs_dir is not None:
+            # After the server, so that a fenced trainer leaves nothing; before anyone is told.
+            record = VersionRecord(manifest.version, manifest.step, text)
+            try:
+                await asyncio.to_thread(JobRecords(self._jobs_dir.job(job)).write_version, record)
+            except RecordConflict as error:
+                raise Conflict(str(error)) from None
+
+    async def current(self, job: str) -> WeightsManifest | None:
+        text = await self._functions.call("current_version", job_keys(job))
+        return None if text is None else decode_row(text)
+
+    async def all(self, job: str) -> list[WeightsManifest]:
+        texts = await self._functions.redis.hvals(job_key(job, "versions"))
+        return sorted((decode_row(text) for text in texts), key=lambda manifest: manifest.version)
+
+    async def table(self, job: str) -> list[Version]:
+        rows: list[Version] = []
+        for manifest in await self.all(job):
+            parent = _parent(rows, manifest)
+            rows.append(Version(manifest.version, manifest.epoch, manifest.step, parent))
+        return rows
+
+
+def _parent(earlier: list[Version], manifest: WeightsManifest) -> int | None:
+    """The one before in the same epoch. The first of an epoch holds the weights that the epoch forked off."""
+    if earlier and earlier[-1].epoch == manifest.epoch:
+        return earlier[-1].version
+    same = [one.version for one in earlier if one.step == manifest.step]
+    return same[-1] if same else None

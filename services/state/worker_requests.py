@@ -1,0 +1,127 @@
+"""What the API asks of rollout workers, since it runs no code of environments itself: an order, an answer.
+
+The rule: an errand is taken by one worker, and lost with it; whoever asked is told that no answer came and may ask
+again, since errands change nothing that asking twice would spoil. What nobody waits for is removed by the next asker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.state.client import MAX_BLOCK_MS, RedisClient
+from services.state.keys import service_key
+
+# A stream of orders; who has taken which; what came back.
+_ORDERS, _CLAIMS, _ANSWERS = (service_key(name) for name in ("errands", "errand_claims", "errand_answers"))
+LOOK_S = 0.05
+# How long a worker that is there needs at most to take an order that waits.
+TAKEN_WITHIN_S = 10.0
+MAX_AGE_MS = 15 * 60 * 1000
+MAX_OPEN = 256
+
+
+class NobodyThere(Exception):
+    """No rollout worker took the errand."""
+
+
+class NoAnswer(Exception):
+    """A worker took it and said nothing in time."""
+
+
+class TooMany(Exception):
+    """So many errands wait that this one was not added."""
+
+
+class ErrandFailed(Exception):
+    """The worker says why it could not be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    id: str
+    order: Mapping[str, Any]
+    is_awaited: bool
+
+
+class Errands:
+    def __init__(self, redis: RedisClient) -> None:
+        # Replies are bytes; the client's types allow for more.
+        self._redis: Any = redis
+
+    async def send(self, order: Mapping[str, Any], *, is_awaited: bool = True) -> str:
+        """Returns the errand's id. Raises TooMany."""
+        if await self._redis.xlen(_ORDERS) >= MAX_OPEN:
+            await self._sweep(None)
+            if await self._redis.xlen(_ORDERS) >= MAX_OPEN:
+                raise TooMany
+        fields = {"order": json.dumps(dict(order), allow_nan=False), "awaited": int(is_awaited)}
+        errand: bytes = await self._redis.xadd(_ORDERS, fields)
+        await self._sweep(errand.decode())
+        return errand.decode()
+
+    async def ask(self, order: Mapping[str, Any], timeout_s: float) -> Any:
+        """What came back. Raises TooMany, NobodyThere, NoAnswer, ErrandFailed."""
+        errand = await self.send(order)
+        try:
+            answer = await self._wait(errand, timeout_s)
+        finally:
+            await self._forget(errand)
+        if "error" in answer:
+            raise ErrandFailed(answer["error"])
+        return answer["result"]
+
+    async def next(self, after: str, worker: str, *, block_ms: int = 1000) -> tuple[str, Errand | None]:
+        """The position to go on from, and an errand that is this worker's now, if there was one."""
+        reply = await self._redis.xread({_ORDERS: after}, count=1, block=min(block_ms, MAX_BLOCK_MS))
+        if not reply:
+            return after, None
+        entry, fields = reply[0][1][0]
+        errand = entry.decode()
+        if not await self._redis.hsetnx(_CLAIMS, errand, worker):
+            return errand, None
+        return errand, Errand(errand, json.loads(fields[b"order"]), fields[b"awaited"] == b"1")
+
+    async def answer(self, errand: Errand, answer: Mapping[str, Any]) -> None:
+        """``{"result": ...}`` or ``{"error": text}``."""
+        if not errand.is_awaited:
+            await self._forget(errand.id)
+            return
+        await self._redis.hset(_ANSWERS, errand.id, json.dumps(dict(answer), allow_nan=False))
+        # Who asked may have gone meanwhile, and then nobody else would remove the answer.
+        if not await self._redis.xrange(_ORDERS, errand.id, errand.id):
+            await self._forget(errand.id)
+
+    async def _wait(self, errand: str, timeout_s: float) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        while True:
+            text = await self._redis.hget(_ANSWERS, errand)
+            if text is not None:
+                answer: dict[str, Any] = json.loads(text)
+                return answer
+            waited_s = loop.time() - asked
+            if waited_s > TAKEN_WITHIN_S and not await self._redis.hexists(_CLAIMS, errand):
+                raise NobodyThere
+            if waited_s > timeout_s:
+                raise NoAnswer
+            await asyncio.sleep(LOOK_S)
+
+    async def _forget(self, *errands: str) -> None:
+        await self._redis.xdel(_ORDERS, *errands)
+        await self._redis.hdel(_CLAIMS, *errands)
+        await self._redis.hdel(_ANSWERS, *errands)
+
+    async def _sweep(self, newest: str | None) -> None:
+        """Remove what is older than anybody waits."""
+        if newest is None:
+            last = await self._redis.xrevrange(_ORDERS, count=1)
+            newest = last[0][0].decode() if last else "0-0"
+        before = int(newest.partition("-")[0]) - MAX_AGE_MS
+        if before > 0:
+            old = await self._redis.xrange(_ORDERS, "-", f"{before}", count=MAX_OPEN)
+            if old:
+                await self._forget(*(entry.decode() for entry, _ in old))

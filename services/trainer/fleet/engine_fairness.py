@@ -1,0 +1,47 @@
+"""Sharing engines between jobs: who has more than it asked for gives to who has less.
+
+Rule: a job that lacks engines is served before one takes more than it asked for. Each job decides for itself what it
+gives, from what all can see; who is given an engine is decided by who binds it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gspo_core.spec import JobSpec
+from services.state.fleet_records import EngineRecord
+from services.state.store import Store
+
+
+class Needs:
+    def __init__(self, store: Store, job: str, num_wanted: int) -> None:
+        self._store = store
+        self._job = job
+        self._num_wanted = num_wanted
+        self._wanted: dict[str, int] = {}
+        """By the other jobs."""
+
+    async def others_lack(self, records: Iterable[EngineRecord]) -> int:
+        """Engines that other jobs have asked for and do not hold."""
+        records = list(records)
+        others = [job for job in await self._store.running_jobs() if job != self._job]
+        return sum([max(0, await self._of(job) - _num_bound(records, job)) for job in others])
+
+    async def surplus(self, records: Sequence[EngineRecord], mine: Sequence[str]) -> list[str]:
+        """Which of ``mine`` to give away now: no more than is lacked elsewhere and not free already."""
+        spare = len(mine) - self._num_wanted
+        if spare <= 0:
+            return []
+        num_free = sum(record.job is None for record in records)
+        lacked = await self.others_lack(records) - num_free
+        return sorted(mine)[: max(0, min(spare, lacked))]
+
+    async def _of(self, job: str) -> int:
+        if job not in self._wanted:
+            spec = (await self._store.get_job(job)).spec
+            self._wanted[job] = JobSpec.model_validate_json(spec).resources.num_engines
+        return self._wanted[job]
+
+
+def _num_bound(records: Iterable[EngineRecord], job: str) -> int:
+    return sum(record.job == job for record in records)

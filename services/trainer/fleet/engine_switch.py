@@ -1,0 +1,178 @@
+"""One engine on its way from one version to the next: pause, load, verify, resume, each with a deadline.
+
+    JOINING -> PAUSING -> LOADING -> RESUMING -> READY    a load verifies the label that the engine then names
+    unknown weights -> DIRTY                              paused, routed nowhere, loaded anew
+    no connection   -> GONE                               started again it would hold other weights
+
+Rule: ``continue`` is only sent to an engine that holds what its label says. DIRTY is left by a full, verified load and
+by nothing else. Which engine is to hold what is decided in `engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from gspo_core.engine_label import EngineLabel
+from services.engines.errors import EngineDirty, EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
+from services.engines.protocol import Engine, PauseMode
+from services.process.telemetry import get_logger
+from services.state.fleet_records import EngineState
+from services.trainer.fleet.weight_transport import WeightTransport
+
+T = TypeVar("T")
+WeightSync = Literal["retract", "in_place"]
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds. Generous: an engine that misses one is given up for the moment, with all that it holds."""
+
+    answer_s: float = 30.0
+    pause_s: float = 30.0
+    load_s: float = 600.0
+
+
+@dataclass
+class SwitchCosts:
+    """What all switches of one engine have cost."""
+
+    num_switches: int = 0
+    paused_s: float = 0.0
+    last_paused_s: float = 0.0
+    tokens_prefilled_again: int = 0
+    """Tokens whose keys and values were dropped by pauses, as far as the engine's snapshot knew."""
+    tokens_lost: int = 0
+    """Held by requests that a pause had to end."""
+
+
+@dataclass(eq=False)
+class BoundEngine:
+    """An engine that this job holds."""
+
+    client: Engine
+    state: EngineState = EngineState.JOINING
+    label: str = ""
+    """Of the weights that it holds for certain; empty while that is unknown."""
+    reason: str = ""
+    """Why it is not READY."""
+    costs: SwitchCosts = field(default_factory=SwitchCosts)
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it holds; only where that is known."""
+        return EngineLabel.parse(self.label).version
+
+    def distrust(self, state: EngineState, reason: str) -> None:
+        """What it holds is unknown from now on."""
+        if self.state is not state:
+            get_logger().warning("engine", engine=self.url, state=state.value, label=self.label, reason=reason)
+        self.state, self.reason, self.label = state, reason, ""
+
+
+async def switch(
+    engine: BoundEngine,
+    path: Path,
+    label: str,
+    sync: WeightSync,
+    deadlines: Deadlines,
+    transport: WeightTransport,
+) -> bool:
+    """Whether the engine holds ``label`` now and is READY. The path and the label are of one staged version."""
+    before = engine.label
+    try:
+        mode = await _mode(engine, label, sync, deadlines)
+        engine.state, engine.reason = EngineState.PAUSING, ""
+        started = time.monotonic()
+        held = await _held_tokens(engine, deadlines)
+        await _within(deadlines.pause_s, engine.client.pause(mode), "pause")
+        engine.state = EngineState.LOADING
+        load = transport.load(engine.client, path, label, flush=mode != "in_place", timeout_s=deadlines.load_s)
+        await _within(deadlines.load_s, load, "load")
+        engine.state = EngineState.RESUMING
+        await _within(deadlines.answer_s, engine.client.resume(), "resume")
+    except EngineRejected as refusal:
+        # Nothing was replaced: it goes on with what it held, if that was known.
+        return await _go_on(engine, before, str(refusal), deadlines)
+    except EngineUnavailable as lost:
+        engine.distrust(EngineState.GONE, str(lost))
+        return False
+    except EngineError as error:
+        engine.distrust(EngineState.DIRTY, str(error))
+        return False
+    _count(engine.costs, mode, held, time.monotonic() - started)
+    engine.state, engine.label, engine.reason = EngineState.READY, label, ""
+    get_logger().info("engine switched", engine=engine.url, label=label, paused_s=engine.costs.last_paused_s)
+    return True
+
+
+async def still_holds(engine: BoundEngine, deadlines: Deadlines) -> bool:
+    """Asks a READY engine whether it is still what it was: one that was restarted holds its first weights again."""
+    label = engine.label
+    try:
+        held = (await _within(deadlines.answer_s, engine.client.info(), "info")).label
+    except EngineUnavailable as error:
+        engine.distrust(EngineState.GONE, str(error))
+        return False
+    except EngineError:
+        return True  # slow is not gone
+    if engine.state is not EngineState.READY or engine.label != label:
+        return True  # on its way to other weights meanwhile, which verifies it
+    if held != label:
+        engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {label!r}: it was started again")
+    return held == label
+
+
+async def _mode(engine: BoundEngine, label: str, sync: WeightSync, deadlines: Deadlines) -> PauseMode:
+    """How to pause: requests of this job survive, those of another one are ended."""
+    if engine.state is EngineState.READY:
+        return sync
+    held = EngineLabel.parse_or_none((await _within(deadlines.answer_s, engine.client.info(), "info")).label)
+    is_ours = held is not None and held.job == EngineLabel.parse(label).job
+    return "retract" if is_ours and sync == "retract" else "abort"
+
+
+async def _go_on(engine: BoundEngine, before: str, reason: str, deadlines: Deadlines) -> bool:
+    if not before:
+        engine.distrust(EngineState.DIRTY, reason)
+        return False
+    try:
+        await _within(deadlines.answer_s, engine.client.resume(), "resume")
+    except EngineError as error:
+        engine.distrust(EngineState.DIRTY, str(error))
+        return False
+    engine.state, engine.label, engine.reason = EngineState.READY, before, reason
+    get_logger().warning("engine keeps its version", engine=engine.url, label=before, reason=reason)
+    return False
+
+
+async def _held_tokens(engine: BoundEngine, deadlines: Deadlines) -> int:
+    try:
+        return (await _within(deadlines.answer_s, engine.client.load(), "load")).num_held_tokens
+    except (EngineRejected, EngineProtocolError):
+        return 0
+
+
+def _count(costs: SwitchCosts, mode: PauseMode, held_tokens: int, paused_s: float) -> None:
+    costs.num_switches += 1
+    costs.paused_s += paused_s
+    costs.last_paused_s = paused_s
+    costs.tokens_prefilled_again += held_tokens if mode == "retract" else 0
+    costs.tokens_lost += held_tokens if mode == "abort" else 0
+
+
+async def _within(seconds: float, call: Awaitable[T], what: str) -> T:
+    """After a deadline has passed it is unknown what the engine did."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError as error:
+        raise EngineDirty(f"no answer to {what} within {seconds:g} s") from error

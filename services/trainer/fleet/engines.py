@@ -1,0 +1,322 @@
+"""The engines that sample for a job, and with which weights: found, bound, kept at the newest version, given back.
+
+Rule: a job holds an engine by a binding that is fenced by its claim; what it says of an engine it says under that
+binding, and other processes route by it. It takes every engine that is free and fits its model, and gives back what
+another job lacks. One that drains gets no further version, and is given back when nothing runs on it. A version is
+staged (checked on disk, beside the running engines) before any engine is paused for it, and at most half of the engines
+are paused at a time. How one engine is switched is the business of `engine_switch`, how the tensors come to it that of
+`weight_transport`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from gspo_core.types import WeightsManifest
+from services.engines.errors import EngineError, EngineUnavailable, NoSuchKind
+from services.engines.probe import problem_of
+from services.engines.protocol import Capabilities, Connect, Engine, EngineInfo
+from services.files.weights import WeightStore
+from services.process.first_to_end import first_to_end
+from services.process.telemetry import get_logger
+from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.state.leases import BeatWatch
+from services.state.store import Store
+from services.trainer.fleet.engine_fairness import Needs
+from services.trainer.fleet.engine_switch import BoundEngine, Deadlines, WeightSync, still_holds, switch
+from services.trainer.fleet.staging import Staging
+from services.trainer.fleet.weight_transport import FromDisk, WeightTransport
+
+RETRY_S = 1.0
+# How often engines are looked for, asked whether they are still what they were, and shared with other jobs.
+WATCH_S = 2.0
+_ANSWER_S = 5.0
+# For the self-test of an engine that is new: a few tokens, on an engine that may be busy.
+PROBE_S = 20.0
+# How often it is said what engines a job waits for.
+EXPLAIN_S = 3.0
+
+Explain = Callable[[str, str], Awaitable[None]]
+"""Is given the code and the text of a reason."""
+
+
+class Engines:
+    """The engines of one job. ``run`` keeps them; the step loop publishes, waits and asks."""
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        token: str,
+        weights: WeightStore,
+        urls: Sequence[str],
+        connect: Connect,
+        *,
+        num_wanted: int = 1,
+        sync: WeightSync = "retract",
+        transport: WeightTransport | None = None,
+        deadlines: Deadlines | None = None,
+        lease_s: float = 30.0,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._token = token
+        self._weights = weights
+        self._staging = Staging(weights)
+        self._static_urls = tuple(urls)
+        self._connect = connect
+        self._num_wanted = num_wanted
+        self._sync = sync
+        self._transport = transport or FromDisk()
+        self._deadlines = deadlines or Deadlines()
+        self._presence = BeatWatch(lease_s, time.monotonic)
+        self._needs = Needs(store, job, num_wanted)
+        self._bound: dict[str, BoundEngine] = {}
+        self._unfit: dict[str, str] = {}
+        """Why an engine cannot serve this model."""
+        self._target: WeightsManifest | None = None
+        self._draining: set[str] = set()
+        """Engines that are to be left alone."""
+        self._changed = asyncio.Condition()
+        self._told: dict[str, EngineReport] = {}
+
+    async def publish(self, manifest: WeightsManifest) -> None:
+        """Let the engines move to ``manifest`` as soon as they can."""
+        async with self._changed:
+            self._target = manifest
+            self._changed.notify_all()
+
+    async def wait_for(
+        self, manifest: WeightsManifest, *, num_engines: int = 1, explain: Explain | None = None
+    ) -> None:
+        """Until every serving engine, and at least ``num_engines``, hold ``manifest`` or something newer.
+
+        ``explain`` is told again and again why that is not so yet.
+        """
+        while True:
+            if explain is not None:
+                await explain("no_engine_for_model", self._what_is_missing(num_engines))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXPLAIN_S if explain else None), self._changed:
+                    await self._changed.wait_for(
+                        lambda: len(self.ready()) >= num_engines and min(self._versions()) >= manifest.version
+                    )
+                return
+
+    def _what_is_missing(self, num_engines: int) -> str:
+        text = f"{len(self.ready())} of {num_engines} engine(s) hold the weights of this job"
+        states = [f"{engine.url} is {engine.state}" for engine in self._bound.values() if engine.reason]
+        states += [f"{url} drains" for url in sorted(self._draining)]
+        unfit = [f"{url} does not fit: {problem}" for url, problem in sorted(self._unfit.items())]
+        return "; ".join((text, *states, *unfit))
+
+    def ready(self) -> list[BoundEngine]:
+        return [engine for engine in self._serving() if engine.state is EngineState.READY]
+
+    def _serving(self) -> list[BoundEngine]:
+        """Bound, and to go on."""
+        return [engine for engine in self._bound.values() if engine.url not in self._draining]
+
+    def bound(self) -> list[str]:
+        """Addresses of the engines that the job holds, whatever their state."""
+        return list(self._bound)
+
+    def versions_in_use(self) -> set[int]:
+        """Held by an engine, or on the way into one."""
+        on_the_way = () if self._target is None else (self._target.version,)
+        return {*(engine.version for engine in self._bound.values() if engine.label), *on_the_way}
+
+    def unfit(self) -> Mapping[str, str]:
+        """Engines that were looked at and cannot serve the job's model, with the reason."""
+        return dict(self._unfit)
+
+    def last_switch_s(self) -> float:
+        """The longest pause of the newest switch."""
+        return max((engine.costs.last_paused_s for engine in self._bound.values()), default=0.0)
+
+    def metrics(self) -> dict[str, float]:
+        costs = [engine.costs for engine in self._bound.values()]
+        return {
+            "engine/bound": float(len(self._bound)),
+            "engine/paused_s": sum(cost.paused_s for cost in costs),
+            "engine/tokens_prefilled_again": float(sum(cost.tokens_prefilled_again for cost in costs)),
+            "engine/tokens_lost": float(sum(cost.tokens_lost for cost in costs)),
+        }
+
+    def _versions(self) -> list[int]:
+        """One per engine that serves."""
+        return [engine.version for engine in self.ready()]
+
+    async def distrust(self, url: str, reason: str) -> None:
+        """Its log-probs are not those of its label: it is loaded anew before it serves again."""
+        if engine := self._bound.get(url):
+            engine.distrust(EngineState.DIRTY, reason)
+            await self._tell(engine)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await first_to_end(self._keep_up(), self._watch())
+
+    async def _keep_up(self) -> None:
+        while True:
+            target = await self._next_target()
+            path = await self._staging.stage(target)
+            half = max(1, math.ceil(len(self._bound) / 2))
+            slots = asyncio.Semaphore(min(half, self._transport.max_engines_at_once or half))
+            behind = self._outdated(target)
+            done = await asyncio.gather(*(self._switch(engine, target, path, slots) for engine in behind))
+            async with self._changed:
+                self._changed.notify_all()
+            if not all(done):
+                await asyncio.sleep(RETRY_S)
+
+    async def release(self) -> None:
+        """Give the engines back, so that they can serve another job."""
+        for url in list(self._bound):
+            await self._give_back(url)
+
+    async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
+        async with slots:
+            await self._tell(engine, switching=True)
+            if not engine.label:  # new here, or not what it was: a group that it was in is none any more
+                await self._transport.forget(engine.client)
+            done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
+        if engine.state is EngineState.GONE:
+            await self._give_back(engine.url)
+        else:
+            await self._tell(engine)
+        return done
+
+    def _outdated(self, target: WeightsManifest) -> list[BoundEngine]:
+        return [engine for engine in self._serving() if engine.label != target.label]
+
+    async def _next_target(self) -> WeightsManifest:
+        """What some engine does not hold yet."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._target is not None and bool(self._outdated(self._target)))
+            assert self._target is not None
+            return self._target
+
+    async def _watch(self) -> None:
+        while True:
+            if self._target is not None:  # before, there is nothing to give to an engine
+                await self._look()
+            await asyncio.sleep(WATCH_S if self._bound else min(WATCH_S, RETRY_S))
+
+    async def _look(self) -> None:
+        """One round: lose what is lost, share, find what is new."""
+        ready = self.ready()
+        held = await asyncio.gather(*(still_holds(engine, self._deadlines) for engine in ready))
+        for engine, is_fine in zip(ready, held, strict=True):
+            if engine.state is EngineState.GONE:
+                await self._give_back(engine.url)
+            elif not is_fine:
+                await self._tell(engine)
+        records = await self._store.engines()
+        await self._drain({record.id for record in records if record.draining})
+        records = [record for record in records if record.id not in self._draining]
+        for url in await self._needs.surplus(records, [engine.url for engine in self._serving()]):
+            get_logger().info("engine given to a job that has too few", engine=url)
+            await self._give_back(url)
+        await asyncio.gather(*(self._take(url) for url in await self._free(records)))
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _drain(self, draining: set[str]) -> None:
+        """What was draining a round ago, so that all have heard of it, is given back once nothing runs on it."""
+        for url in draining & self._draining & self._bound.keys():
+            if await _is_idle(self._bound[url].client):
+                get_logger().info("engine drained", engine=url)
+                await self._give_back(url)
+        changed, self._draining = draining ^ self._draining, draining
+        for url in changed & self._bound.keys():
+            await self._tell(self._bound[url])
+
+    async def _free(self, records: Iterable[EngineRecord]) -> list[str]:
+        """Engines that live and are bound to nobody else, in an order that differs between jobs."""
+        known = {record.id: record for record in records if record.url}
+        urls = {*self._static_urls, *(url for url, record in known.items() if self._lives(url, record))}
+        urls -= self._draining
+        others = await self._needs.others_lack(known.values())
+        taken = {url for url, record in known.items() if record.job not in (None, self._job)}
+        free = sorted(urls - self._bound.keys() - taken)
+        return free[: max(0, len(free) - others)] if len(self._bound) >= self._num_wanted else free
+
+    def _lives(self, url: str, record: EngineRecord) -> bool:
+        return not self._presence.stands_still(url, record.beats)
+
+    async def _take(self, url: str) -> None:
+        try:
+            client = self._connect(url)
+            async with asyncio.timeout(_ANSWER_S):
+                info, capabilities = await client.info(), await client.capabilities()
+        except NoSuchKind as error:
+            return self._refuse(url, str(error))
+        except (EngineError, TimeoutError):
+            return
+        if problem := await self._problem_of(client, info, capabilities):
+            return self._refuse(url, problem)
+        self._unfit.pop(url, None)
+        await self._store.register_engine(EngineRecord.of(url, info))
+        if await self._store.bind_engine(self._job, self._token, url):
+            self._bound[url] = engine = BoundEngine(client)
+            get_logger().info("engine bound", engine=url, job=self._job)
+            await self._tell(engine)
+
+    def _refuse(self, url: str, problem: str) -> None:
+        if self._unfit.get(url) != problem:
+            get_logger().warning("engine does not fit", engine=url, reason=problem)
+        self._unfit[url] = problem
+
+    async def _problem_of(self, client: Engine, info: EngineInfo, capabilities: Capabilities) -> str | None:
+        """Why this engine cannot serve the job."""
+        assert self._target is not None
+        if not capabilities.names_versions:
+            advice = f" ({capabilities.advice})" if capabilities.advice else ""
+            return f"it is {capabilities.software}, which does not say which weights sampled a token{advice}"
+        if problem := await self._staging.unfit(self._target, info):
+            return problem
+        if not await client.is_ready():
+            return None  # paused by who held it before, and asked by that one
+        try:
+            async with asyncio.timeout(PROBE_S):
+                return await problem_of(client)
+        except TimeoutError:
+            return f"it did not answer a few short requests within {PROBE_S:g} s"
+        except EngineError as error:
+            return f"it fails the self-test: {error}"
+
+    async def _give_back(self, url: str) -> None:
+        if engine := self._bound.pop(url, None):
+            await self._transport.forget(engine.client)
+        self._told.pop(url, None)
+        await self._store.unbind_engine(self._job, self._token, url)
+
+    async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> None:
+        """Publishes how it is, when that has changed."""
+        is_draining = engine.url in self._draining
+        state = EngineState.SWITCHING if switching else EngineState.DRAINING if is_draining else engine.state
+        said = EngineReport(state, engine.label, engine.reason, **asdict(engine.costs))
+        if self._told.get(engine.url) != said:
+            self._told[engine.url] = said
+            await self._store.mark_engine(self._job, self._token, engine.url, said)
+
+
+async def _is_idle(client: Engine) -> bool:
+    """One that is gone has nothing to do either; one that does not say is not idle."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            load = await client.load()
+    except EngineUnavailable:
+        return True
+    except (EngineError, TimeoutError):
+        return False
+    return load.num_running + load.num_waiting == 0

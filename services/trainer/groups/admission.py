@@ -1,0 +1,132 @@
+"""Starting groups: as many as pacing allows, no more than the job will train, within its bytes in the queue.
+
+The rule kept here: at most ``(max_staleness + 1) * groups_per_step`` groups are under way whose step is not yet
+published, after any crash as well; what the run so far owes is started again before anything new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from gspo_core.log.lineage import Lineage
+from gspo_core.staleness import groups_admissible
+from gspo_core.types import Split
+from services.state.away import OutOfMemory
+from services.state.queue import Bus, Full
+from services.state.store import Claim
+from services.trainer.groups.step_settings import Tuning
+from services.trainer.groups.tasks import TaskSchedule
+
+RETRY_S = 2.0
+# Of an encoded segment: id, log-prob and mask of a token, and its share of the header.
+BYTES_PER_TOKEN = 10
+
+
+class Admission:
+    """Of one job. ``schedule``, which says what task a group plays, is set once the environments are known."""
+
+    schedule: TaskSchedule
+
+    def __init__(
+        self,
+        bus: Bus,
+        claim: Claim,
+        tuning: Tuning,
+        lineage: Lineage,
+        *,
+        budget_bytes: int | None,
+        is_over: Callable[[], bool],
+        engines_hold_newest: Callable[[], Awaitable[None]],
+        alert: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self._bus = bus
+        self._claim = claim
+        self._tuning = tuning
+        self._lineage = lineage
+        self._max_bytes = budget_bytes
+        self._is_over = is_over
+        """Whether nothing new is to be started any more."""
+        self._engines_hold_newest = engines_hold_newest
+        """Waited for where tokens may not be stale at all."""
+        self._alert = alert
+        self._admitting = asyncio.Lock()
+        self.dispatched_steps: dict[int, int] = {}
+        """Of open groups: the step whose weights were published when it was dispatched by this process."""
+
+    async def admit(self) -> None:
+        """Start as many groups as pacing allows, and no more than the job will train."""
+        async with self._admitting:
+            await self._admit()
+
+    async def dispatch_again(self) -> None:
+        """Groups that the lineage owes; those that are still in the queue stay as they are."""
+        for group in list(self._lineage.owed()):
+            await self._dispatch_when_there_is_room(group)
+
+    def forget(self, groups: list[int]) -> None:
+        """They are settled."""
+        for group in groups:
+            self.dispatched_steps.pop(group, None)
+
+    async def _admit(self) -> None:
+        spec, lineage = self._tuning.spec, self._lineage
+        allowed = groups_admissible(
+            max_staleness=spec.rollout.max_staleness,
+            groups_per_step=spec.groups_per_step,
+            num_dispatched=lineage.num_dispatched,
+            num_dropped=lineage.num_dropped,
+            num_published=lineage.num_published,
+        )
+        if self._is_over():
+            return
+        still_needed = spec.steps * spec.groups_per_step + lineage.num_dropped - lineage.num_dispatched
+        if not spec.rollout.max_staleness:
+            await self._engines_hold_newest()
+        for _ in range(min(allowed, still_needed)):
+            try:
+                if self._holds_a_step():
+                    await self._dispatch(lineage.num_dispatched, self._max_bytes)
+                else:
+                    await self._dispatch_when_there_is_room(lineage.num_dispatched)
+            except (Full, OutOfMemory):
+                break
+            lineage.num_dispatched += 1
+
+    def _holds_a_step(self) -> bool:
+        """A step's worth of groups is always admitted: with less the job would wait for ever."""
+        return sum(1 for _ in self._lineage.owed()) >= self._tuning.spec.groups_per_step
+
+    async def _dispatch_when_there_is_room(self, group: int) -> None:
+        """In the server's memory, which others may have filled."""
+        is_told = False
+        while True:
+            try:
+                await self._dispatch(group)
+            except OutOfMemory as error:
+                if not is_told:
+                    await self._alert(
+                        "redis_full", f"no room for group {group}: the job goes on when there is ({error})"
+                    )
+                is_told = True
+                await asyncio.sleep(RETRY_S)
+            else:
+                if is_told:
+                    await self._alert("redis_has_room", f"group {group} was started")
+                return
+
+    async def _dispatch(self, group: int, budget_bytes: int | None = None) -> None:
+        spec, task = self._tuning.spec, self.schedule.task(group)
+        limits = spec.episode_limits(task.environment)
+        await self._bus.dispatch(
+            self._claim.job_id,
+            self._claim.token,
+            group,
+            size=spec.rollout.group_size,
+            split=Split.TRAIN,
+            task_index=task.index,
+            environment=task.environment,
+            bytes_per_episode=limits.max_context_tokens * BYTES_PER_TOKEN,
+            budget_bytes=budget_bytes,
+        )
+        self.dispatched_steps[group] = self._lineage.step

@@ -1,0 +1,164 @@
+"""Taking groups from the queue and settling them: trained or dropped.
+
+The rule kept here: a batch passes the parity gate, is written to the batch log and committed, in this order, before it
+is trained; so what was taken can always be found again, and what is in a log is trained without asking again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from gspo_core.log.lineage import Lineage
+from gspo_core.types import Group, Split
+from services.files.batch_log import BatchLog
+from services.state.queue import Bus
+from services.state.store import Claim
+from services.trainer.fleet.parity import Held, Learner, ParityGate
+from services.trainer.groups.admission import Admission
+from services.trainer.groups.intake import Intake
+from services.trainer.groups.selection import Selection, nothing_to_train, refusal
+from services.trainer.groups.selection_bias import Census
+from services.trainer.groups.staleness import Ages
+from services.trainer.groups.step_settings import Tuning
+from services.trainer.groups.tasks import FIRST_EVAL_GROUP
+from services.trainer.telling.disk_waits import PatientDisk
+from services.trainer.telling.status import JobStatusBoard
+
+# So many batches' worth of groups dropped one after the other: what comes next would be no better.
+MAX_BATCHES_DROPPED_IN_A_ROW = 8
+
+
+class Taking:
+    """Of one job."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        tuning: Tuning,
+        lineage: Lineage,
+        ages: Ages,
+        admission: Admission,
+        gate: ParityGate,
+        disk: PatientDisk,
+        *,
+        bus: Bus,
+        intake: Intake,
+        batch_log: BatchLog,
+        status: JobStatusBoard,
+        clock: Callable[[], float],
+        look: Callable[[], None],
+        alert: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self._claim, self._tuning, self._lineage, self._ages = claim, tuning, lineage, ages
+        self._admission, self._gate, self._disk = admission, gate, disk
+        self._bus, self._intake, self._batch_log, self._status = bus, intake, batch_log, status
+        self._clock = clock
+        self._look = look
+        """Raises what ends the waiting for a batch."""
+        self._alert = alert
+        self._census = Census(intake, claim.job_id)
+        self._dropped_in_a_row: Counter[str] = Counter()
+        self._dropped_since: dict[str, list[int]] = {}
+        """Groups by reason, since the last batch."""
+        self._num_dropped: dict[str, float] = {}
+        """The same in numbers, as the last batch was logged."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call."""
+        return self._census.take_metrics() | self._num_dropped
+
+    async def batch(self, learner: Learner, held: Held) -> list[Group]:
+        """The groups that are to be trained next, logged and committed."""
+        chosen = await self._choose(learner, held)
+        numbers = [group.group for group in chosen]
+        step = self._lineage.step + 1
+        extra = {
+            "version": held.version,
+            "num_dispatched": self._lineage.num_dispatched,
+            "dropped": self._dropped_since,
+            "staleness": self._ages.table(chosen),
+            "settings": self._tuning.logged(),
+        }
+        epoch = self._claim.epoch
+        await self._disk.write(f"the batch of step {step}", self._batch_log.write, epoch, step, chosen, extra)
+        self._num_dropped = {
+            f"dropped/{name.removeprefix('dropped_')}": len(of) for name, of in self._dropped_since.items()
+        }
+        self._dropped_since = {}
+        await self._bus.commit(self._claim.job_id, self._claim.token, step, numbers)
+        self._forget(numbers, are_trained=True)
+        self._dropped_in_a_row.clear()
+        return chosen
+
+    async def _choose(self, learner: Learner, held: Held) -> list[Group]:
+        spec, intake, lineage = self._tuning.spec, self._intake, self._lineage
+        selection = Selection(spec, intake, self._status, self._clock, self._admission.dispatched_steps)
+        while True:
+            self._look()
+            num_segments = intake.num_segments
+            ready = await self._trainable()
+            choice = selection.choose(list(lineage.owed()), ready, lineage.step, self._ages.of)
+            for group in choice.drop:
+                await self.drop(group, "dropped_stale")
+            if choice.train:
+                chosen = [ready[group] for group in sorted(choice.train)]
+                await self._gate.check(learner, chosen, held)
+                if not any(self._gate.refusal(group) for group in chosen):
+                    break
+                continue  # an engine was found wrong meanwhile
+            if choice.drop:
+                await self._admission.admit()
+            closing = selection.to_close(list(lineage.owed()), ready)
+            if sum([await self._bus.cancel(self._claim.job_id, self._claim.token, group) for group in closing]):
+                continue
+            await selection.explain(choice, lineage.step)
+            await intake.progress(num_segments)
+        await selection.is_over()
+        return chosen
+
+    async def _trainable(self) -> dict[int, Group]:
+        """Complete groups; those that will never be trained are dropped, and others started in their place."""
+        owed = set(self._lineage.owed())
+        complete = await self._intake.complete(Split.TRAIN, among=owed)
+        refused = [(number, "dropped_unreadable") for number in await self._intake.unreadable(among=owed)]
+        while self._intake.refusals:
+            await self._alert("segment_refused", ": ".join(self._intake.refusals.popitem()))
+        refused += [
+            (group.group, reason)
+            for group in complete
+            if (reason := refusal(group, self._tuning.spec) or self._gate.refusal(group))
+        ]
+        for number, reason in refused:
+            await self.drop(number, reason)
+        if refused:
+            await self._admission.admit()
+        gone = {number for number, _ in refused}
+        return {group.group: group for group in complete if group.group not in gone}
+
+    async def drop(self, group: int, reason: str) -> None:
+        await self._bus.commit(self._claim.job_id, self._claim.token, self._lineage.step + 1, [group], reason=reason)
+        self._forget([group], are_trained=False)
+        self._lineage.num_dropped += 1
+        self._dropped_in_a_row[reason] += 1
+        self._dropped_since.setdefault(reason, []).append(group)
+        if self._dropped_in_a_row.total() >= MAX_BATCHES_DROPPED_IN_A_ROW * self._tuning.spec.groups_per_step:
+            raise nothing_to_train(self._dropped_in_a_row)
+
+    def _forget(self, groups: list[int], *, are_trained: bool) -> None:
+        for group in groups:
+            self._census.settle(group, self._tuning.spec.rollout.group_size, is_trained=are_trained)
+        self._intake.forget(groups)
+        self._lineage.settle(groups)
+        self._admission.forget(groups)
+
+    async def commit_again(self) -> None:
+        """What was logged leaves the queue: the trainer before may have died between the log and the commit. So do the
+        rounds of evaluation that it has begun, whose answers nobody waits for."""
+        job, found = self._claim.job_id, await self._bus.open_groups(self._claim.job_id)
+        orphans = [group for group in found if group >= FIRST_EVAL_GROUP]
+        settled = [group for group in found if self._lineage.is_settled(group)]
+        for left, reason in ((settled, "trained"), (orphans, "dropped_trainer_lost")):
+            if left:
+                await self._bus.commit(job, self._claim.token, self._lineage.step, left, reason=reason)
+                self._intake.forget(left)

@@ -1,0 +1,115 @@
+"""Held-out episodes: dispatched like others, measured, never trained; tagged with the versions that played them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from gspo_core.spec import JobSpec
+from gspo_core.types import Group, Split
+from services.process.telemetry import get_logger
+from services.state.queue import Bus
+from services.state.store import Claim, Store
+from services.trainer.groups.intake import Intake
+from services.trainer.groups.sequences import group_metrics
+from services.trainer.groups.tasks import evaluation_group, evaluation_tasks
+
+
+class Evaluator:
+    """Plays the same held-out tasks in every round. Does nothing when the job asks for no evaluation."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        spec: JobSpec,
+        bus: Bus,
+        store: Store,
+        intake: Intake,
+        num_tasks: list[int],
+        report: Callable[[int, Mapping[str, float]], Awaitable[None]],
+    ) -> None:
+        self._claim = claim
+        self._settings = spec.evaluation
+        self._bus = bus
+        self._store = store
+        self._intake = intake
+        self._report = report
+        self._tasks = evaluation_tasks(num_tasks, spec.evaluation.tasks) if spec.evaluation else []
+        self._round = 0
+        self._pending: set[asyncio.Task[None]] = set()
+
+    async def play(self, step: int, version: int) -> None:
+        """One round, to its end."""
+        groups = await self._dispatch()
+        if groups:
+            await self._collect(groups, step, version)
+
+    async def start(self, step: int, version: int) -> None:
+        """One round beside the training; its result arrives when it is complete."""
+        groups = await self._dispatch()
+        if groups:
+            self._pending.add(asyncio.create_task(self._collect(groups, step, version)))
+
+    async def finish(self) -> None:
+        """Wait for the rounds that were started; errors of theirs rise here."""
+        await asyncio.gather(*self._pending)
+
+    def cancel(self) -> None:
+        """Give up the rounds that were started."""
+        for task in self._pending:
+            task.cancel()
+
+    async def _dispatch(self) -> list[int]:
+        if self._settings is None or not self._tasks:
+            return []
+        epoch, count = self._claim.epoch, len(self._tasks)
+        groups = [evaluation_group(epoch, self._round, count, position) for position in range(count)]
+        self._round += 1
+        for group, task in zip(groups, self._tasks, strict=True):
+            await self._bus.dispatch(
+                self._claim.job_id,
+                self._claim.token,
+                group,
+                size=self._settings.episodes_per_task,
+                split=Split.EVAL,
+                task_index=task.index,
+                environment=task.environment,
+            )
+        return groups
+
+    async def _collect(self, numbers: list[int], step: int, version: int) -> None:
+        groups = await self._played(numbers, step)
+        played = [group.group for group in groups]
+        lost = sorted(set(numbers) - set(played))
+        for some, reason in ((played, "evaluated"), (lost, "dropped_unreadable")):
+            if some:
+                await self._bus.commit(self._claim.job_id, self._claim.token, step, some, reason=reason)
+        self._intake.forget(numbers)
+        metrics = group_metrics(groups)
+        record = {"step": step, "version": version, **version_range(groups), **metrics}
+        await self._report(step, metrics)
+        await self._store.add_event(self._claim.job_id, "evaluation", record, token=self._claim.token)
+        get_logger().info("evaluation", **record)
+
+    async def _played(self, numbers: list[int], step: int) -> list[Group]:
+        """Those that can be read, when all have ended: one with a segment of another release never becomes complete."""
+        while True:
+            num_segments = self._intake.num_segments
+            groups = await self._intake.complete(Split.EVAL, among=numbers)
+            if len(groups) == len(numbers):
+                return groups
+            lost = await self._intake.unreadable(among=numbers)
+            if len(groups) + len(lost) == len(numbers):
+                await self._tell_of(lost, step)
+                return groups
+            await self._intake.progress(num_segments)
+
+    async def _tell_of(self, lost: list[int], step: int) -> None:
+        message = f"{len(lost)} of the held-out groups cannot be read: {'; '.join(self._intake.refusals.values())}"
+        data = {"step": step, "kind": "segment_refused", "message": message}
+        await self._store.add_event(self._claim.job_id, "alert", data, token=self._claim.token)
+
+
+def version_range(groups: list[Group]) -> dict[str, int]:
+    versions = {version for group in groups for trajectory in group for version in trajectory.versions}
+    return {"version_min": min(versions), "version_max": max(versions)} if versions else {}

@@ -1,0 +1,137 @@
+"""Segments as they arrive, assembled into groups: the trainer's view of every unfinished episode at every moment.
+
+A segment that cannot be decoded is refused, counted and logged, with the reason. Its group never completes here, and
+``unreadable`` names it once it is ready: better another group than training on something else than what was sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Collection
+
+from gspo_core.assemble import Assembler
+from gspo_core.codec import SegmentRejected, decode
+from gspo_core.types import EpisodeKey, Group, Split, Trajectory
+from services.process.telemetry import get_logger
+from services.state.queue import Bus, ReadyGroup
+
+# A group also becomes ready without a segment: when its last open episode is given up.
+LOOK_AGAIN_S = 1.0
+
+
+class Intake:
+    """Owns the assembler of one job. ``run`` feeds it; ``wait_for`` hands out groups, oldest first."""
+
+    def __init__(self, bus: Bus, job: str) -> None:
+        self._bus = bus
+        self._job = job
+        self._assembler = Assembler()
+        self._progress = asyncio.Condition()
+        self.num_segments = 0
+        """Read so far."""
+        self._taken: set[int] = set()
+        self.rejected: Counter[str] = Counter()
+        self.refusals: dict[str, str] = {}
+        """What was said of the first one of each reason, until somebody takes it."""
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        position = "0"
+        while True:
+            entries = await self._bus.read_segments(self._job, position)
+            for entry_id, payload in entries:
+                position = entry_id
+                self._take(payload)
+            if entries:
+                async with self._progress:
+                    self.num_segments += len(entries)
+                    self._progress.notify_all()
+
+    def _take(self, payload: bytes) -> None:
+        try:
+            self._assembler.add(decode(payload))
+        except SegmentRejected as error:
+            reason = type(error).__name__
+            self.rejected[reason] += 1
+            self.refusals.setdefault(reason, str(error))
+            get_logger().warning("segment refused", reason=reason, error=str(error))
+
+    async def wait_for(self, split: Split, count: int, *, among: Collection[int] | None = None) -> list[Group]:
+        """``count`` complete groups of ``split``, in the order of dispatch; they are not handed out again."""
+        while True:
+            num_segments = self.num_segments
+            groups = [group for group in await self.complete(split, among=among) if group.group not in self._taken]
+            if len(groups) >= count:
+                chosen = groups[:count]
+                self._taken.update(group.group for group in chosen)
+                return chosen
+            await self.progress(num_segments)
+
+    async def progress(self, num_segments: int) -> None:
+        """Until more than ``num_segments`` were read, or for a moment: it is time to look again.
+
+        Take the number before asking anything: what arrives while the question is on its way may be the last that
+        ever does.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_AGAIN_S), self._progress:
+                if self.num_segments == num_segments:
+                    await self._progress.wait()
+
+    async def complete(self, split: Split, *, among: Collection[int] | None = None) -> list[Group]:
+        """Groups of ``split`` whose episodes have all ended, in the order of dispatch."""
+        ready = await self._bus.ready_groups(self._job)
+        wanted = [one for one in ready if one.split == split and (among is None or one.group in among)]
+        wanted.sort(key=lambda one: one.group)
+        groups = (self._assemble(one) for one in wanted)
+        return [group for group in groups if group is not None]
+
+    async def unreadable(self, *, among: Collection[int]) -> list[int]:
+        """Ready groups with a segment that was refused, as of another release: they never become complete."""
+        if not self.rejected:
+            return []
+        ready = await self._bus.ready_groups(self._job)
+        waiting = [one for one in ready if one.group in among and self._assemble(one) is None]
+        return [one.group for one in waiting if await self._is_refused(one)]
+
+    async def _is_refused(self, one: ReadyGroup) -> bool:
+        for member in set(range(one.size)) - set(one.dead):
+            for payload in await self._bus.read_episode(EpisodeKey(self._job, one.group, member)):
+                try:
+                    decode(payload)
+                except SegmentRejected:
+                    return True
+        return False
+
+    def versions(self, group: int) -> frozenset[int]:
+        """Those that sampled what has arrived of ``group``, finished or not."""
+        return self._assembler.versions(group)
+
+    def unfinished(self, group: int) -> tuple[EpisodeKey, ...]:
+        """Episodes of ``group`` of which something has arrived, but not the end."""
+        return self._assembler.unfinished(group)
+
+    def trajectory(self, key: EpisodeKey) -> Trajectory | None:
+        """An episode that has come to its end."""
+        return self._assembler.trajectory(key)
+
+    def num_actions(self, key: EpisodeKey) -> int:
+        """Tokens that an episode has sampled so far."""
+        return sum(segment.num_actions for segment in self._assembler.prefix(key))
+
+    def rewards(self, group: int, size: int) -> list[float]:
+        """Of the members of ``group`` that have come to an end with one."""
+        ended = (self.trajectory(EpisodeKey(self._job, group, member)) for member in range(size))
+        return [one.reward for one in ended if one is not None and one.reward is not None]
+
+    def _assemble(self, one: ReadyGroup) -> Group | None:
+        """None while segments of it are still on their way. Members that were given up are left out."""
+        return self._assembler.group(self._job, one.group, one.split, one.task_index, one.size, missing=one.dead)
+
+    def forget(self, groups: Collection[int]) -> None:
+        """After a commit: their segments are gone, and so is what was remembered of them."""
+        for group in groups:
+            self._assembler.forget(group)
+        self._taken.difference_update(groups)

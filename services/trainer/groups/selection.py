@@ -1,0 +1,122 @@
+"""Which groups make the next batch: what is asked of ``choose_groups``, and what is told while one is waited for.
+
+The rule kept here: whoever decides about groups is a pure function; this module gathers what it must know, and the
+trainer does what it answers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gspo_core.advantage import judge_group
+from gspo_core.spec import JobSpec
+from gspo_core.staleness import Choice, OpenGroup, choose_groups
+from gspo_core.types import Group
+from services.trainer.groups.intake import Intake
+from services.trainer.groups.sequences import StalenessOf
+from services.trainer.telling.failure import JobFailure
+from services.trainer.telling.status import JobStatusBoard
+
+
+def refusal(group: Group, spec: JobSpec) -> str | None:
+    """Why a complete group is not trained, whenever that would be; None: it may be trained."""
+    rollout, rewards = spec.rollout, [reward for reward in group.rewards if reward is not None]
+    if not rewards or (rollout.on_partial_group != "all" and len(rewards) < rollout.min_group_size):
+        return "dropped_partial"
+    if judge_group(group.rewards, spec.objective.advantage).dropped:
+        return "dropped_zero_variance"
+    return None
+
+
+def nothing_to_train(dropped: Counter[str]) -> JobFailure:
+    """What the reasons of a long row of dropped groups say about the job."""
+    code = {
+        "dropped_partial": "env_unhealthy",
+        "dropped_zero_variance": "all_rewards_equal",
+        "dropped_mismatch": "engine_mismatch",
+        "dropped_unreadable": "incompatible_release",
+    }
+    advice = {
+        "dropped_partial": "their episodes failed for reasons outside the policy: see the env.health events",
+        "dropped_zero_variance": "all members of each had the same reward: the tasks are too easy or too hard",
+        "dropped_mismatch": "an engine sampled them with other weights than it said",
+        "dropped_unreadable": "this release cannot read what rollout workers sent: see the segment_refused alert",
+        "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise the cap",
+    }
+    ((reason, _),) = dropped.most_common(1)
+    return JobFailure(
+        code.get(reason, "stale_backlog"), f"{dropped.total()} groups in a row could not be trained; {advice[reason]}"
+    )
+
+
+def groups_to_close(num_rewarded: Mapping[int, int], *, min_group_size: int, num_missing: int) -> list[int]:
+    """Unfinished groups that are trained without their stragglers: the oldest of those with members enough.
+
+    ``num_rewarded`` counts, of each unfinished group, the members that have ended with a reward. Never more groups than
+    the batch lacks: who is not in its way may finish.
+    """
+    viable = sorted(group for group, count in num_rewarded.items() if count >= min_group_size)
+    return viable[: max(0, num_missing)]
+
+
+@dataclass
+class Selection:
+    """Chooses among the groups that a job has open. One for each batch: its patience ends with the batch."""
+
+    spec: JobSpec
+    intake: Intake
+    status: JobStatusBoard
+    clock: Callable[[], float]
+    dispatched_steps: Mapping[int, int]
+    """The step that was published when a group was dispatched."""
+    _waiting_since: float | None = field(default=None, init=False)
+
+    def choose(self, owed: Collection[int], ready: Collection[int], step: int, staleness_of: StalenessOf) -> Choice:
+        rollout = self.spec.rollout
+        return choose_groups(
+            [self._view(group, group in ready, step, staleness_of) for group in owed],
+            step=step,
+            groups_per_step=self.spec.groups_per_step,
+            staleness_cap=rollout.staleness_cap,
+            on_stale=rollout.on_stale,
+            may_wait=self._waiting_since is None or self.clock() - self._waiting_since < rollout.stale_wait_s,
+        )
+
+    def _view(self, group: int, is_ready: bool, step: int, staleness_of: StalenessOf) -> OpenGroup:
+        versions = self.intake.versions(group)
+        ages = staleness_of(np.array(sorted(versions), dtype=np.int32))
+        oldest = step - int(ages.max()) if versions else None
+        return OpenGroup(group, is_ready, oldest, self.dispatched_steps.get(group, step))
+
+    def to_close(self, owed: Collection[int], ready: Collection[int]) -> list[int]:
+        """Groups whose stragglers are cancelled, because the batch lacks groups and the job does not wait for them."""
+        rollout = self.spec.rollout
+        if rollout.on_stragglers == "wait":
+            return []
+        rewards = {group: self.intake.rewards(group, rollout.group_size) for group in owed if group not in ready}
+        # Closed, a group without variance would be dropped: its stragglers are what may still make it worth something.
+        advantage = self.spec.objective.advantage
+        counts = {group: len(of) for group, of in rewards.items() if not judge_group(of, advantage).dropped}
+        num_missing = self.spec.groups_per_step - len(ready)
+        return groups_to_close(counts, min_group_size=rollout.min_group_size, num_missing=num_missing)
+
+    async def explain(self, choice: Choice, step: int) -> None:
+        """Say which episodes a batch that is there waits for; nothing where it waits for nobody."""
+        if not choice.wait_for or self._waiting_since is not None:
+            return
+        self._waiting_since = self.clock()
+        episodes = [str(key) for group in choice.wait_for for key in self.intake.unfinished(group)]
+        names = ", ".join(episodes[:8]) or f"groups {list(choice.wait_for)}, of which nothing has arrived"
+        limit_s = self.spec.rollout.stale_wait_s
+        await self.status.waits(
+            f"step {step + 1} waits, at most {limit_s:g} s, for what would become older than staleness_cap: {names}"
+        )
+
+    async def is_over(self) -> None:
+        """A batch was taken."""
+        if self._waiting_since is not None:
+            await self.status.goes_on()

@@ -1,0 +1,1 @@
+"""What is kept of a run and taken up again: background writing, recovery, replay."""

@@ -1,0 +1,130 @@
+"""Where a trainer goes on: the newest intact checkpoint of the run so far, and what was logged after it trained again.
+
+The rule kept here: it reads files alone, and whatever it passes over it says. What is damaged is passed over for the
+next older one, whose logs lead to the same weights; what a dead epoch wrote never counts; what another release wrote,
+or what cannot be read just now, is no damage, because going on without it would quietly throw the run away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gspo_core.learner import UnknownFormat as UnknownState
+from gspo_core.log.lineage import Lineage
+from gspo_core.staleness import Position, in_history
+from services.files.batch_log import BatchLog, UnknownLogSchema
+from services.files.checkpoints import LOST, CheckpointStore, LostForkRecord, UnknownFormat
+from services.process.telemetry import get_logger
+from services.trainer.groups.step_settings import Tuning
+from services.trainer.past.replay import replay
+from services.trainer.ranks.learner import AnyLearner
+from services.trainer.telling.failure import AttemptFailed, JobFailure
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Something that was passed over, for the owner of the job."""
+
+    kind: str
+    message: str
+
+
+@dataclass
+class Recovered:
+    """What a learner holds now."""
+
+    lineage: Lineage
+    saved: Position
+    """The checkpoint that was loaded; step 0 of the epoch before if there was none."""
+    reached: Position
+    """After what was logged behind it."""
+    remarks: list[Remark] = field(default_factory=list)
+
+
+def recover(
+    learner: AnyLearner,
+    checkpoints: CheckpointStore,
+    log: BatchLog,
+    epoch: int,
+    tuning: Tuning,
+    *,
+    checkpoint_every: int | None = None,
+) -> Recovered:
+    """Bring ``learner`` to where the epochs before ``epoch`` have come. Raises JobFailure, AttemptFailed.
+
+    A way of more than ``checkpoint_every`` steps is saved in between, under the names that these steps have: trainers
+    that are lost more often than it takes to go all of it would else begin it for ever.
+    """
+    found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
+    try:
+        forks = checkpoints.forks()
+        _load(found, learner, checkpoints, max(forks, default=epoch), forks)
+        keep = _Keeping(found, learner, checkpoints, checkpoint_every)
+        found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning, keep)
+    except (UnknownFormat, UnknownState, UnknownLogSchema) as error:
+        raise JobFailure("incompatible_release", str(error)) from error
+    except LostForkRecord as error:
+        raise JobFailure("data_damaged", str(error)) from error
+    except OSError as error:
+        raise AttemptFailed("data_unreadable", f"{error}: it may be whole, so nothing is passed over for it") from error
+    if problem:
+        _remark(found, "batch_log_damaged", f"{problem}; the groups of that step and of those after it are played anew")
+    return found
+
+
+class _Keeping:
+    """Saves on the way. What cannot be saved there is only trained once more."""
+
+    def __init__(self, found: Recovered, learner: AnyLearner, checkpoints: CheckpointStore, every: int | None) -> None:
+        self._found, self._learner, self._checkpoints, self._every = found, learner, checkpoints, every
+        self._saved_step = found.saved.step
+
+    def __call__(self, position: Position) -> None:
+        if self._every is None or position.step - self._saved_step < self._every:
+            return
+        self._saved_step = position.step
+        if self._checkpoints.has(position):
+            return
+        try:
+            self._checkpoints.write(position, self._found.lineage, self._learner.copy_state().write)
+        except Exception as error:
+            get_logger().warning("not saved on the way", step=position.step, error=f"{type(error).__name__}: {error}")
+
+
+def _load(
+    found: Recovered,
+    learner: AnyLearner,
+    checkpoints: CheckpointStore,
+    newest_epoch: int,
+    forks: Mapping[int, Position],
+) -> None:
+    # Looked for anew each time: a trainer that does not know yet that it has lost the job may remove old ones for new.
+    tried, told = set[Position](), set[str]()
+
+    def skipped(name: str, problem: str) -> None:
+        if name not in told:
+            told.add(name)
+            _remark(found, "checkpoint_skipped", f"{name} is passed over: {problem}")
+
+    while checkpoint := next((one for one in checkpoints.newest_first(skipped) if one.position not in tried), None):
+        tried.add(checkpoint.position)
+        if not in_history(checkpoint.position, newest_epoch, forks):
+            skipped(checkpoint.name, "a trainer wrote it that had lost the job")
+            continue
+        try:
+            learner.load_state(checkpoint.learner_dir)
+        except UnknownState:
+            raise
+        except (ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in LOST:
+                raise
+            skipped(checkpoint.name, str(error))
+            continue
+        found.lineage, found.saved = checkpoint.lineage, checkpoint.position
+        return
+
+
+def _remark(found: Recovered, kind: str, message: str) -> None:
+    get_logger().warning(kind.replace("_", " "), message=message)
+    found.remarks.append(Remark(kind, message))

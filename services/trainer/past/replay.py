@@ -1,0 +1,64 @@
+"""Steps that were logged and are in no checkpoint: trained again from the batch logs, without Redis and engines.
+
+The rule kept here: a step is trained again with exactly what was logged, the age of its tokens and the settings that
+held then included, so that the same weights come out and what was published of them stays true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo_core.log.lineage import Lineage
+from gspo_core.staleness import Position
+from services.files.batch_log import BatchLog, DamagedBatchLog, LoggedBatch, UnknownLogSchema, batches_after
+from services.process.telemetry import get_logger
+from services.trainer.groups.sequences import train_batch
+from services.trainer.groups.step_settings import Tuning
+from services.trainer.ranks.learner import AnyLearner
+
+
+def replay(
+    learner: AnyLearner,
+    lineage: Lineage,
+    start: Position,
+    log: BatchLog,
+    forks: Mapping[int, Position],
+    tuning: Tuning,
+    trained: Callable[[Position], None] = lambda _: None,
+) -> tuple[Position, str | None]:
+    """Train what follows the checkpoint ``start``; returns the last step of the run so far, and what cut it short.
+
+    ``forks`` is where each epoch that was begun forked off. A damaged log ends the row: the groups of that step and
+    those after it are owed again. ``trained`` is told of every step. Raises UnknownLogSchema.
+    """
+    for position in batches_after(start, log.steps(), max(forks, default=start.epoch), forks):
+        try:
+            batch = log.read(position.epoch, position.step)
+        except UnknownLogSchema:
+            raise
+        except DamagedBatchLog as error:
+            return start, str(error)
+        train_again(learner, lineage, batch, tuning)
+        get_logger().info("step replayed", epoch=position.epoch, step=position.step)
+        trained(position)
+        start = position
+    return start, None
+
+
+def train_again(learner: AnyLearner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> None:
+    tuning.recall(learner, batch.extra.get("settings", {}))
+    ages: dict[str, int] = batch.extra["staleness"]
+
+    def staleness_of(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.array([ages[str(version)] for version in versions.tolist()], dtype=np.int32)
+
+    learner.step(train_batch(batch.groups, staleness_of, tuning.spec.objective.advantage).sequences)
+    dropped = [group for groups in batch.extra["dropped"].values() for group in groups]
+    lineage.step = batch.step
+    lineage.num_published += len(batch.groups)
+    lineage.num_dropped += len(dropped)
+    lineage.num_dispatched = max(lineage.num_dispatched, batch.extra["num_dispatched"])
+    lineage.settle([*(group.group for group in batch.groups), *dropped])

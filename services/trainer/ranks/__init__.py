@@ -1,0 +1,1 @@
+"""A trainer of several processes: the first rank speaks, the others follow."""

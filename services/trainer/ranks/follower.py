@@ -1,0 +1,149 @@
+"""Any rank but the first: holds its part of the learner and does what the first rank says.
+
+The rule kept here: it talks to nobody else, neither Redis nor engines, and decides nothing. It ends when the first rank
+says so, and with an error when the first rank is gone or it could not do what all others did.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_core.learner import Copy, Learner
+from gspo_core.learner_config import LearnerConfig
+from gspo_core.objective_config import ObjectiveConfig
+from services.process.telemetry import get_logger
+from services.trainer.ranks.calls import (
+    COMMANDS,
+    WEIGHTS,
+    Beat,
+    Build,
+    Close,
+    End,
+    Keep,
+    Load,
+    Logprobs,
+    Look,
+    Prepare,
+    Retune,
+    Step,
+    Write,
+    decode,
+    from_wire,
+)
+from services.trainer.ranks.followers import AFTER_FAILURE_S, PATIENCE_S
+from services.trainer.ranks.lines import Line, Place, Problem
+
+
+class FirstRankLost(Exception):
+    """The first rank is gone, or has nothing more to say to this one."""
+
+
+class Follower:
+    def __init__(self, lines: Mapping[str, Line], place: Place) -> None:
+        self._lines = lines
+        self._place = place
+        self._learner: Learner | None = None
+        self._load: Callable[[], None] | None = None
+        self._copies: dict[int, Copy] = {}
+
+    def follow(self) -> None:
+        """Until the first rank ends all. Raises FirstRankLost."""
+        writing = [
+            threading.Thread(target=self._write_along, args=(line,), name=name, daemon=True)
+            for name, line in self._lines.items()
+            if name != COMMANDS
+        ]
+        for thread in writing:
+            thread.start()
+        patience_s = PATIENCE_S
+        while not isinstance(call := self._hear(patience_s), End):
+            if not isinstance(call, Beat):
+                problem = self._attempt(self._obey, call)
+                self._answer(problem)
+                # Where this rank alone has failed, the first one waits in vain while this one lives.
+                patience_s = PATIENCE_S if problem is None or isinstance(call, Prepare) else 2 * AFTER_FAILURE_S
+            else:
+                patience_s = PATIENCE_S
+        for thread in writing:
+            thread.join()
+
+    def _hear(self, timeout_s: float) -> Any:
+        try:
+            return decode(self._lines[COMMANDS].hear(timeout_s))
+        except RuntimeError as error:
+            raise FirstRankLost(f"nothing is heard of rank 0: {error}") from error
+
+    def _answer(self, problem: Problem | None) -> None:
+        try:
+            self._lines[COMMANDS].answer(problem)
+        except RuntimeError as error:
+            raise FirstRankLost(f"rank 0 does not listen: {error}") from error
+
+    def _attempt(self, work: Callable[[Any], None], call: Any) -> Problem | None:
+        try:
+            work(call)
+        except Exception as error:
+            get_logger().exception("this rank could not do it", rank=self._place.rank, call=type(call).__name__)
+            return Problem.of(error)
+        return None
+
+    def _write_along(self, line: Line) -> None:
+        """What is lost is noticed by the thread that hears commands."""
+        try:
+            while isinstance(call := decode(line.hear()), Write):
+                line.answer(self._attempt(self._write, call))
+        except RuntimeError as error:
+            get_logger().debug("nothing more to write", error=str(error))
+
+    def _write(self, call: Write) -> None:
+        self._copies[call.number].write_share(Path(call.directory))
+
+    def _obey(self, call: Any) -> None:
+        match call:
+            case Build():
+                self._build(call)
+            case Step():
+                self._held.step(from_wire(call.sequences))
+            case Logprobs():
+                self._held.logprobs(from_wire(call.sequences))
+            case Retune():
+                self._held.retune(*_configs(call))
+            case Keep():
+                for number in call.dropped:
+                    self._copies.pop(number, None)
+                make = self._held.copy_weights if call.kind == WEIGHTS else self._held.copy_state
+                self._copies[call.number] = make()
+            case Prepare():
+                self._load = None
+                self._load = self._held.prepare_state(Path(call.directory))
+            case Load():
+                assert self._load is not None
+                self._load()
+                self._load = None
+            case Close():
+                self._drop()
+            case Look():
+                if not Path(call.path).exists():
+                    raise FileNotFoundError(f"{call.path}: all ranks must see the same GSPO_DATA_DIR")
+
+    @property
+    def _held(self) -> Learner:
+        assert self._learner is not None, "the first rank builds before it asks for more"
+        return self._learner
+
+    def _build(self, call: Build) -> None:
+        self._drop()
+        config, objective = _configs(call)
+        device = self._place.enter(call.device)
+        self._learner = Learner(Path(call.model), config, objective, seed=call.seed, device=device)
+
+    def _drop(self) -> None:
+        self._learner = self._load = None
+        self._copies.clear()
+
+
+def _configs(call: Build | Retune) -> tuple[LearnerConfig, ObjectiveConfig]:
+    return LearnerConfig.model_validate_json(call.config), ObjectiveConfig.model_validate_json(call.objective)

@@ -1,0 +1,53 @@
+"""Writing where the disk may be full: told once, tried again until there is room, never a reason for a job to end.
+
+The rule kept here: only a lack of room is waited for; any other failure rises. What is tried again must leave nothing
+behind when it fails, which every write-once file of a job keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from services.files.disk_space import NoRoom, raising_no_room
+from services.process.telemetry import get_logger
+
+T = TypeVar("T")
+RETRY_S = 2.0
+
+Tell = Callable[[str, str], Awaitable[None]]
+"""Is given a kind (``disk_full``, ``disk_has_room``) and a message."""
+
+
+class PatientDisk:
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    async def wait_for_room(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``attempt``, which is made again for as long as the disk is full."""
+        is_told = False
+        while True:
+            try:
+                with raising_no_room():
+                    result = await attempt()
+            except NoRoom as error:
+                if not is_told:
+                    message = f"no room for {what}: the job goes on when there is ({error})"
+                    get_logger().warning("disk full", what=what, error=str(error))
+                    await self._say("disk_full", message)
+                is_told = True
+                await asyncio.sleep(RETRY_S)
+            else:
+                if is_told:
+                    await self._say("disk_has_room", f"{what} was written")
+                return result
+
+    async def write(self, what: str, function: Callable[..., T], *args: object) -> T:
+        """In a thread of its own."""
+        return await self.wait_for_room(what, lambda: asyncio.to_thread(function, *args))
+
+    async def _say(self, kind: str, message: str) -> None:
+        with contextlib.suppress(OSError):  # what tells it may need the same disk
+            await self._tell(kind, message)

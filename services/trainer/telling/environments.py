@@ -1,0 +1,69 @@
+"""What rollout workers say of a job's environments: how many tasks there are, or why they cannot be loaded.
+
+No environment code runs in the trainer. A complaint is shown at once as the reason why the job does not move; when
+nobody can load the environments for ``PATIENCE_S`` after the first one, the job ends with it, instead of keeping the
+trainer from the jobs behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from gspo_core.types import Split
+from services.state.store import Store
+from services.trainer.telling.failure import JobFailure
+from services.trainer.telling.status import JobStatusBoard
+
+POLL_S = 0.2
+# A worker tries again every ten seconds, and another one may have what the first one lacks.
+PATIENCE_S = 30.0
+
+
+class DescribedEnvironments:
+    """The descriptions of one job, awaited."""
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        status: JobStatusBoard,
+        *,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._status = status
+        self._patience_s = patience_s
+        self._clock = clock
+        self._read_up_to = "0"
+        self._complaint = ""
+        self._complained_at: float | None = None
+
+    async def num_tasks(self, num_environments: int) -> dict[Split, list[int]]:
+        """Of each environment. Raises ``JobFailure`` when no worker can load one."""
+        await self._status.explain("waiting_for_workers", "no rollout worker has described the environments yet")
+        counts = []
+        for index in range(num_environments):
+            while (description := await self._store.environment_description(self._job, index)) is None:
+                await self._heed_complaints()
+                await asyncio.sleep(POLL_S)
+            counts.append(description["num_tasks"])
+        return {split: [int(count[split.value]) for count in counts] for split in Split}
+
+    async def _heed_complaints(self) -> None:
+        for event in await self._store.read_events(self._job, self._read_up_to):
+            self._read_up_to = event.id
+            if event.type == "env.health" and not event.data["healthy"]:
+                await self._note(f"{event.data['worker']}: {event.data['error']}")
+        if self._complained_at is not None and self._clock() - self._complained_at >= self._patience_s:
+            raise JobFailure("env_unhealthy", f"no rollout worker can load the environments. {self._complaint}")
+
+    async def _note(self, complaint: str) -> None:
+        if self._complained_at is None:
+            self._complained_at = self._clock()
+        if complaint != self._complaint:
+            self._complaint = complaint
+            await self._status.explain("env_unhealthy", complaint)

@@ -1,0 +1,99 @@
+"""What a run says of itself: metrics, events, and the files that people and other programs read.
+
+The rule kept here: what the store is told is fenced, hence told first; a file may lack the last step of a trainer that
+was lost, and never holds one of a trainer that had lost its job before. Who is told besides (TensorBoard, Weights &
+Biases) is never worth a step: an error there is logged, and that one is told nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from gspo_core.objective import Alarm
+from gspo_core.types import StepReport, WeightsManifest
+from services.files.disk_space import NoRoom, raising_no_room
+from services.files.durable import append_line
+from services.files.job_dir import JobDir
+from services.process.telemetry import get_logger
+from services.state.store import Claim, Store
+from services.trainer.telling.alarms import ADVICE, Alarms, RunAlarm
+from services.trainer.telling.event_file import EventFile
+
+
+class Listener(Protocol):
+    """Somebody who is told every number."""
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+
+class Reports:
+    """The reports of one claimed job, in Redis and in the files of its directory."""
+
+    def __init__(self, store: Store, claim: Claim, job_dir: JobDir, listeners: Sequence[Listener] = ()) -> None:
+        self._store = store
+        self._claim = claim
+        self._metrics_path = job_dir.metrics
+        files = EventFile(job_dir.tensorboard, f"epoch{claim.epoch:06d}")
+        self._listeners: list[Listener] = [files, *listeners]
+        self._alarms = Alarms()
+        self._has_recalled = False
+
+    async def step(self, report: StepReport, of_the_loss: Sequence[Alarm]) -> None:
+        record = {"step": report.step, "version": report.version, "epoch": report.epoch, **report.metrics}
+        if not self._has_recalled:
+            self._alarms.recall(await self._store.read_metrics(self._claim.job_id))
+            self._has_recalled = True
+        await self._write(report.step, report.metrics, record)
+        await self._tell("step", record)
+        get_logger().info("step", step=report.step, reward=report.metrics.get("reward/mean"))
+        for alarm in self._alarms.due(report.step, report.metrics, of_the_loss):
+            numbers = {"metric": alarm.metric, "value": alarm.value, "bound": alarm.bound}
+            await self._alert(report.step, alarm.kind, str(alarm), numbers)
+
+    async def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        await self._write(step, metrics, {"step": step, "epoch": self._claim.epoch, **metrics})
+
+    async def stands_still(self, step: int, message: str) -> None:
+        await self._alert(step, RunAlarm.NO_PROGRESS, message, {})
+
+    async def _alert(self, step: int, kind: Any, message: str, numbers: Mapping[str, Any]) -> None:
+        data = {"step": step, "kind": str(kind), "message": message, "advice": ADVICE[kind], **numbers}
+        await self._tell("alert", data)
+        get_logger().warning("alert", **data)
+
+    async def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
+        await self._store.add_event(self._claim.job_id, kind, data, token=self._claim.token)
+
+    async def _write(self, step: int, metrics: Mapping[str, float], record: Mapping[str, Any]) -> None:
+        await self._store.add_metrics(self._claim.job_id, step, metrics, token=self._claim.token)
+        await asyncio.to_thread(self._write_files, step, metrics, record)
+
+    def _write_files(self, step: int, metrics: Mapping[str, float], record: Mapping[str, Any]) -> None:
+        append_line(self._metrics_path, msgspec.json.encode(record))
+        for listener in list(self._listeners):
+            try:
+                with raising_no_room():
+                    listener.add(step, metrics)
+            except NoRoom as error:  # which passes
+                get_logger().warning(
+                    "not told of a step", listener=type(listener).__name__, step=step, error=str(error)
+                )
+            except Exception as error:
+                get_logger().error("told nothing more", listener=type(listener).__name__, error=str(error))
+                self._listeners.remove(listener)
+
+
+def disk_metrics(directory: Path, manifest: WeightsManifest) -> dict[str, float]:
+    """Of the volume that the job is kept on."""
+    usage = shutil.disk_usage(directory)
+    return {
+        "disk/free_bytes": float(usage.free),
+        "disk/total_bytes": float(usage.total),
+        "disk/version_bytes": float(sum(file.size_bytes for file in manifest.files)),
+    }

@@ -1,0 +1,104 @@
+"""Checkpoints over HTTP: looked at, exported by a process apart, removed unless a job would go on from them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gspo_core.staleness import Position
+from services.files.job_dir import JobDir, step_name
+from services.state.jobs import DesiredState
+from services.state.store import Store
+from tests.services.api.api_kit import SPEC, application, error_of, http_to
+
+
+@pytest.fixture
+async def http(store: Store, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with application(store, jobs_dir=tmp_path / "jobs") as app, http_to(app) as http:
+        yield http
+
+
+@pytest.fixture
+async def job(http: httpx.AsyncClient) -> str:
+    return str((await http.post("/v1/jobs", json=SPEC)).json()["id"])
+
+
+def write(jobs_dir: Path, job: str, step: int) -> Path:
+    path = JobDir(jobs_dir / job).checkpoints / step_name(Position(1, step))
+    (path / "learner").mkdir(parents=True)
+    (path / "learner" / "rank-00000.safetensors").write_bytes(b"x" * 100)
+    (path / "manifest.json").write_bytes(b"{}")
+    return path
+
+
+async def test_a_checkpoint_shows_its_files_and_is_removed_whole(
+    http: httpx.AsyncClient, store: Store, job: str, tmp_path: Path
+):
+    old, new = (write(tmp_path / "jobs", job, step) for step in (10, 20))
+    JobDir(tmp_path / "jobs" / job).export(Position(1, 10)).mkdir(parents=True)
+    listed = (await http.get(f"/v1/jobs/{job}/checkpoints")).json()["data"]
+    assert [one["id"] for one in listed] == [f"{job}/1/20", f"{job}/1/10"]
+    detail = (await http.get(f"/v1/checkpoints/{job}/1/10")).json()
+    assert detail["files"] == [
+        {"path": "learner/rank-00000.safetensors", "size_bytes": 100},
+        {"path": "manifest.json", "size_bytes": 2},
+    ]
+    assert detail["export"] == {
+        "object": "checkpoint.export",
+        "status": "ready",
+        "path": f"jobs/{job}/exports/{old.name}",
+        "message": None,
+    }
+    again = await http.post(f"/v1/checkpoints/{job}/1/10/export")
+    assert (again.status_code, again.json()["export"]["status"]) == (202, "ready")
+
+    held = await http.delete(f"/v1/checkpoints/{job}/1/20")
+    assert (held.status_code, error_of(held)["code"]) == (409, "checkpoint_in_use")
+    assert (await http.delete(f"/v1/checkpoints/{job}/1/10")).status_code == 204
+    assert (old.exists(), new.exists()) == (False, True)
+    assert list((tmp_path / "jobs" / job / "exports").iterdir()) == []
+    await store.set_desired_state(job, DesiredState.CANCELLED)
+    assert (await http.delete(f"/v1/checkpoints/{job}/1/20")).status_code == 204
+    for method, path in (("GET", ""), ("POST", "/export"), ("DELETE", "")):
+        gone = await http.request(method, f"/v1/checkpoints/{job}/1/20{path}")
+        assert (gone.status_code, error_of(gone)["code"]) == (404, "checkpoint_not_found")
+
+
+async def test_an_export_that_fails_says_why(http: httpx.AsyncClient, job: str, tmp_path: Path):
+    """By the real process, of a checkpoint whose model is not there."""
+    write(tmp_path / "jobs", job, 10)
+    begun: dict[str, Any] = (await http.post(f"/v1/checkpoints/{job}/1/10/export")).json()["export"]
+    assert begun["status"] == "exporting"
+    deadline = time.monotonic() + 90
+    while begun["status"] == "exporting" and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+        begun = (await http.get(f"/v1/checkpoints/{job}/1/10")).json()["export"]
+    assert begun["status"] == "failed"
+    assert begun["message"]
+    assert begun["path"] is None
+
+
+async def test_checkpoints_that_their_trainer_removes_meanwhile_break_no_list(
+    http: httpx.AsyncClient, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A name is seen, and what it named is gone when it is looked at: a checkpoint, and a file of another one."""
+    kept, gone = (write(tmp_path / "jobs", job, step) for step in (10, 20))
+    seen, walked = list(kept.parent.iterdir()), list(os.walk(kept))
+    shutil.rmtree(gone)
+    (kept / "learner" / "rank-00000.safetensors").unlink()
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(seen))
+    monkeypatch.setattr(Path, "rglob", lambda self, _: (Path(folder, one) for folder, _, all in walked for one in all))
+    monkeypatch.setattr(Path, "is_file", lambda self: True)
+    monkeypatch.setattr(os, "walk", lambda path: walked if path == kept else [])
+    answer = await http.get(f"/v1/jobs/{job}/checkpoints")
+    assert [(one["id"], one["size_bytes"]) for one in answer.json()["data"]] == [(f"{job}/1/10", 2)]
+    detail = (await http.get(f"/v1/checkpoints/{job}/1/10")).json()
+    assert [one["path"] for one in detail["files"]] == ["manifest.json"]

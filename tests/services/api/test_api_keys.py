@@ -1,0 +1,274 @@
+"""Keys with scopes and owners: what each opens, when it ends, and what is written down of its use."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from services.api.http.audit import Audit
+from services.api.http.key_ring import SCOPES, KeyRing
+from services.api.http.limits import RateLimit
+from services.files.data_dir import KeysDir
+from services.state.queue import Bus
+from services.state.store import Store
+from tests.services.api.api_kit import SPEC, application, error_of, http_to
+from tests.services.api.recorded_job import RecordedJob, record_job, write_model
+
+ADMIN = "the-operator"
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> KeyRing:
+    return KeyRing(KeysDir(tmp_path / "keys"))
+
+
+@pytest.fixture
+async def app(store: Store, tmp_path: Path, ring: KeyRing) -> AsyncIterator[FastAPI]:
+    audit = Audit(tmp_path / "audit.jsonl")
+    async with application(store, jobs_dir=tmp_path / "jobs", keys=[ADMIN], ring=ring, audit=audit) as app:
+        yield app
+
+
+@pytest.fixture
+async def job(store: Store, bus: Bus, tmp_path: Path) -> RecordedJob:
+    return await record_job(store, bus, tmp_path / "jobs", write_model(tmp_path / "model"), num_steps=1)
+
+
+async def ask(app: FastAPI, method: str, path: str, key: str, **options: Any) -> httpx.Response:
+    async with http_to(app, key=key) as http:
+        return await http.request(method, path, **options)
+
+
+async def make(app: FastAPI, **query: str) -> dict[str, Any]:
+    answer = await ask(app, "POST", "/v1/keys", ADMIN, params=query)
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+ROUTES = (
+    ("GET", "/v1/jobs", "jobs:read"),
+    ("GET", "/v1/jobs/{job}", "jobs:read"),
+    ("GET", "/v1/jobs/{job}/events", "jobs:read"),
+    ("GET", "/v1/jobs/{job}/metrics", "jobs:read"),
+    ("GET", "/v1/jobs/{job}/config", "jobs:read"),
+    ("GET", "/v1/jobs/{job}/versions", "jobs:read"),
+    ("GET", "/v1/jobs/{job}/checkpoints", "jobs:read"),
+    ("GET", "/v1/jobs/{job}/environments", "jobs:read"),
+    ("GET", "/v1/workers", "jobs:read"),
+    ("GET", "/v1/capabilities", "jobs:read"),
+    ("POST", "/v1/jobs?dry_run=true", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/pause", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/resume", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/cancel", "jobs:write"),
+    ("GET", "/v1/jobs/{job}/groups", "episodes:read"),
+    ("GET", "/v1/jobs/{job}/episodes", "episodes:read"),
+    ("GET", "/v1/jobs/{job}/episodes.jsonl", "episodes:read"),
+    ("PATCH", "/v1/jobs/{job}", "jobs:write"),
+    ("GET", "/v1/groups/{job}/0", "episodes:read"),
+    ("GET", "/v1/episodes/{job}/0/0/events", "episodes:read"),
+    ("GET", "/v1/episodes/{job}/0/0", "episodes:read"),
+    ("GET", "/v1/environments", "jobs:read"),
+    ("GET", "/v1/environments/nothing", "jobs:read"),
+    ("GET", "/v1/environments/nothing/tasks", "jobs:read"),
+    ("GET", "/v1/environments/nothing/schema", "jobs:read"),
+    ("POST", "/v1/environments", "envs:write"),
+    ("DELETE", "/v1/environments/nothing@1", "envs:write"),
+    ("POST", "/v1/environments/nothing/validate", "envs:write"),
+    ("POST", "/v1/environments/nothing/try", "envs:write"),
+    ("POST", "/v1/environments/uploads?name=a&ref=a.py:A", "env:upload"),
+    ("GET", "/v1/checkpoints/{job}/1/1", "jobs:read"),
+    ("POST", "/v1/checkpoints/{job}/1/1/export", "jobs:write"),
+    ("DELETE", "/v1/checkpoints/{job}/1/1", "jobs:write"),
+    ("GET", "/v1/models", "jobs:read"),
+    ("POST", "/v1/fine_tuning/jobs", "jobs:write"),
+    ("GET", "/v1/fine_tuning/jobs", "jobs:read"),
+    ("GET", "/v1/fine_tuning/jobs/{job}", "jobs:read"),
+    ("GET", "/v1/fine_tuning/jobs/{job}/events", "jobs:read"),
+    ("GET", "/v1/fine_tuning/jobs/{job}/checkpoints", "jobs:read"),
+    ("POST", "/v1/fine_tuning/jobs/{job}/pause", "jobs:write"),
+    ("POST", "/v1/fine_tuning/jobs/{job}/resume", "jobs:write"),
+    ("POST", "/v1/fine_tuning/jobs/{job}/cancel", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/trajectories", "jobs:write"),
+    ("POST", "/v1/jobs/{job}/environments/0/description", "jobs:write"),
+    ("POST", "/v1/workers/nobody/drain", "admin"),
+    ("POST", "/v1/engines/nobody/drain", "admin"),
+    ("DELETE", "/v1/engines/nobody/drain", "admin"),
+    ("GET", "/v1/keys", "admin"),
+    ("POST", "/v1/keys", "admin"),
+    ("DELETE", "/v1/keys/nothing", "admin"),
+)
+
+
+# What a key that may is told of what is not there, or of a request without a body.
+NOT_THERE = (
+    *("job_not_found", "key_not_found", "environment_not_found", "checkpoint_not_found", "invalid_transition"),
+    *("worker_not_found", "engine_not_found", "uploads_disabled", "unsupported_media_type", "missing_field"),
+)
+
+
+def test_the_table_of_scopes_names_every_route(app: FastAPI):
+    named = {(method, path.partition("?")[0]) for method, path, _ in ROUTES}
+    there = {
+        (method.upper(), path)
+        for path, methods in app.openapi()["paths"].items()
+        for method in methods
+        if path.startswith("/v1")
+    }
+    assert len(named) == len(there)
+
+
+async def test_every_route_opens_for_its_scope_and_for_no_other(app: FastAPI, job: RecordedJob, store: Store):
+    for scope in SCOPES:
+        made = await make(app, scopes=scope)
+        for method, path, needed in ROUTES:
+            body = {"json": SPEC} if "dry_run" in path else {}
+            answer = await ask(app, method, path.format(job=job.id), made["key"], **body)
+            if scope in (needed, "admin"):
+                # Jobs of others are not there for who is no admin.
+                assert answer.status_code < 300 or error_of(answer)["code"] in NOT_THERE
+            else:
+                assert (answer.status_code, error_of(answer)["code"]) == (403, "scope_required"), (scope, path)
+
+
+async def test_a_job_is_there_for_its_owner_and_for_admins_only(app: FastAPI):
+    mine, same, other = [await make(app, owner=owner) for owner in ("alice", "alice", "bob")]
+    job = (await ask(app, "POST", "/v1/jobs", mine["key"], json=SPEC)).json()["id"]
+    for key in (mine["key"], same["key"], ADMIN):
+        assert (await ask(app, "GET", f"/v1/jobs/{job}", key)).status_code == 200
+        assert [one["id"] for one in (await ask(app, "GET", "/v1/jobs", key)).json()["data"]] == [job]
+    for method, path in (
+        *(("GET", f"/v1/jobs/{job}"), ("GET", f"/v1/jobs/{job}/events"), ("POST", f"/v1/jobs/{job}/cancel")),
+        *(("GET", f"/v1/groups/{job}/0"), ("GET", f"/v1/episodes/{job}/0/0"), ("GET", f"/v1/jobs/{job}/groups")),
+    ):
+        answer = await ask(app, method, path, other["key"])
+        absent = await ask(app, method, path.replace(job, "job_nothing"), other["key"])
+        assert answer.status_code == absent.status_code == 404
+        assert error_of(answer)["message"].replace(job, "") == error_of(absent)["message"].replace("job_nothing", "")
+    assert (await ask(app, "GET", "/v1/jobs", other["key"])).json()["data"] == []
+
+
+async def test_a_revoked_key_and_one_that_has_expired_open_nothing(app: FastAPI, ring: KeyRing, tmp_path: Path):
+    made = await make(app)
+    assert (await ask(app, "GET", "/v1/jobs", made["key"])).status_code == 200
+    assert (await ask(app, "DELETE", f"/v1/keys/{made['id']}", ADMIN)).status_code == 204
+    assert error_of(await ask(app, "GET", "/v1/jobs", made["key"]))["code"] == "invalid_key"
+    clock = [1000.0]
+    timed = KeyRing(KeysDir(tmp_path / "timed"), now=lambda: clock[0])
+    _, key = timed.issue("", ["jobs:read"], lifetime_s=60.0)
+    assert timed.find(key) is not None
+    clock[0] = 1061.0
+    assert timed.find(key) is None
+
+
+async def test_another_process_sees_a_new_key_and_its_revocation(ring: KeyRing, tmp_path: Path):
+    other = KeyRing(KeysDir(tmp_path / "keys"))
+    assert other.valid() == {}
+    record, key = ring.issue("alice", ["jobs:read"])
+    assert other.find(key) == record
+    ring.revoke(record.id)
+    assert other.find(key) is None
+
+
+def test_a_revocation_within_the_same_tick_of_the_file_system_is_seen(ring: KeyRing, tmp_path: Path):
+    other = KeyRing(KeysDir(tmp_path / "keys"))
+    record, key = ring.issue("alice", ["jobs:read"])
+    times = (tmp_path / "keys").stat()
+    assert other.find(key) == record
+    ring.revoke(record.id)
+    os.utime(tmp_path / "keys", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert other.find(key) is None
+
+
+async def test_keys_are_listed_page_by_page(app: FastAPI):
+    made = [(await make(app, owner=f"owner-{number}"))["id"] for number in range(5)]
+    found: list[str] = []
+    after = ""
+    for has_more in (True, True, False):
+        listed = (await ask(app, "GET", f"/v1/keys?limit=2{after}", ADMIN)).json()
+        assert listed["has_more"] is has_more
+        found += [one["id"] for one in listed["data"]]
+        after = f"&after={listed['last_id']}"
+    assert sorted(found) == sorted(made)
+    assert error_of(await ask(app, "GET", "/v1/keys?after=nothing", ADMIN))["code"] == "invalid_cursor"
+
+
+@pytest.mark.parametrize("days", ["nan", "inf", "-inf", "0", "1e999"])
+async def test_a_lifetime_that_is_none_is_refused(app: FastAPI, days: str):
+    answer = await ask(app, "POST", "/v1/keys", ADMIN, params={"days": days})
+    assert (answer.status_code, error_of(answer)["param"]) == (422, "days")
+
+
+@pytest.mark.parametrize("spoil", [str.upper, lambda key: key[:-1], lambda key: key + "x", lambda key: key[:-1] + "?"])
+def test_keys_that_are_nearly_right_are_wrong(ring: KeyRing, spoil: Any):
+    _, key = ring.issue("alice", ["jobs:read"])
+    assert ring.find(spoil(key)) is None
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+async def test_no_secret_is_ever_written_down(app: FastAPI, tmp_path: Path):
+    made = await make(app, owner="alice")
+    secret = made["key"].rpartition("_")[2]
+    await ask(app, "POST", "/v1/jobs", made["key"], json=SPEC)
+    kept = everything_in(tmp_path)
+    assert b"alice" in kept
+    assert secret.encode() not in kept
+    assert ADMIN.encode() not in kept
+    listed = (await ask(app, "GET", "/v1/keys", ADMIN)).text
+    assert made["id"] in listed
+    assert secret not in listed
+
+
+async def test_every_write_is_in_the_audit_with_who_and_how_it_ended(app: FastAPI, tmp_path: Path):
+    made = await make(app, owner="alice")
+    answer = await ask(app, "POST", "/v1/jobs", made["key"], json=SPEC)
+    await ask(app, "GET", "/v1/jobs", made["key"])
+    await ask(app, "DELETE", "/v1/keys/x", made["key"])
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [(one["method"], one["path"], one["status"]) for one in lines] == [
+        ("POST", "/v1/keys", 201),
+        ("POST", "/v1/jobs", 201),
+        ("DELETE", "/v1/keys/x", 403),
+    ]
+    assert (lines[1]["key"], lines[1]["owner"]) == (made["id"], "alice")
+    assert lines[1]["request_id"] == answer.headers["x-request-id"]
+
+
+def test_who_asks_too_often_is_told_when_to_come_back_and_holds_up_nobody():
+    clock = [0.0]
+    limit = RateLimit(lambda: clock[0], per_s=2.0, burst=3.0)
+    assert [limit.wait_s("a") for _ in range(4)] == [0, 0, 0, 1]
+    assert limit.wait_s("b") == 0
+    clock[0] = 0.5
+    assert [limit.wait_s("a") for _ in range(2)] == [0, 1]
+
+
+async def test_a_wild_loop_is_stopped_with_429(store: Store, ring: KeyRing, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("services.api.http.limits.RateLimit.wait_s", lambda self, name: 7)
+    async with application(store, keys=[ADMIN], ring=ring) as app:
+        answer = await ask(app, "GET", "/v1/jobs", ADMIN)
+    assert (answer.status_code, error_of(answer)["code"]) == (429, "too_many_requests")
+    assert answer.headers["retry-after"] == "7"
+
+
+async def test_the_first_key_closes_an_open_api(store: Store, ring: KeyRing):
+    async with application(store, ring=ring) as app, http_to(app) as http:
+        made = (await http.post("/v1/keys?scopes=admin")).json()
+        assert (await http.get("/v1/jobs")).status_code == 401
+        assert (await ask(app, "GET", "/v1/jobs", made["key"])).status_code == 200
+
+
+async def test_an_unknown_scope_is_named(app: FastAPI):
+    answer = await ask(app, "POST", "/v1/keys", ADMIN, params={"scopes": "jobs:read,everything"})
+    assert (answer.status_code, error_of(answer)["param"]) == (422, "scopes")
+    assert "everything" in error_of(answer)["message"]

@@ -1,0 +1,88 @@
+"""The engine's end of a process group: what does not come, comes late or does not fit changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.engines.errors import EngineRejected
+from services.engines.process_group import ProcessGroup
+from services.engines.sglang import EngineClient
+from services.process.ports import free_port
+from tests.services.engines.engine_kit import Models
+
+TOLERANCE = 1e-4
+PROMPT = [10, 20, 30, 40]
+
+
+async def sender(engine: EngineClient) -> tuple[ProcessGroup, str]:
+    """The trainer's end of a group, in which an update has begun."""
+    port = free_port()
+    name = f"by-hand-{port}"
+    place: dict[str, Any] = {"host": "127.0.0.1", "port": port, "world_size": 2, "name": name, "timeout_s": 60.0}
+    group, _ = await asyncio.gather(
+        ProcessGroup.join(rank=0, backend="gloo", **place), engine.join_weight_group(rank=1, backend="gloo", **place)
+    )
+    with contextlib.suppress(EngineRejected):
+        await engine.end_weight_update()
+    await engine.begin_weight_update()
+    return group, name
+
+
+def described(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list[int]]]:
+    return [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()]
+
+
+async def test_tensors_that_stop_coming_leave_the_old_weights_and_never_come_late(
+    engine: EngineClient, models: Models
+) -> None:
+    """The sender gives up in the middle, the engine is loaded from disk, and then the rest arrives."""
+    group, name = await sender(engine)
+    tensors = load_file(models.paths[1] / "model.safetensors")
+    told = asyncio.create_task(
+        engine.receive_weights(described(tensors), group=name, label="job/1/1", flush_cache=True)
+    )
+    first, *rest = tensors.values()
+    await group.broadcast([first])
+    answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
+    assert [span.label for span in answer.spans] == ["default"]
+    assert models.deviation(0, PROMPT, answer, 1.0) < TOLERANCE
+    await engine.load_weights(models.paths[2], "job/1/2")
+    await group.broadcast(rest)
+    with pytest.raises(EngineRejected, match="meanwhile"):
+        await told
+    answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
+    assert [span.label for span in answer.spans] == ["job/1/2"]
+    assert models.deviation(2, PROMPT, answer, 1.0) < TOLERANCE
+    await engine.leave_weight_group(name)
+    group.close()
+
+
+async def test_tensors_that_do_not_fit_are_refused_before_any_is_sent(engine: EngineClient, models: Models) -> None:
+    group, name = await sender(engine)
+    norm = "model.norm.weight"
+    for tensor, problem in (
+        (("nobody.weight", "float32", [2]), "no tensor nobody"),
+        ((norm, "float32", [2]), "has shape"),
+        ((norm, "int64", [64]), "not floating point"),
+    ):
+        with pytest.raises(EngineRejected, match=problem):
+            await engine.receive_weights([tensor], group=name, label="job/1/1", flush_cache=True)
+    told = asyncio.create_task(
+        engine.receive_weights([(norm, "float32", [64])], group=name, label="job/1/1", flush_cache=True)
+    )
+    await group.broadcast([torch.full((64,), torch.nan)])
+    with pytest.raises(EngineRejected, match="finite"):
+        await told
+    with pytest.raises(EngineRejected, match="no group"):
+        await engine.receive_weights([(norm, "float32", [64])], group="nobody", label="job/1/1", flush_cache=True)
+    answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
+    assert models.deviation(0, PROMPT, answer, 1.0) < TOLERANCE
+    await engine.leave_weight_group(name)
+    group.close()

@@ -1,0 +1,66 @@
+"""A checkpoint leaves as a directory that transformers loads, with exactly its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from gspo_core.log.lineage import Lineage
+from gspo_core.spec import JobSpec
+from gspo_core.staleness import Position
+from services.files.checkpoints import CheckpointStore
+from services.files.export import CheckpointNotFound, ExportFailed, export_checkpoint
+from services.files.export_process import main
+from services.files.job_dir import JobDir
+from services.files.job_records import AcceptedJob, JobRecords
+from services.trainer.building import make_learner
+from tests.core.learner_support import make_sequences, with_behavior, write_model
+
+
+def test_what_transformers_loads_are_the_weights_of_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With additions of low rank, whose sum is what counts; then the checkpoint is damaged, and refused."""
+    model_dir, job_dir, target = write_model(tmp_path / "model"), tmp_path / "job_a", tmp_path / "exports" / "one"
+    (model_dir / "tokenizer.json").write_text("{}")
+    spec = JobSpec.model_validate(
+        {
+            "model": str(model_dir),
+            "environments": [{"ref": "a:B"}],
+            "learner": {"lora": {"rank": 2}},
+            "optimizer": {"lr": 1e-2},
+            "resources": {"device": "cpu"},
+        }
+    )
+    JobRecords(JobDir(job_dir)).accept(AcceptedJob(spec.model_dump_json(), "", "now"))
+    learner, sequences = make_learner(spec), make_sequences(6)
+    with_behavior(learner, sequences)
+    learner.step(sequences)
+    CheckpointStore(JobDir(job_dir)).write(Position(2, 7), Lineage(step=7), learner.save_state)
+    learner.save_weights(tmp_path / "expected")
+
+    assert export_checkpoint(JobDir(job_dir), 2, 7, target) == target
+    exported, expected, start = (
+        transformers.AutoModelForCausalLM.from_pretrained(one).state_dict()
+        for one in (target, tmp_path / "expected", model_dir)
+    )
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    assert any(not torch.equal(exported[name], start[name]) for name in start)
+    assert (target / "tokenizer.json").is_file()
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
+    with pytest.raises(ExportFailed, match="exists"):
+        export_checkpoint(JobDir(job_dir), 2, 7, target)
+    with pytest.raises(CheckpointNotFound, match="epoch 2, step 8"):
+        export_checkpoint(JobDir(job_dir), 2, 8, tmp_path / "two")
+
+    shard = CheckpointStore(JobDir(job_dir)).learner_dir(Position(2, 7)) / "rank-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-9] ^= 1
+    shard.write_bytes(bytes(data))
+    assert main([str(job_dir), "2", "7", str(tmp_path / "two")]) == 1
+    assert "damaged" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "exports", "job_a", "model"]

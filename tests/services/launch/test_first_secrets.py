@@ -1,0 +1,90 @@
+"""The secrets of an installation: made once, one directory for each kind of process, and good for their Redis."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.hosts.service import is_token
+from services.launch.first_secrets import main, make_secrets
+from services.process.settings import Settings, SettingsError, load_settings
+from services.state.server import RedisServer
+
+SECRETS = {
+    "api": {"gspo_redis_url", "gspo_api_keys"},
+    "trainer": {"gspo_redis_url"},
+    "rollout": {"gspo_redis_url", "gspo_env_token"},
+    "environments": {"gspo_env_token_sha256"},
+    "redis": {"users.acl"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"GSPO_{name.upper()}", raising=False)
+
+
+def contents(root: Path) -> dict[str, dict[str, str]]:
+    return {folder.name: {file.name: file.read_text() for file in folder.iterdir()} for folder in root.iterdir()}
+
+
+def test_each_kind_of_process_gets_its_own_and_nothing_else(tmp_path: Path) -> None:
+    assert main([str(tmp_path)]) == 0
+    made = contents(tmp_path)
+    assert {folder: set(files) for folder, files in made.items()} == SECRETS
+    modes = {stat.S_IMODE(file.stat().st_mode) for folder in tmp_path.iterdir() for file in folder.iterdir()}
+    assert modes == {0o600}
+    values = [made[role]["gspo_redis_url"].split(":")[2].split("@")[0] for role in ("api", "trainer", "rollout")]
+    values += [made["api"]["gspo_api_keys"], made["rollout"]["gspo_env_token"]]
+    assert len(set(values)) == 5
+    for value in values:
+        assert len(value) >= 32
+        assert not any(value in text for name in ("redis", "environments") for text in made[name].values())
+    assert is_token(made["rollout"]["gspo_env_token"], made["environments"]["gspo_env_token_sha256"])
+    assert not is_token("another", made["environments"]["gspo_env_token_sha256"])
+
+
+def test_what_is_there_stays_and_follows_a_server_that_moves(tmp_path: Path) -> None:
+    make_secrets(tmp_path, "redis:6379")
+    before = contents(tmp_path)
+    make_secrets(tmp_path, "redis:6379")
+    assert contents(tmp_path) == before
+    make_secrets(tmp_path, "elsewhere:7000")
+    after = contents(tmp_path)
+    assert after["redis"] == before["redis"]
+    assert after["api"]["gspo_redis_url"] == before["api"]["gspo_redis_url"].replace("redis:6379", "elsewhere:7000")
+
+
+def test_processes_read_them_as_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_secrets(tmp_path, "redis:6379")
+    monkeypatch.setenv("GSPO_SECRETS_DIR", str(tmp_path / "api"))
+    settings = load_settings()
+    assert settings.redis_url == (tmp_path / "api" / "gspo_redis_url").read_text()
+    assert [key.get_secret_value() for key in settings.api_keys] == [(tmp_path / "api" / "gspo_api_keys").read_text()]
+    monkeypatch.setenv("GSPO_SECRETS_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(SettingsError, match="GSPO_SECRETS_DIR"):
+        load_settings()
+
+
+def test_the_probe_may_ask_whether_redis_lives_and_nothing_else(tmp_path: Path) -> None:
+    make_secrets(tmp_path, "redis:6379")
+    with RedisServer.spawn(tmp_path / "server") as server:
+        path = server.url.removeprefix("unix://").split("?")[0]
+        admin = redis.Redis(unix_socket_path=path)
+        for line in (tmp_path / "redis" / "users.acl").read_text().splitlines()[1:]:
+            admin.execute_command("ACL", "SETUSER", *line.split()[1:])
+        probe = redis.Redis(unix_socket_path=path, username="gspo-probe", password="x")
+        assert probe.ping()
+        for command in (("GET", "gspo:x"), ("INFO",), ("FUNCTION", "LIST")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                probe.execute_command(*command)
+        api_url = (tmp_path / "api" / "gspo_redis_url").read_text()
+        password = api_url.split(":")[2].split("@")[0]
+        assert f"#{hashlib.sha256(password.encode()).hexdigest()}" in (tmp_path / "redis" / "users.acl").read_text()
+        admin.close()
+        probe.close()

@@ -1,0 +1,102 @@
+"""Settings: every field can be set, is documented, and a wrong value or name says what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.process.settings import Settings, SettingsError, load_settings
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"GSPO_{name.upper()}", raising=False)
+
+
+def test_the_defaults_serve_one_machine_and_nobody_else() -> None:
+    settings = load_settings()
+    assert settings.api_host == "127.0.0.1"
+    assert settings.api_keys == ()
+    assert settings.redis_url is None
+    assert settings.data_dir == Path.cwd() / ".gspo"
+
+
+def test_values_are_read_and_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    values = {
+        "REDIS_URL": "redis://:secret@host:6379/1",
+        "DATA_DIR": str(tmp_path),
+        "API_PORT": "0",
+        "API_KEYS": "first, second",
+        "ENGINE_URLS": "http://a:1/, https://b",
+        "LEASE_S": "2.5",
+        "MAX_ATTEMPTS": "20",
+        "LOG_LEVEL": "DEBUG",
+        "LOG_FORMAT": "json",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(f"GSPO_{name}", value)
+    settings = load_settings()
+    assert settings.redis_url == "redis://:secret@host:6379/1"
+    assert settings.data_dir == tmp_path
+    assert [key.get_secret_value() for key in settings.api_keys] == ["first", "second"]
+    assert settings.engine_urls == ("http://a:1", "https://b")
+    assert (settings.api_port, settings.lease_s, settings.max_attempts) == (0, 2.5, 20)
+    assert (settings.log_level, settings.log_format) == ("debug", "json")
+
+
+def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_API_KEYS", "open-sesame")
+    monkeypatch.setenv("GSPO_REDIS_URL", "redis://:open-sesame@host")
+    assert "open-sesame" not in repr(load_settings())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("GSPO_REDIS_URL", "localhost:6379"),
+        ("GSPO_API_PORT", "http"),
+        ("GSPO_API_PORT", "65536"),
+        ("GSPO_ENGINE_URLS", "http://a,b:3000"),
+        ("GSPO_LEASE_S", "0"),
+        ("GSPO_LEASE_S", "nan"),
+        ("GSPO_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_bad_value_is_an_error_that_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=name):
+        load_settings()
+
+
+def test_a_bad_value_is_not_repeated_since_it_may_hold_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_REDIS_URL", "host:open-sesame")
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+    assert "open-sesame" not in str(caught.value)
+
+
+def test_an_empty_value_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_REDIS_URL", "")
+    monkeypatch.setenv("GSPO_API_KEYS", "")
+    assert load_settings() == Settings()
+
+
+@pytest.mark.parametrize("name", ["GSPO_REDIS_URI", "GSPO_API_KEY", "GSPO_ENGINE_URL"])
+def test_a_misspelt_name_is_an_error_that_names_the_right_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(SettingsError, match=f"{name} is no setting; did you mean {name[:8]}"):
+        load_settings()
+
+
+def test_names_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_TORCH_WHEELS", "/somewhere")
+    load_settings()
+
+
+def test_every_setting_is_documented() -> None:
+    undocumented = [name for name, field in Settings.model_fields.items() if not field.description]
+    assert undocumented == []

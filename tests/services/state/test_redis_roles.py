@@ -1,0 +1,278 @@
+"""The roles: each can do all of its work, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from redis import Redis as BlockingRedis
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError
+from redis.retry import Retry as BlockingRetry
+
+from gspo_core.types import Split, WeightFile, WeightsManifest
+from services.files.job_dir import JobsDir
+from services.state.away import CredentialsRefused, NotPermitted
+from services.state.child import RedisChild
+from services.state.client import connect
+from services.state.drains import Drains
+from services.state.fleet_records import EngineRecord, TrainerRecord, WorkerRecord
+from services.state.functions import library
+from services.state.queue import Append, Bus, Snapshot
+from services.state.roles import USERS, WRITING, UnsuitablePassword, acl_file, main
+from services.state.server import RedisServer
+from services.state.store import Claim, Store
+from services.state.worker_requests import Errands
+
+pytestmark = pytest.mark.every_server
+
+PASSWORDS = {user: f"password of {user}" for user in USERS}
+
+As = Callable[[str], Redis]
+
+
+@pytest.fixture
+async def as_user(server_binary: Path, tmp_path: Path) -> AsyncIterator[As]:
+    """A client of a server that has loaded the file, and nothing else."""
+    with RedisServer.spawn(tmp_path / "redis", binary=server_binary) as server:
+        async with connect(server.url) as admin:
+            for line in acl_file(PASSWORDS).splitlines()[1:]:
+                await admin.execute_command("ACL", "SETUSER", *line.split()[1:])
+            opened: list[Redis] = []
+
+            def client(user: str) -> Redis:
+                password = PASSWORDS[user].replace(" ", "%20")
+                opened.append(connect(server.url.replace("unix://", f"unix://{user}:{password}@")))
+                return opened[-1]
+
+            yield client
+            for one in opened:
+                await one.aclose()
+
+
+async def test_every_role_can_do_its_work(as_user: As, tmp_path: Path) -> None:
+    api = Store(as_user("gspo-api"), jobs_dir=JobsDir(tmp_path / "jobs"))
+    await api.load_functions()
+    await api.rebuild()
+    job = (await api.create_job("{}", idempotency_key="k")).id
+    trainer_redis = as_user("gspo-trainer")
+    trainer, store = Bus(trainer_redis), Store(trainer_redis, jobs_dir=JobsDir(tmp_path / "jobs"))
+    await trainer.load_functions()
+    await store.register_trainer(TrainerRecord(id="t"))
+    await store.register_engine(EngineRecord(id="e"))
+    claim = await store.claim_job("t")
+    assert claim is not None
+    await train(trainer, store, claim)
+    await work(Bus(as_user("gspo-rollout")), Store(as_user("gspo-rollout")), job)
+    assert len(await trainer.read_segments(job)) == 3
+    await trainer.commit(job, claim.token, 1, [one.group for one in await trainer.ready_groups(job)])
+    await store.set_status(job, "running", token=claim.token)
+    await store.set_status(job, "succeeded", token=claim.token)
+    assert [one.status for one in await api.list_jobs()] == ["succeeded"]
+    assert await api.read_events(job)
+    assert (await api.read_metrics(job))[0]["step"] == 1
+    assert await api.workers()
+    assert (await trainer.counters(job))["in_flight"] == 0
+
+
+async def train(bus: Bus, store: Store, claim: Claim) -> None:
+    job, token = claim.job_id, claim.token
+    await store.beat_trainer(job, token)
+    version = await store.next_version(job, token)
+    manifest = WeightsManifest(job, version, claim.epoch, 0, (WeightFile("m", 1, "0" * 64),))
+    await store.publish_version(job, token, manifest)
+    await store.update_progress(job, token, 0, version)
+    assert await store.bind_engine(job, token, "e")
+    for group in range(2):
+        await bus.dispatch(job, token, group, size=1, split=Split.TRAIN, task_index=0)
+    await store.add_event(job, "step", {}, token=token)
+    await store.add_metrics(job, 1, {"x": 1.0}, token=token)
+    await bus.groups(job)
+
+
+async def work(bus: Bus, store: Store, job: str) -> None:
+    await bus.load_functions()  # finds them loaded
+    token = await bus.join("w")
+    await store.register_worker(WorkerRecord(id="w"))
+    assert await store.running_jobs() == [job]
+    await store.get_job(job)
+    await store.describe_environment(job, 0, {})
+    await store.current_version(job)
+    await store.versions(job)
+    await store.engines()
+    first, second = await bus.lease(job, "w", token, 2)
+    await bus.append(job, token, [Append(first.key, 0, 0, b"a", False), Append(second.key, 0, 0, b"b", False)])
+    await bus.restart(second.key, token, 1)
+    await bus.save_snapshot(first.key, token, Snapshot(0, 1, b"world"))
+    assert await bus.read_snapshot(first.key) is not None
+    await bus.interrupt(job, token, [first.key])
+    assert await bus.num_queued(job) == 1
+    [first] = await bus.lease(job, "w", token, 1)
+    await bus.hand_back(job, token, [first.key])
+    [first] = await bus.lease(job, "w", token, 1)
+    assert await bus.read_episode(first.key) == [b"a"]
+    await bus.append(job, token, [Append(first.key, 0, 1, b"c", True), Append(second.key, 1, 0, b"d", True)])
+    await bus.fail(first.key, token, "too late")
+    await store.add_event(job, "env.health", {})
+    await bus.beat("w", token)
+    await bus.reap(job)
+    await bus.leave("w", token)
+
+
+FORBIDDEN = {
+    "wipe": ("FLUSHALL",),
+    "evaluate": ("EVAL", "return 1", "0"),
+    "stop": ("SHUTDOWN",),
+    "settings": ("CONFIG", "SET", "appendfsync", "no"),
+    "other keys": ("HGET", "somebody:else", "x"),
+    "users": ("ACL", "LIST"),
+    "list keys": ("KEYS", "*"),
+    "forget functions": ("FUNCTION", "FLUSH"),
+}
+
+
+async def test_the_api_asks_and_a_rollout_worker_answers_under_their_roles(as_user: As) -> None:
+    asking, doing = Errands(as_user("gspo-api")), Errands(as_user("gspo-rollout"))
+    asked = asyncio.create_task(asking.ask({"environment": "a@1", "do": "schema"}, 30.0))
+    position, errand = "0", None
+    while errand is None:
+        position, errand = await doing.next(position, "w")
+    await doing.answer(errand, {"result": 7})
+    assert await asked == 7
+    await Drains(as_user("gspo-api")).ask("w")
+    stop = asyncio.Event()
+    await Drains(as_user("gspo-rollout")).wait("w", stop)
+    assert stop.is_set()
+    assert not await Drains(as_user("gspo-rollout")).is_asked("w")
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_nobody_can_do_anything_else(as_user: As, user: str) -> None:
+    client = as_user(user)
+    for command in FORBIDDEN.values():
+        with pytest.raises(NotPermitted):
+            await client.execute_command(*command)
+
+
+async def test_a_rollout_worker_calls_its_own_functions_only(as_user: As) -> None:
+    await Bus(as_user("gspo-trainer")).load_functions()
+    worker = as_user("gspo-rollout")
+    for name in re.findall(r'register\("(dispatch|commit|claim|set_status|publish_version|restore_job)"', library()[0]):
+        with pytest.raises(NotPermitted):
+            await worker.execute_command("FCALL", f"gspo_{name}", 0)
+    for command in (
+        ("FUNCTION", "LOAD", "REPLACE", library()[0]),
+        ("UNLINK", "gspo:{job}:job"),
+        ("CONFIG", "GET", "*"),
+    ):
+        with pytest.raises(NotPermitted):
+            await worker.execute_command(*command)
+
+
+async def test_a_server_takes_the_file_at_its_start(server_binary: Path, tmp_path: Path) -> None:
+    """As an operator gives it: ``aclfile`` in the configuration."""
+    acl = tmp_path / "users.acl"
+    acl.write_text(acl_file(PASSWORDS))
+    script = tmp_path / "server"
+    script.write_text(f'#!/bin/sh\nexec "{server_binary}" "$@" --aclfile "{acl}"\n')
+    script.chmod(0o755)
+    child = RedisChild(script, tmp_path / "data")
+    try:
+        password = PASSWORDS["gspo-api"].replace(" ", "%20")
+        async with connect(child.url.replace("unix://", f"unix://gspo-api:{password}@")) as api:
+            await Store(api).load_functions()
+            assert await Store(api).list_jobs() == []
+        async with connect(child.url) as nobody:
+            nobody.set_retry(Retry(NoBackoff(), 0))
+            with pytest.raises(CredentialsRefused, match="Authentication required"):
+                await nobody.ping()
+    finally:
+        child.close()
+
+
+def test_passwords_come_from_files_and_are_no_short_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for user, password in PASSWORDS.items():
+        (tmp_path / user).write_text(password + "\n")
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown == acl_file(PASSWORDS)
+    assert "password" not in shown
+    (tmp_path / "gspo-api").write_text("short")
+    assert main([str(tmp_path)]) == 2
+    assert "gspo-api" in capsys.readouterr().err
+    with pytest.raises(UnsuitablePassword):
+        acl_file({})
+
+
+def test_every_command_of_the_functions_is_granted() -> None:
+    used = {name.lower() for name in re.findall(r'redis\.call\("([A-Z]+)"', library()[0])}
+    assert used <= {command.partition("|")[0] for command in USERS["gspo-trainer"]}
+    assert set(WRITING) - used <= {"srem"}  # nothing is granted that nobody needs
+
+
+async def test_a_killed_server_with_these_users_still_holds_what_it_acknowledged(
+    server_binary: Path, tmp_path: Path
+) -> None:
+    """Redis 7.0 replays transactions as the default user: one that may do nothing loses all that is in them."""
+    (tmp_path / "users.acl").write_text(acl_file(PASSWORDS))
+    url = f"unix://gspo-api:{PASSWORDS['gspo-api'].replace(' ', '%20')}@{tmp_path / 'socket'}"
+    job = ""
+    for attempt in range(2):
+        server = _start(server_binary, tmp_path)
+        try:
+            async with connect(url) as redis:
+                store = Store(redis, jobs_dir=JobsDir(tmp_path / f"jobs-{attempt}"))
+                if attempt == 0:
+                    await store.load_functions()
+                    job = (await store.create_job('{"kept":true}')).id
+                    async with redis.pipeline(transaction=True) as together:
+                        for number in range(3):
+                            together.hset("gspo:together", str(number), "kept")
+                        await together.execute()
+                else:
+                    assert (await store.get_job(job)).spec == '{"kept":true}'
+                    assert await redis.hlen("gspo:together") == 3
+        finally:
+            server.kill()
+            server.wait()
+
+
+def test_nobody_is_the_default_user(server_binary: Path, tmp_path: Path) -> None:
+    (tmp_path / "users.acl").write_text(acl_file(PASSWORDS))
+    server = _start(server_binary, tmp_path)
+    try:
+        for user, password in ((None, None), ("default", ""), ("default", "guessed")):
+            nobody = BlockingRedis(
+                unix_socket_path=str(tmp_path / "socket"),
+                username=user,
+                password=password,
+                retry=BlockingRetry(NoBackoff(), 0),
+            )
+            with pytest.raises(AuthenticationError):
+                nobody.get("gspo:x")
+            nobody.close()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _start(binary: Path, directory: Path) -> subprocess.Popen[bytes]:
+    program = [str(binary), "--port", "0", "--unixsocket", str(directory / "socket"), "--dir", str(directory)]
+    program += ["--aclfile", str(directory / "users.acl"), "--appendonly", "yes", "--appendfsync", "always"]
+    server = subprocess.Popen(program, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(directory / "socket"))
+            return server
+        assert time.monotonic() < deadline, "the server did not come up"
+        time.sleep(0.02)

@@ -1,0 +1,138 @@
+"""One rank of a trainer: torchrun runs it as ``ranked_process.py ROOT REDIS_URL CASE...``. It holds no test.
+
+The first rank runs the cases in turn and leaves the results in the directory; the others follow it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from gspo_core.spec import JobSpec
+from services.state.client import connect
+from services.trainer.building import make_ranked_learner
+from services.trainer.groups.step_settings import learner_config
+from services.trainer.ranks.calls import LINES
+from services.trainer.ranks.follower import Follower
+from services.trainer.ranks.followers import Followers
+from services.trainer.ranks.learner import RankedLearner
+from services.trainer.ranks.lines import Place, meet
+from tests.core.learner_support import make_sequences
+from tests.services.trainer.loop_kit import Fate, a_loop, loop_spec, serve, serve_although_killed
+
+# Nothing of what was made up is far enough from the policy to be left out.
+OPEN = {"minibatches": 2, "k3_gate": None, "outlier_gate": None, "off_policy_gate": None}
+
+
+def spec_of(root: Path, **changes: Any) -> JobSpec:
+    return loop_spec(root / "model", steps=4, **changes)
+
+
+def refuse(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("objects are pickled between ranks")
+
+
+def batch(number: int) -> list[Any]:
+    return make_sequences(7, seed=number, per_token_advantages=number % 2 == 1)
+
+
+class Cases:
+    def __init__(self, root: Path, redis_url: str, followers: Followers, place: Place) -> None:
+        self.root, self.redis_url = root, redis_url
+        self.followers, self.place = followers, place
+        self.spec = spec_of(root)
+
+    def learner(self, **changes: Any) -> RankedLearner:
+        return make_ranked_learner(spec_of(self.root, **changes), self.place, self.followers)
+
+    async def loop(self, name: str, spec: JobSpec, run: Callable[[Any], Any]) -> None:
+        """A whole job; its directory is ``name``/job."""
+        async with connect(self.redis_url) as redis:
+            await redis.flushall()
+            with pytest.MonkeyPatch.context() as patch:
+                async with a_loop(redis, self.root / name, spec, patch) as loop:
+                    await run(loop)
+        loop.job_dir.rename(self.root / name / "job")
+
+    async def undisturbed(self) -> None:
+        await self.loop("undisturbed", self.spec, lambda loop: serve(loop, self.learner))
+
+    async def killed(self) -> None:
+        fate, spec = Fate(0, 0.03), spec_of(self.root, checkpoint_every=3)
+        await self.loop("killed", spec, lambda loop: serve_although_killed(loop, fate, {1, 3}, self.learner))
+        (self.root / "killed" / "points.json").write_text(json.dumps(fate.points))
+
+    async def from_one_rank(self) -> None:
+        """Goes on where one rank has stopped; then it is asked for what some rank cannot do, and goes on again."""
+        learner = self.learner(objective=OPEN)
+        learner.load_state(self.root / "one" / "state")
+        learner.step(batch(1))
+        state = self.root / "two" / "state"
+        learner.copy_state().write(state)
+        found = {"lost": problem_of(lambda: learner.load_state(self.damaged(state)))}
+        occupied = self.root / "two" / "occupied"
+        (occupied / "share-00001").mkdir(parents=True)
+        found["write"] = problem_of(lambda: learner.copy_weights().write(occupied))
+        other = self.spec.optimizer.model_copy(update={"betas": (0.5, 0.5)})
+        config = learner_config(self.spec.model_copy(update={"optimizer": other}))
+        found["retune"] = problem_of(lambda: learner.retune(config, self.spec.training_objective))
+        metrics = learner.step(batch(2))
+        scores = learner.logprobs(batch(3))
+        learner.copy_weights().write(self.root / "two" / "weights")
+        found |= {"metrics": metrics, "scores": [float(one.sum()) for one in scores]}
+        (self.root / "two" / "found.json").write_text(json.dumps(found))
+        learner.close()
+
+    def damaged(self, state: Path) -> Path:
+        """What only the second rank reads is cut off."""
+        other = state.with_name("damaged")
+        shutil.copytree(state, other)
+        (path,) = other.glob("rank-00001.*")
+        path.write_bytes(path.read_bytes()[:-8])
+        return other
+
+
+def problem_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+async def run(root: Path, redis_url: str, names: list[str], followers: Followers, place: Place) -> None:
+    followers.look(root)
+    made = Cases(root, redis_url, followers, place)
+    for name in names:
+        await getattr(made, name)()
+
+
+def main(root: Path, redis_url: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    for name in ("_object_to_tensor", "_tensor_to_object"):
+        setattr(distributed_c10d, name, refuse)
+    pickle.dumps = pickle.loads = refuse
+    place = Place.of_this_process()
+    lines = meet(place, LINES)
+    if not place.is_first:
+        Follower(lines, place).follow()
+        return
+    followers = Followers(lines, beat_s=0.1)
+    asyncio.run(run(root, redis_url, list(names), followers, place))
+    followers.end()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,119 @@
+"""Each alarm of a run fires for its reason and lasts long enough first; none fires in a healthy run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_core.objective import Alarm, AlarmKind
+from services.trainer.telling.alarms import ADVICE, BASELINE_STEPS, Alarms, RunAlarm
+
+HEALTHY: dict[str, float] = {
+    "reward/mean": 0.5,
+    "reward/std": 0.4,
+    "reward/min": 0.0,
+    "reward/max": 1.0,
+    "episodes/count": 16.0,
+    "sampling/entropy": 1.2,
+    "staleness/beyond_cap_frac": 0.0,
+    "groups/total": 4.0,
+    "groups/zero_variance": 1.0,
+    "disk/free_bytes": 50e9,
+    "disk/total_bytes": 100e9,
+    "disk/version_bytes": 1e9,
+}
+PAGE = (Path(__file__).parents[3] / "docs" / "control.md").read_text()
+
+
+def kinds(alarms: Alarms, first: int, last: int, **changes: float) -> list[tuple[int, str]]:
+    """What is told in these steps."""
+    metrics = {**HEALTHY, **{name.replace("__", "/"): value for name, value in changes.items()}}
+    return [(step, str(one.kind)) for step in range(first, last + 1) for one in alarms.due(step, metrics, [])]
+
+
+@pytest.fixture
+def alarms() -> Alarms:
+    """Of a job that has begun well."""
+    alarms = Alarms()
+    assert kinds(alarms, 1, BASELINE_STEPS) == []
+    return alarms
+
+
+def test_a_healthy_run_raises_none(alarms: Alarms) -> None:
+    assert kinds(alarms, 6, 100) == []
+    assert kinds(alarms, 101, 200, reward__mean=0.9, reward__std=0.1, sampling__entropy=0.4) == [], "it has learned"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"sampling__entropy": 0.05}, RunAlarm.ENTROPY_COLLAPSE),
+        ({"reward__std": 0.01}, RunAlarm.REWARD_COLLAPSE),
+        ({"staleness__beyond_cap_frac": 0.3}, RunAlarm.STALE_BACKLOG),
+        ({"dropped__stale": 2.0}, RunAlarm.STALE_BACKLOG),
+    ],
+)
+def test_what_lasts_for_three_steps_is_told(alarms: Alarms, changes: dict[str, float], kind: RunAlarm) -> None:
+    assert kinds(alarms, 6, 8, **changes) == [(8, kind)]
+    assert kinds(alarms, 9, 20) == [], "it is over"
+    assert kinds(alarms, 21, 22, **changes) == [], "two steps may be odd"
+
+
+def test_a_policy_that_nearly_always_succeeds_may_be_sure_of_itself(alarms: Alarms) -> None:
+    sure = {"sampling__entropy": 0.05}
+    assert kinds(alarms, 6, 20, **sure, reward__mean=0.85, reward__std=0.357) == []
+    assert kinds(alarms, 21, 23, **sure, reward__mean=0.75, reward__std=0.433) == [(23, RunAlarm.ENTROPY_COLLAPSE)]
+    kinds(alarms, 24, 40)
+    one_outlier = {"reward__min": -10.0, "reward__max": 1.0, "reward__mean": -0.1, "reward__std": 1.5}
+    assert kinds(alarms, 41, 43, **sure, **one_outlier) == [(43, RunAlarm.ENTROPY_COLLAPSE)]
+    equal = {"reward__min": 1.0, "reward__max": 1.0, "reward__mean": 1.0, "reward__std": 0.0}
+    assert RunAlarm.ENTROPY_COLLAPSE not in dict(kinds(alarms, 44, 60, **sure, **equal)).values()
+
+
+def test_all_rewards_equal_is_told_with_the_reward(alarms: Alarms) -> None:
+    alike = {**HEALTHY, "reward/std": 0.0, "reward/min": 1.0, "reward/max": 1.0}
+    told = [one for step in range(6, 9) for one in alarms.due(step, alike, [])]
+    assert {one.kind for one in told} == {RunAlarm.ALL_REWARDS_EQUAL, RunAlarm.REWARD_COLLAPSE}
+    assert "all 16 episodes of the batch have the reward 1" in next(
+        str(one) for one in told if one.kind is RunAlarm.ALL_REWARDS_EQUAL
+    )
+
+
+@pytest.mark.parametrize("changes", [{"disk__free_bytes": 4e9}, {"disk__version_bytes": 10e9}])
+def test_a_disk_without_room_is_told_at_once(alarms: Alarms, changes: dict[str, float]) -> None:
+    assert kinds(alarms, 6, 6, **changes) == [(6, RunAlarm.DISK_NEARLY_FULL)]
+
+
+def test_a_trainer_that_takes_over_knows_how_the_job_began() -> None:
+    heir, fresh = Alarms(), Alarms()
+    heir.recall([{"step": 0, "eval/reward/mean": 0.1}, *({"step": step, **HEALTHY} for step in range(1, 20))])
+    assert kinds(heir, 20, 22, sampling__entropy=0.05) == [(22, RunAlarm.ENTROPY_COLLAPSE)]
+    assert kinds(fresh, 20, 22, sampling__entropy=0.05) == [], "there is nothing to compare with"
+
+
+def test_a_first_step_that_was_never_reported_does_not_silence_them() -> None:
+    """Its trainer was lost after the step and before the report."""
+    alarms = Alarms()
+    for step in (1, 2, 4, 5, 6):
+        assert kinds(alarms, step, step) == []
+    assert kinds(alarms, 7, 9, sampling__entropy=0.05, reward__std=0.01) == [
+        (9, RunAlarm.ENTROPY_COLLAPSE),
+        (9, RunAlarm.REWARD_COLLAPSE),
+    ]
+
+
+def test_alarms_of_the_loss_and_of_the_groups_come_along(alarms: Alarms) -> None:
+    mismatch = Alarm(AlarmKind.MISMATCH_FLOOR, "gspo/k3_mismatch", 0.5, 0.2, "")
+    assert alarms.due(6, HEALTHY, [mismatch]) == [mismatch]
+    alike = {**HEALTHY, "groups/zero_variance": 4.0}
+    told = [one.kind for step in range(7, 10) for one in alarms.due(step, alike, [])]
+    assert told == [AlarmKind.NO_SIGNAL]
+
+
+def test_every_alarm_has_advice_and_a_line_on_the_page() -> None:
+    every: set[Any] = {*AlarmKind, *RunAlarm}
+    assert set(ADVICE) == every
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE[PAGE.index("## Alarms") :], re.MULTILINE)) == every

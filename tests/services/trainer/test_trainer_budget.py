@@ -1,0 +1,128 @@
+"""A job stays within its bytes in Redis, and always has room for one step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core.spec import JobSpec
+from gspo_core.types import Split, WeightFile, WeightsManifest
+from services.files.job_dir import JobDir
+from services.state.away import OutOfMemory
+from services.state.fleet_records import EngineRecord, TrainerRecord
+from services.state.queue import Append, Bus, Fenced
+from services.state.store import CancelManner, Claim, Store
+from services.trainer.groups.admission import BYTES_PER_TOKEN
+from services.trainer.groups.tasks import TaskSchedule
+from services.trainer.run import JobRun, Services
+
+CONTEXT_TOKENS = 100
+EPISODE_BYTES = CONTEXT_TOKENS * BYTES_PER_TOKEN
+SPEC = JobSpec.model_validate(
+    {
+        "model": "m",
+        "environments": [{"ref": "a:B"}],
+        "limits": {"max_context_tokens": CONTEXT_TOKENS, "max_episode_tokens": CONTEXT_TOKENS},
+        "rollout": {"group_size": 2, "max_staleness": 4},
+        "groups_per_step": 3,
+        "steps": 100,
+    }
+)
+SCHEDULE = TaskSchedule(0, [10], [1.0])
+
+
+def run_of(bus: Bus, claim: Claim, budget_bytes: int | None, store: Any = None) -> Any:
+    nothing = cast(Any, None)
+    services = Services(
+        bus=bus,
+        store=store,
+        status=nothing,
+        engines=nothing,
+        intake=nothing,
+        weights=nothing,
+        batch_log=nothing,
+        checkpoints=nothing,
+        job_dir=JobDir(Path("unused")),
+        budget_bytes=budget_bytes,
+    )
+    run: Any = JobRun(claim, SPEC, services, nothing)
+    run._admission.schedule = SCHEDULE
+    return run
+
+
+async def test_groups_wait_until_there_is_room(bus: Bus, claim: Claim) -> None:
+    job = claim.job_id
+    run = run_of(bus, claim, 9 * EPISODE_BYTES)
+    await run._admission.admit()
+    assert await bus.open_groups(job) == [0, 1, 2, 3]  # the fifth would be the tenth episode
+    assert run._lineage.num_dispatched == 4
+    token = await bus.join("w")
+    leases = await bus.lease(job, "w", token, 2)
+    await bus.append(job, token, [Append(lease.key, 0, 0, b"short", True) for lease in leases])
+    await run._admission.admit()
+    assert await bus.open_groups(job) == [0, 1, 2, 3, 4]
+    assert (await bus.usage(job)).charged_bytes == 8 * EPISODE_BYTES + 2 * len(b"short")
+
+
+async def test_without_a_budget_only_staleness_bounds_them(bus: Bus, claim: Claim) -> None:
+    await run_of(bus, claim, None)._admission.admit()
+    assert len(await bus.open_groups(claim.job_id)) == 15
+
+
+async def test_a_server_whose_memory_is_full_is_waited_for(
+    bus: Bus, store: Store, claim: Claim, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a trainer says on its way to the next commit, which frees memory, gets through meanwhile."""
+    monkeypatch.setattr("services.trainer.groups.admission.RETRY_S", 0.05)
+    job, token = claim.job_id, claim.token
+    run = run_of(bus, claim, None, store)
+    await bus.dispatch(job, token, 7, size=1, split=Split.TRAIN, task_index=0)
+    settings: Any = redis_client
+    before = await settings.config_get("maxmemory*")
+    await settings.config_set("maxmemory-policy", "noeviction", "maxmemory", "1")
+    try:
+        with pytest.raises(OutOfMemory):
+            await bus.dispatch(job, token, 8, size=1, split=Split.TRAIN, task_index=0)
+        admitting = asyncio.create_task(run._admission.admit())
+        async with asyncio.timeout(60):
+            while not [event for event in await store.read_events(job) if event.type == "alert"]:
+                assert not admitting.done(), admitting.result()
+                await asyncio.sleep(0.01)
+        await store.beat_trainer(job, token)
+        await store.set_status(job, "running", token=token)
+        version = await store.next_version(job, token)
+        manifest = WeightsManifest(job, version, claim.epoch, 1, (WeightFile("w", 1, "0" * 64),))
+        await store.publish_version(job, token, manifest)
+        await store.update_progress(job, token, 1, version)
+        await store.add_metrics(job, 1, {"reward/mean": 1.0}, token=token)
+        await store.register_trainer(TrainerRecord(id="t"))
+        await store.register_engine(EngineRecord(id="e"))
+        assert await store.bind_engine(job, token, "e")
+        await bus.commit(job, token, 1, [7])
+        await store.release_job(job, token)
+        heir = await store.claim_job("heir")
+        assert heir is not None
+        await store.set_desired_state(job, "cancelled")
+        await store.set_desired_state(job, "cancelled", CancelManner.DRAIN)
+    finally:
+        await settings.config_set("maxmemory", before["maxmemory"], "maxmemory-policy", before["maxmemory-policy"])
+    with pytest.raises(Fenced):  # it goes on as soon as there is room; here the job is another trainer's by then
+        await admitting
+    [alert] = [event.data for event in await store.read_events(job) if event.type == "alert"]
+    assert alert["kind"] == "redis_full"
+
+
+async def test_a_step_always_fits(bus: Bus, claim: Claim) -> None:
+    """With fewer groups than a step takes, the job would wait for ever."""
+    run = run_of(bus, claim, 1)
+    await run._admission.admit()
+    assert await bus.open_groups(claim.job_id) == [0, 1, 2]
+    await bus.commit(claim.job_id, claim.token, 1, [1])
+    run._lineage.settle([1])
+    run._lineage.num_published = 1
+    await run._admission.admit()
+    assert await bus.open_groups(claim.job_id) == [0, 2, 3]

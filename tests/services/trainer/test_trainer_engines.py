@@ -1,0 +1,368 @@
+"""How a trainer finds its engines, keeps them at the newest weights, shares them and never resumes one it cannot trust.
+
+The engines are scripted: SGLang's protocol without a model; what they sample tells which weights they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gspo_core.types import WeightsManifest
+from services.engines.protocol import Generation, info_calls
+from services.engines.sglang import EngineClient
+from services.files.job_dir import JobDir
+from services.files.weights import DamagedVersion, WeightStore
+from services.state.engine_beats import ANSWER_S, EngineBeats
+from services.state.fleet_records import EngineRecord, EngineReport
+from services.state.store import Claim, Store
+from services.trainer.fleet import engines as engines_module
+from services.trainer.fleet.engine_switch import Deadlines
+from services.trainer.fleet.engines import Engines
+from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
+from tests.apparatus.scripted_engine.engine import Ask
+from tests.services.rollout.rollout_kit import until
+
+LEASE_S = 0.6
+PROMPT = [1, 2, 3]
+
+
+@dataclass
+class Place:
+    """Engines by name, on one network, and jobs that want them."""
+
+    store: Store
+    root: Path
+    transport: ScriptedTransport
+    http: httpx.AsyncClient
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def add_engine(self, name: str, **options: Any) -> ScriptedEngine:
+        first = self.root / "first"
+        if not first.exists():
+            write_model(first)
+        engine = ScriptedEngine(first, **{"tick_s": 0.001, **options})
+        self.transport.engines[name] = engine
+        self.tasks.append(asyncio.create_task(engine.run()))
+        return engine
+
+    def announce(self, name: str) -> asyncio.Task[None]:
+        """Somebody beats for this engine."""
+        beats = EngineBeats(self.store, info_calls([self.client(f"http://{name}")], ANSWER_S), lease_s=LEASE_S)
+        self.tasks.append(task := asyncio.create_task(beats.run()))
+        return task
+
+    def client(self, url: str) -> EngineClient:
+        return EngineClient(url, self.http, vocab_size=300)
+
+    def ask(self, url: str) -> asyncio.Task[Generation]:
+        """A request that is long enough to be interfered with."""
+        call = self.client(url).generate(PROMPT, max_new_tokens=400, temperature=1.0, stop_token_ids=[])
+        return asyncio.create_task(call)
+
+    def engines_of(self, claim: Claim, *urls: str, **options: Any) -> Job:
+        weights = WeightStore(JobDir(self.root / claim.job_id))
+        engines = Engines(
+            self.store, claim.job_id, claim.token, weights, urls, self.client, **{"lease_s": LEASE_S, **options}
+        )
+        self.tasks.append(running := asyncio.create_task(engines.run()))
+        return Job(claim, weights, engines, running)
+
+    async def records(self) -> dict[str, EngineRecord]:
+        return {record.id: record for record in await self.store.engines()}
+
+    async def report(self, url: str) -> EngineReport:
+        report = (await self.records())[url].report
+        assert report is not None
+        return report
+
+    async def state(self, url: str) -> str | None:
+        record = (await self.records()).get(url)
+        return record.state if record else None
+
+
+@dataclass
+class Job:
+    claim: Claim
+    weights: WeightStore
+    engines: Engines
+    running: asyncio.Task[None]
+
+    async def publish(self, version: int, **changes: Any) -> WeightsManifest:
+        manifest = self.weights.write(version, self.claim.epoch, version, lambda path: write_model(path, **changes))
+        await self.engines.publish(manifest)
+        return manifest
+
+
+def write_model(directory: Path, **changes: Any) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"architectures": ["Scripted"], "hidden_size": 8} | changes))
+    (directory / "model.safetensors").write_bytes(b"weights")
+
+
+@pytest.fixture
+async def place(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    monkeypatch.setattr(engines_module, "WATCH_S", 0.05)
+    monkeypatch.setattr(engines_module, "RETRY_S", 0.05)
+    transport = ScriptedTransport({})
+    async with httpx.AsyncClient(transport=transport) as http:
+        made = Place(store, tmp_path, transport, http)
+        yield made
+        for task in made.tasks:
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+def serves(engine: ScriptedEngine, manifest: WeightsManifest) -> Callable[[], bool]:
+    return lambda: engine.label == manifest.label and engine.paused is None
+
+
+async def test_an_engine_that_was_restarted_is_given_its_weights_again(place: Place, claim: Claim) -> None:
+    place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    manifest = await job.publish(0)
+    await job.engines.wait_for(manifest)
+    assert place.transport.engines["e"].weights == str(job.weights.path(0))
+    restarted = place.add_engine("e")
+    await until(serves(restarted, manifest))
+    assert restarted.weights == str(job.weights.path(0))
+
+
+@pytest.mark.parametrize("sync", ["retract", "in_place"])
+async def test_requests_in_flight_survive_a_switch_and_its_costs_are_told(
+    place: Place, claim: Claim, sync: str
+) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e", sync=sync)
+    await job.engines.wait_for(await job.publish(0))
+    before, running = engine.num_generated, place.ask("http://e")
+    await until(lambda: engine.num_generated > before + 30)
+    newer = await job.publish(1)
+    await job.engines.wait_for(newer)
+    answer = await running
+    assert [span.label for span in answer.spans] == [f"{claim.job_id}/{claim.epoch}/{v}" for v in (0, 1)]
+    assert answer.num_retractions == (sync == "retract")
+    num_again = job.engines.metrics()["engine/tokens_prefilled_again"]
+    assert num_again >= 30 if sync == "retract" else num_again == 0
+    assert job.engines.metrics()["engine/tokens_lost"] == 0
+    assert (await place.report("http://e")).num_switches == 2
+
+
+async def test_requests_of_another_job_are_ended_when_an_engine_changes_hands(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    engine.label = engine.shown_label = "job_other/1/7"
+    stranger = place.ask("http://e")
+    await until(lambda: engine.num_generated > 5)
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    answer = await stranger
+    assert (answer.finish_reason, [span.label for span in answer.spans]) == ("abort", ["job_other/1/7"])
+
+
+async def test_a_load_that_fails_half_way_makes_an_engine_dirty_until_a_full_load(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    running = place.ask("http://e")
+    await until(lambda: engine.num_generated > 5)
+    engine.faults.append(Fault("/update_weights_from_disk", "drop", times=10**6))
+    newer = await job.publish(1)
+
+    async def is_dirty() -> bool:
+        return await place.state("http://e") == "dirty"
+
+    await until(is_dirty)
+    assert engine.paused is not None  # nobody may sample from weights that nobody knows
+    assert not job.engines.ready()
+    assert "no answer to a weight load" in (await place.report("http://e")).reason
+    engine.faults.clear()
+    await job.engines.wait_for(newer)
+    assert (engine.weights, engine.paused) == (str(job.weights.path(1)), None)
+    assert len((await running).output_ids) == 400  # what was in flight there survived
+
+
+async def test_an_engine_that_misses_a_deadline_is_dirty_and_not_resumed(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    deadlines = Deadlines(answer_s=0.3, pause_s=0.1, load_s=0.5)
+    job = place.engines_of(claim, "http://e", deadlines=deadlines)
+    await job.engines.wait_for(await job.publish(0))
+    engine.faults.append(Fault("/continue_generation", "hang"))
+    newer = await job.publish(1)
+
+    async def is_dirty() -> bool:
+        return await place.state("http://e") == "dirty"
+
+    await until(is_dirty)
+    assert "no answer to resume within" in (await place.report("http://e")).reason
+    await job.engines.wait_for(newer)  # the next load heals it
+
+
+async def test_a_refused_load_leaves_the_old_version_serving(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    old = await job.publish(0)
+    await job.engines.wait_for(old)
+    lost = job.weights.write(1, claim.epoch, 1, write_model)
+    staged = await job.engines._staging.stage(lost)
+    staged.rename(staged.with_name("elsewhere"))  # gone between staging and loading
+    await job.engines.publish(lost)
+    refused = job.engines._bound["http://e"]
+    await until(lambda: "Failed to get weights iterator" in refused.reason)
+    await until(lambda: engine.paused is None and [one.label for one in job.engines.ready()] == [old.label])
+    assert (engine.label, engine.weights) == (old.label, str(job.weights.path(0)))
+
+
+async def test_no_engine_is_paused_for_a_damaged_version(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    old = await job.publish(0)
+    await job.engines.wait_for(old)
+    damaged = job.weights.write(1, claim.epoch, 1, write_model)
+    (job.weights.path(1) / "model.safetensors").write_bytes(b"somehow")
+    await job.engines.publish(damaged)
+    with pytest.raises(DamagedVersion):
+        await job.running
+    assert (engine.label, engine.paused) == (old.label, None)
+
+
+async def test_an_engine_of_another_shape_is_never_told_to_load(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.publish(0, hidden_size=16)
+    await until(lambda: bool(job.engines.unfit()))
+    assert job.engines.unfit() == {"http://e": "its model has hidden_size 8, the job's has 16"}
+    assert engine.label == "default"
+
+
+async def test_an_engine_that_ignores_what_it_is_told_is_not_taken_and_the_job_says_why(
+    place: Place, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one behind a router that drops fields."""
+    engine, generate = place.add_engine("e"), ScriptedEngine.generate
+
+    async def without_space(self: ScriptedEngine, ask: Ask) -> Ask:
+        ask.space = None
+        return await generate(self, ask)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", without_space)
+    job = place.engines_of(claim, "http://e")
+    manifest = await job.publish(0)
+    await until(lambda: bool(job.engines.unfit()))
+    assert "ignores extra_key" in job.engines.unfit()["http://e"]
+    assert engine.label == "default"
+    monkeypatch.undo()
+    await job.engines.wait_for(manifest)
+
+
+@pytest.mark.parametrize(("profile", "is_taken"), [("0.5.18", False), ("0.5.19", True), ("0.5.21", True)])
+async def test_only_engines_that_say_which_weights_sampled_a_token_are_taken(
+    place: Place, claim: Claim, profile: str, is_taken: bool
+) -> None:
+    place.add_engine("e", profile=profile)
+    job = place.engines_of(claim, "http://e")
+    await job.publish(0)
+    await until(lambda: bool(job.engines.unfit() or job.engines.ready()))
+    assert bool(job.engines.ready()) == is_taken
+    assert is_taken or "SGLang 0.5.18" in job.engines.unfit()["http://e"]
+
+
+async def test_engines_join_late_leave_and_come_back(place: Place, claim: Claim) -> None:
+    place.add_engine("first")
+    job = place.engines_of(claim, "http://first")
+    manifest = await job.publish(0)
+    await job.engines.wait_for(manifest)
+    late = place.add_engine("late")  # in nobody's settings: it announces itself
+    place.announce("late")
+    await job.engines.wait_for(manifest, num_engines=2)
+    assert serves(late, manifest)()
+    late.kill()
+    await until(lambda: [one.url for one in job.engines.ready()] == ["http://first"])
+    back = place.add_engine("late")
+    await job.engines.wait_for(manifest, num_engines=2)
+    assert serves(back, manifest)()
+
+
+async def claim_new_job(store: Store, trainer: str) -> Claim:
+    await store.create_job(json.dumps(SPEC), idempotency_key=trainer)
+    claim = await store.claim_job(trainer)
+    assert claim is not None
+    await store.set_status(claim.job_id, "starting", token=claim.token)
+    return claim
+
+
+async def test_a_second_job_is_given_what_the_first_can_spare(place: Place, store: Store) -> None:
+    for name in ("a", "b"):
+        place.add_engine(name)
+    urls = "http://a", "http://b"
+    first = place.engines_of(await claim_new_job(store, "one"), *urls)
+    await first.engines.wait_for(await first.publish(0), num_engines=2)
+    other = await claim_new_job(store, "two")
+    second = place.engines_of(other, *urls)
+    await second.engines.wait_for(await second.publish(0))
+    held = [sorted(one.url for one in job.engines.ready()) for job in (first, second)]
+    assert [len(urls) for urls in held] == [1, 1]
+    assert held[0] != held[1]
+    for job, (url,) in zip((first, second), held, strict=True):
+        engine = place.transport.engines[url.removeprefix("http://")]
+        assert engine.weights == str(job.weights.path(0))
+        assert engine.label.startswith(job.claim.job_id)
+    second.running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await second.running
+    await second.engines.release()
+    await store.set_status(other.job_id, "failed", token=other.token)
+    await until(lambda: len(first.engines.ready()) == 2)
+
+
+SPEC = {"model": "somewhere", "environments": [{"ref": "environments.calculator:Calculator"}]}
+
+
+async def test_an_engine_that_drains_ends_what_it_has_gets_no_version_and_is_given_back(
+    place: Place, claim: Claim
+) -> None:
+    leaving, staying = place.add_engine("leaving"), place.add_engine("staying")
+    job = place.engines_of(claim, "http://leaving", "http://staying")
+    await job.engines.wait_for(first := await job.publish(0), num_engines=2)
+    before, running = leaving.num_generated, place.ask("http://leaving")
+    await until(lambda: leaving.num_generated > before + 30)
+    await place.store.drain_engine("http://leaving")
+    await until(lambda: [one.url for one in job.engines.ready()] == ["http://staying"])
+    second = await job.publish(1)
+    await job.engines.wait_for(second)
+    assert serves(staying, second)()
+    assert leaving.label == first.label
+    records = await place.records()
+    assert (records["http://leaving"].job, records["http://leaving"].state) == (job.claim.job_id, "draining")
+    answer = await running
+    assert (len(answer.output_ids), {span.label for span in answer.spans}) == (400, {first.label})
+    await until(lambda: job.engines.bound() == ["http://staying"])
+    for _ in range(20):  # and nobody takes it
+        await asyncio.sleep(0.01)
+        assert job.engines.bound() == ["http://staying"]
+    assert (await place.records())["http://leaving"].job is None
+    await place.store.drain_engine("http://leaving", False)
+    await until(serves(leaving, second))
+
+
+async def test_a_draining_engine_that_is_gone_is_given_back_and_the_only_one_is_missed(
+    place: Place, claim: Claim
+) -> None:
+    place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    await place.store.drain_engine("http://e")
+    await until(lambda: not job.engines.ready())
+    del place.transport.engines["e"]
+    await until(lambda: job.engines.bound() == [])
+    assert "http://e drains" in job.engines._what_is_missing(1)
+    place.add_engine("e")
+    await place.store.drain_engine("http://e", False)
+    await until(lambda: [one.url for one in job.engines.ready()] == ["http://e"])

@@ -1,0 +1,113 @@
+"""What the trainer takes in, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core import codec
+from gspo_core.codec import encode
+from gspo_core.types import Split
+from services.state.queue import Append, Bus, ReadyGroup
+from services.state.store import Claim
+from services.trainer.groups.intake import Intake
+from tests.services.trainer.trainer_kit import DEADLINE_S, episode, stop
+
+
+class SlowAnswers(Bus):
+    """Answers about ready groups are true when they are given, and then held back on their way."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis)
+        self.answered = asyncio.Event()
+        self.arrive = asyncio.Event()
+
+    async def ready_groups(self, job: str) -> list[ReadyGroup]:
+        answer = await super().ready_groups(job)
+        self.answered.set()
+        await self.arrive.wait()
+        return answer
+
+
+@pytest.fixture
+async def bus(redis_client: Redis) -> SlowAnswers:
+    bus = SlowAnswers(redis_client)
+    await bus.load_functions()
+    return bus
+
+
+async def finish_the_only_episode(bus: Bus, job: str) -> None:
+    token = await bus.join("worker")
+    (lease,) = await bus.lease(job, "worker", token, 1)
+    segments = [replace(segment, key=lease.key) for segment in episode(0, 0, 1.0, [0, 0]).segments]
+    await bus.append(job, token, [Append(lease.key, 0, one.index, encode(one), one.is_final) for one in segments])
+
+
+async def test_the_last_segment_may_arrive_while_the_answer_about_ready_groups_is_on_its_way(
+    bus: SlowAnswers, claim: Claim
+) -> None:
+    job = claim.job_id
+    await bus.dispatch(job, claim.token, 0, size=1, split=Split.TRAIN, task_index=0)
+    intake = Intake(bus, job)
+    waiting = asyncio.create_task(intake.wait_for(Split.TRAIN, 1))
+    await bus.answered.wait()  # "none is ready"
+    reading = asyncio.create_task(intake.run())
+    await finish_the_only_episode(bus, job)
+    async with asyncio.timeout(DEADLINE_S):
+        while not intake.num_segments:
+            await asyncio.sleep(0.01)
+        bus.arrive.set()
+        (group,) = await waiting
+    assert list(group.rewards) == [1.0]
+    await stop(reading)
+
+
+async def test_a_group_whose_last_open_episode_is_given_up_is_handed_out_without_it(
+    redis_client: Redis, claim: Claim
+) -> None:
+    job, bus = claim.job_id, Bus(redis_client)
+    await bus.dispatch(job, claim.token, 0, size=2, split=Split.TRAIN, task_index=0)
+    intake = Intake(bus, job)
+    reading = asyncio.create_task(intake.run())
+    await finish_the_only_episode(bus, job)
+    waiting = asyncio.create_task(intake.wait_for(Split.TRAIN, 1))
+    async with asyncio.timeout(DEADLINE_S):
+        while not intake.num_segments:
+            await asyncio.sleep(0.01)
+        token = await bus.join("unlucky")
+        for _ in range(3):
+            (lease,) = await bus.lease(job, "unlucky", token, 1)
+            await bus.fail(lease.key, token, "it cannot be played")
+        (group,) = await waiting
+    assert [trajectory.key.member for trajectory in group] == [0]
+    assert group.size == 2
+    await stop(reading)
+
+
+async def test_a_group_with_a_segment_of_another_release_is_named_instead_of_waited_for(
+    bus: SlowAnswers, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus.arrive.set()
+    job = claim.job_id
+    for number in (0, 1):
+        await bus.dispatch(job, claim.token, number, size=1, split=Split.TRAIN, task_index=0, bytes_per_episode=1000)
+    token = await bus.join("worker")
+    for lease in await bus.lease(job, "worker", token, 2):
+        played = [replace(one, key=lease.key) for one in episode(0, 0, 1.0, [0, 0]).segments]
+        with monkeypatch.context() as other_release:
+            if lease.key.group == 0:
+                other_release.setattr(codec, "SCHEMA", codec.SCHEMA - 1)
+            appends = [Append(lease.key, 0, one.index, encode(one), one.is_final, 0) for one in played]
+        await bus.append(job, token, appends)
+    intake = Intake(bus, job)
+    reading = asyncio.create_task(intake.run())
+    try:
+        assert [one.group for one in await intake.wait_for(Split.TRAIN, 1)] == [1]
+        assert await intake.unreadable(among={0, 1}) == [0]
+    finally:
+        await stop(reading)
+    assert intake.rejected == {"UnknownSchema": 2}
+    assert "schema 0" in intake.refusals["UnknownSchema"]

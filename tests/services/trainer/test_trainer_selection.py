@@ -1,0 +1,146 @@
+"""The trainer asks for a batch with what has arrived of its groups, and says which episode it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gspo_core.codec import encode
+from gspo_core.spec import JobSpec
+from gspo_core.staleness import Choice, Position, token_staleness
+from gspo_core.types import Split
+from services.state.queue import Append, Bus, EpisodeLease
+from services.state.store import Claim, Store
+from services.trainer.groups.intake import Intake
+from services.trainer.groups.selection import Selection, refusal
+from services.trainer.telling.status import JobStatusBoard
+from tests.services.trainer.trainer_kit import DEADLINE_S, episode, group, stop
+
+STEP = 6
+# Version n was published after n steps.
+TABLE = {version: Position(0, version) for version in range(STEP + 1)}
+
+
+def ages(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+    return token_staleness(versions, TABLE, Position(0, STEP), {})
+
+
+def spec(**rollout: Any) -> JobSpec:
+    return JobSpec(
+        model="m",
+        environments=[{"ref": "a:B"}],
+        groups_per_step=1,
+        rollout={"group_size": 2, "max_staleness": 1, "staleness_cap": 4, **rollout},
+    )
+
+
+@dataclass
+class Stage:
+    """A job with three groups of one episode; a worker holds them and appends what a test says."""
+
+    bus: Bus
+    store: Store
+    claim: Claim
+    intake: Intake
+    token: str = ""
+    leases: dict[int, EpisodeLease] = field(default_factory=dict)
+    now: float = 0.0
+
+    async def begin(self) -> None:
+        job = self.claim.job_id
+        for number in range(3):
+            await self.bus.dispatch(job, self.claim.token, number, size=1, split=Split.TRAIN, task_index=0)
+        self.token = await self.bus.join("worker")
+        self.leases = {one.key.group: one for one in await self.bus.lease(job, "worker", self.token, 3)}
+
+    async def append(self, number: int, versions: list[int], *, upto: int | None = None) -> None:
+        """Segments of group ``number``, one per version; all of them end the episode."""
+        segments = [replace(one, key=self.leases[number].key) for one in episode(0, 0, 1.0, versions).segments[:upto]]
+        known = self.intake.num_segments
+        appends = [Append(one.key, 0, one.index, encode(one), one.is_final) for one in segments]
+        await self.bus.append(self.claim.job_id, self.token, appends)
+        async with asyncio.timeout(DEADLINE_S):
+            while self.intake.num_segments == known:
+                await self.intake.progress(known)
+
+    def selection(self, **rollout: Any) -> Selection:
+        board = JobStatusBoard(self.store, self.claim)
+        return Selection(spec(**rollout), self.intake, board, lambda: self.now, {number: 3 for number in range(3)})
+
+    async def choose(self, selection: Selection) -> Choice:
+        ready = {one.group for one in await self.intake.complete(Split.TRAIN)}
+        return selection.choose([0, 1, 2], ready, STEP, ages)
+
+    async def told(self) -> str:
+        reason = (await self.store.get_job(self.claim.job_id)).status_reason
+        assert reason is not None
+        return f"{reason.code}: {reason.message}"
+
+
+@pytest.fixture
+async def stage(bus: Bus, store: Store, claim: Claim) -> AsyncIterator[Stage]:
+    stage = Stage(bus, store, claim, Intake(bus, claim.job_id))
+    await stage.begin()
+    reading = asyncio.create_task(stage.intake.run())
+    yield stage
+    await stop(reading)
+
+
+async def test_the_age_of_unfinished_episodes_is_known(stage: Stage) -> None:
+    await stage.append(1, [5])
+    await stage.append(0, [1, 2], upto=1)
+    assert await stage.choose(stage.selection(on_stale="mask")) == Choice(train=(1,))
+    # Version 1 is 5 steps old and the cap is 4: it will never be trained, so nobody needs to finish it.
+    assert await stage.choose(stage.selection(on_stale="drop")) == Choice(train=(1,), drop=(0,))
+
+
+async def test_it_waits_for_the_episode_at_its_last_step_and_says_which(stage: Stage) -> None:
+    await stage.store.set_status(stage.claim.job_id, "running", token=stage.claim.token)
+    await stage.append(1, [5])
+    await stage.append(0, [2, 3], upto=1)
+    selection = stage.selection(on_stale="wait")
+    choice = await stage.choose(selection)
+    assert choice == Choice(wait_for=(0,))
+    await selection.explain(choice, STEP)
+    assert await stage.told() == (
+        "waiting_for_trajectories: step 7 waits, at most 600 s, for what would become older than staleness_cap: "
+        f"{stage.claim.job_id}/0/0"
+    )
+    await stage.append(0, [2, 3])
+    assert await stage.choose(selection) == Choice(train=(0,))
+    await selection.is_over()
+    assert await stage.told() == "waiting_for_trajectories: episodes are running"
+
+
+async def test_waiting_has_a_limit(stage: Stage) -> None:
+    await stage.store.set_status(stage.claim.job_id, "running", token=stage.claim.token)
+    await stage.append(1, [5])
+    await stage.append(0, [2, 3], upto=1)
+    selection = stage.selection(on_stale="wait", stale_wait_s=60)
+    await selection.explain(await stage.choose(selection), STEP)
+    stage.now = 59.9
+    assert await stage.choose(selection) == Choice(wait_for=(0,))
+    stage.now = 60.0
+    assert await stage.choose(selection) == Choice(train=(1,))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "on_partial_group", "reason"),
+    [
+        ([1.0, 0.0], "all", None),
+        ([None, None], "all", "dropped_partial"),
+        ([1.0, None], "drop", "dropped_partial"),
+        ([1.0, 1.0], "all", "dropped_zero_variance"),
+    ],
+)
+def test_what_is_never_trained(rewards: list[float | None], on_partial_group: str, reason: str | None) -> None:
+    job = spec(on_partial_group=on_partial_group)
+    advantage = job.objective.advantage.model_copy(update={"zero_variance": "drop"})
+    objective = job.objective.model_copy(update={"advantage": advantage})
+    assert refusal(group(0, rewards), job.model_copy(update={"objective": objective})) == reason

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gspo_core.objective_config import AdvantageConfig
+from gspo_core.types import Group, Segment, Split, Trajectory
+from services.trainer.groups.sequences import group_metrics, staleness_metrics, train_batch
+from tests.services.trainer.trainer_kit import episode, group
+
+
+def ages(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+    return np.asarray(9 - versions, dtype=np.int32)
+
+
+def with_metrics(segment: Segment, metrics: dict[str, float]) -> Segment:
+    fields = {name: value for name, value in vars(segment).items() if name not in ("num_actions", "logprob_sum")}
+    assert segment.outcome is not None
+    return Segment(**fields | {"outcome": replace(segment.outcome, metrics=metrics)})
+
+
+def test_an_episode_without_a_reward_is_left_out_of_batch_and_baseline() -> None:
+    batch = train_batch([group(0, [1.0, 0.0, None, 1.0])], ages, AdvantageConfig(scale="none"))
+    sequences, metrics = batch.sequences, batch.metrics
+    assert [one.advantages for one in sequences] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+    assert metrics["groups/partial"] == 1
+
+
+def test_values_of_sequences_find_back_to_their_episodes() -> None:
+    groups = [group(0, [1.0, None, 0.0], versions=[3, 7]), group(1, [1.0, 0.0])]
+    batch = train_batch(groups, ages, AdvantageConfig())
+    sequences = batch.sequences
+    values = [np.full(one.num_actions, place, np.float32) for place, one in enumerate(sequences)]
+    found = batch.by_episode(values)
+    assert {(key.group, key.member): one.tolist() for key, one in found.items()} == {
+        (0, 0): [0.0] * 6,
+        (0, 2): [1.0] * 6,
+        (1, 0): [2.0] * 6,
+        (1, 1): [3.0] * 6,
+    }
+
+
+def test_each_token_keeps_the_staleness_of_the_version_that_sampled_it() -> None:
+    first, _ = train_batch([group(0, [1.0, 0.0], versions=[3, 7])], ages, AdvantageConfig()).sequences
+    assert first.staleness[first.action_mask].tolist() == [6, 6, 6, 2, 2, 2]
+    assert first.behavior_logprobs[first.action_mask].tolist() == [-0.5] * 3 + [-1.5] * 3
+    assert staleness_metrics([first], cap=4) == {
+        "tokens/trained": 3.0,
+        "staleness/mean": 4.0,
+        "staleness/max": 6.0,
+        "staleness/beyond_cap_frac": 0.5,
+    }
+
+
+def test_advantages_are_compared_within_a_group_only() -> None:
+    groups = [group(0, [1.0, 0.0]), group(5, [10.0, 9.0])]
+    sequences = train_batch(groups, ages, AdvantageConfig(scale="none")).sequences
+    assert [one.advantages for one in sequences] == pytest.approx([0.5, -0.5, 0.5, -0.5])
+
+
+def test_turn_rewards_give_turns_advantages_of_their_own() -> None:
+    members = (episode(0, 0, 1.0, [0, 0], [1.0, None]), episode(0, 1, 1.0, [0, 0], [0.0, None]))
+    one_group = Group("job_a", 0, Split.TRAIN, 0, 2, members)
+    config = AdvantageConfig(scale="none", turn_reward_weight=1.0)
+    sequences = train_batch([one_group], ages, config).sequences
+    values = sequences[0].advantages[sequences[0].action_mask]  # type: ignore[index]
+    assert values.tolist() == pytest.approx([0.5] * 3 + [0.0] * 3)
+
+
+def test_metrics_say_how_many_episodes_went_on_under_new_weights() -> None:
+    metrics = group_metrics([group(0, [1.0, 0.0], versions=[3, 4]), group(1, [1.0, None], versions=[4, 4])])
+    assert metrics["episodes/mixed_versions_share"] == 0.5
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
+    assert metrics["stop/env_error"] == 1
+    assert metrics["episodes/turns_mean"] == 2
+    assert not any(name.startswith("time/") for name in metrics)
+
+
+def test_metrics_say_where_the_time_of_an_episode_went() -> None:
+    told = group(0, [1.0, 0.0, None])
+    times = ({"model_s": 3.0, "env_s": 1.0, "queue_s": 0.5}, {"model_s": 1.0, "env_s": 0.0}, {})
+    told = replace(
+        told,
+        trajectories=tuple(
+            Trajectory((*one.segments[:-1], with_metrics(one.segments[-1], metrics)))
+            for one, metrics in zip(told, times, strict=True)
+        ),
+    )
+    found = {name: value for name, value in group_metrics([told]).items() if name.startswith("time/")}
+    assert found == {"time/episode_engine_s": 2.0, "time/episode_env_s": 0.5, "time/episode_queue_s": 0.25}
