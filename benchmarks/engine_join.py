@@ -33,7 +33,7 @@ from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.queue import Bus
 from services.state.server import RedisServer, connect
 from services.state.store import Store
-from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import FromDisk, ThroughGroup, WeightTransport
 from tests.apparatus.sglang_process import SGLangProcess
 
@@ -70,7 +70,7 @@ async def join(redis_url: str, root: Path, model_dir: Path, first: str, late: st
         weights = WeightStore(JobDir(root / job))
         manifest = weights.write(0, claim.epoch, 0, lambda path: copy(model_dir, path))
         await store.publish_version(job, claim.token, manifest)
-        engines = Engines(store, job, claim.token, weights, [first], client, transport=transport)
+        engines = EnginePool(store, job, claim.token, weights, [first], client, transport=transport)
         run(asyncio.create_task(engines.run()))
         await engines.publish(manifest)
         await engines.wait_for(manifest)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import matplotlib
 
-from gspo_core.simulator import Faults, Lengths, Report, Setting, simulate
+from gspo_core.simulator import Faults, Lengths, SimulationReport, SimulationSetting, simulate
 from gspo_core.staleness import OnStale
 
 matplotlib.use("Agg")
@@ -56,7 +56,7 @@ A step counts with the most that its episodes may need. What is reserved never e
 """
 
 
-def runs(setting: Setting, num_seeds: int) -> list[Report]:
+def runs(setting: SimulationSetting, num_seeds: int) -> list[SimulationReport]:
     return [simulate(setting, seed) for seed in range(num_seeds)]
 
 
@@ -69,11 +69,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def pace_curve(tail: float, num_seeds: int) -> dict[int, list[Report]]:
-    return {pace: runs(Setting(lengths=Lengths(p99_over_p50=tail), max_staleness=pace), num_seeds) for pace in PACES}
+def pace_curve(tail: float, num_seeds: int) -> dict[int, list[SimulationReport]]:
+    return {
+        pace: runs(SimulationSetting(lengths=Lengths(p99_over_p50=tail), max_staleness=pace), num_seeds)
+        for pace in PACES
+    }
 
 
-def pace_table(curves: dict[float, dict[int, list[Report]]]) -> str:
+def pace_table(curves: dict[float, dict[int, list[SimulationReport]]]) -> str:
     rows = []
     for tail, curve in curves.items():
         best = max(mean(one.tokens_per_s for one in reports) for reports in curve.values())
@@ -97,7 +100,7 @@ def pace_table(curves: dict[float, dict[int, list[Report]]]) -> str:
 
 
 def policy_rows(tail: float, num_seeds: int, faults: Faults) -> Iterable[Sequence[object]]:
-    base = Setting(lengths=Lengths(p99_over_p50=tail), faults=faults, checkpoint_every=5)
+    base = SimulationSetting(lengths=Lengths(p99_over_p50=tail), faults=faults, checkpoint_every=5)
     free = runs(dataclasses.replace(base, staleness_cap=NO_CAP), num_seeds)
     policies: tuple[OnStale, ...] = ("mask", "drop", "wait")
     results = {"no cap": free} | {one: runs(dataclasses.replace(base, on_stale=one), num_seeds) for one in policies}
@@ -126,11 +129,11 @@ def policy_table(num_seeds: int) -> str:
 
 
 def memory_table(num_seeds: int) -> str:
-    budget = int(1.2 * Setting().groups_per_step * Setting().group_bytes)
+    budget = int(1.2 * SimulationSetting().groups_per_step * SimulationSetting().group_bytes)
     rows = []
     for tail in TAILS:
         for pace in (0, 1):
-            setting = Setting(
+            setting = SimulationSetting(
                 lengths=Lengths(p99_over_p50=tail), max_staleness=pace, checkpoint_every=50, budget_bytes=budget
             )
             reports = runs(setting, num_seeds)
@@ -150,7 +153,7 @@ def memory_table(num_seeds: int) -> str:
     return table((*head, "throughput of that without a budget"), rows)
 
 
-def plot(curves: dict[float, dict[int, list[Report]]], path: Path) -> None:
+def plot(curves: dict[float, dict[int, list[SimulationReport]]], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for tail, curve in curves.items():
         rates = [mean(one.tokens_per_s for one in reports) for reports in curve.values()]
@@ -178,7 +181,7 @@ def main() -> None:
     plot(curves, RESULTS / "staleness.png")
     text = PAGE.format(
         seeds=num_seeds,
-        one=Setting(),
+        one=SimulationSetting(),
         faults=FAULTS,
         lost=f"{FAULTS.rollback_share:.0%}",
         failed=f"{FAULTS.episode_failure_share:.0%}",

@@ -41,7 +41,7 @@ from services.state.server import RedisServer
 from services.state.store import Claim, Store
 from services.trainer.building import make_learner
 from services.trainer.groups.intake import Intake
-from services.trainer.past.background_writer import Behind
+from services.trainer.past.background_writer import BackgroundWriter
 from services.trainer.run import JobRun, Services
 from services.trainer.telling.status import JobStatusBoard
 
@@ -175,18 +175,18 @@ async def feed(bus: Bus, job: str, num_tokens: int) -> None:
 
 @contextlib.contextmanager
 def serially(is_serial: bool) -> Iterator[None]:
-    overlapping = Behind.start
+    overlapping = BackgroundWriter.start
 
-    async def start(self: Behind, work: Coroutine[Any, Any, None]) -> None:
+    async def start(self: BackgroundWriter, work: Coroutine[Any, Any, None]) -> None:
         await overlapping(self, work)
         await self.finish()
 
     if is_serial:
-        Behind.start = start  # type: ignore[method-assign]
+        BackgroundWriter.start = start  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Behind.start = overlapping  # type: ignore[method-assign]
+        BackgroundWriter.start = overlapping  # type: ignore[method-assign]
 
 
 async def train(

@@ -15,7 +15,7 @@ Layout, little-endian::
         16     4  number of tokens n
         20     4  number of actions
         24     8  float64 sum of the behaviour log-probs
-        32        meta block: a msgpack array (``_Meta``), then zeros up to a multiple of 8
+        32        meta block: a msgpack array (``_SegmentMeta``), then zeros up to a multiple of 8
                   n x int32 token ids, n x float32 behaviour log-probs, n x uint8 action mask
 
 The decoded arrays are read-only views of the given bytes; the order keeps them aligned.
@@ -105,7 +105,7 @@ class _OutcomeMeta(msgspec.Struct, array_like=True, gc=False):
     metrics: dict[str, float]
 
 
-class _Meta(msgspec.Struct, array_like=True, gc=False):
+class _SegmentMeta(msgspec.Struct, array_like=True, gc=False):
     job: str
     group: int
     member: int
@@ -121,13 +121,13 @@ class _Meta(msgspec.Struct, array_like=True, gc=False):
     outcome: _OutcomeMeta | None
 
 
-class _TimedMeta(_Meta, array_like=True, gc=False):
+class _TimedMeta(_SegmentMeta, array_like=True, gc=False):
     spent: Spent
 
 
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = {
-    SCHEMA: msgspec.msgpack.Decoder(_Meta).decode,
+    SCHEMA: msgspec.msgpack.Decoder(_SegmentMeta).decode,
     TIMED_SCHEMA: msgspec.msgpack.Decoder(_TimedMeta).decode,
 }
 
@@ -180,7 +180,7 @@ def _meta_bytes(segment: Segment) -> bytes:
         if outcome is None
         else _OutcomeMeta(outcome.stop_reason, outcome.reward, dict(outcome.reward_parts), dict(outcome.metrics)),
     )
-    meta = _Meta(*fields) if segment.spent is None else _TimedMeta(*fields, segment.spent)
+    meta = _SegmentMeta(*fields) if segment.spent is None else _TimedMeta(*fields, segment.spent)
     try:
         return _encode_meta(meta)
     except UnicodeEncodeError as error:
@@ -224,13 +224,13 @@ def _refuse_start(data: bytes) -> SegmentRejected:
     return TruncatedSegment(f"{size} bytes, a header has {_HEADER_BYTES}")
 
 
-def _checked_meta(data: bytes, end: int, schema: int) -> _Meta:
+def _checked_meta(data: bytes, end: int, schema: int) -> _SegmentMeta:
     padding = -end % _ALIGNMENT
     if data[end : end + padding] != bytes(padding):
         raise MalformedMeta("the bytes between the meta block and the arrays are not zero")
     encoded = data[_HEADER_BYTES:end]
     try:
-        meta: _Meta = _decode_meta[schema](encoded)
+        meta: _SegmentMeta = _decode_meta[schema](encoded)
     # UnicodeDecodeError is a ValueError; nesting beyond the interpreter's limit is a RecursionError.
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMeta(f"the meta block cannot be read: {error}") from error
@@ -245,7 +245,10 @@ _key = lru_cache(maxsize=16_384)(EpisodeKey)
 
 
 def _build(
-    meta: _Meta, token_ids: NDArray[np.int32], action_mask: NDArray[np.bool_], behavior_logprobs: NDArray[np.float32]
+    meta: _SegmentMeta,
+    token_ids: NDArray[np.int32],
+    action_mask: NDArray[np.bool_],
+    behavior_logprobs: NDArray[np.float32],
 ) -> Segment:
     try:
         key = _key(meta.job, meta.group, meta.member)

@@ -27,8 +27,8 @@ from services.episodes.ledger import Ledger
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
 from services.episodes.retry import Retrier
-from services.rollout.attempt import Attempt
-from services.rollout.setting import Order, Setting
+from services.rollout.attempt import EpisodeAttempt
+from services.rollout.setting import EpisodeSetting, Order
 from services.state.queue import EpisodeLease, Snapshot
 
 JOB = "baselines"
@@ -179,7 +179,7 @@ async def _play(
 
     async def episode(task: Task, member: int) -> None:
         key = EpisodeKey(JOB, task.group, member)
-        setting = Setting(
+        setting = EpisodeSetting(
             codec=codec,
             policy=_Seat(round_, key, ages, spec.seed),
             outbox=_Shelf(assembler),
@@ -198,7 +198,9 @@ async def _play(
     await asyncio.gather(*(episode(task, member) for task in tasks for member in range(task.size)))
 
 
-async def _attempt(setting: Setting, spec: JobSpec, environment: Environment, task: Task, key: EpisodeKey) -> None:
+async def _attempt(
+    setting: EpisodeSetting, spec: JobSpec, environment: Environment, task: Task, key: EpisodeKey
+) -> None:
     lease = EpisodeLease(
         key=key,
         attempt=0,
@@ -212,7 +214,7 @@ async def _attempt(setting: Setting, spec: JobSpec, environment: Environment, ta
     ledger = Ledger(key, 0, order.temperature)
     session = environment.session(limits=order.limits, episode_id=str(key))
     try:
-        outcome = await Attempt(setting, order, session, ledger).play()
+        outcome = await EpisodeAttempt(setting, order, session, ledger).play()
     finally:
         await session.close()
     await setting.outbox.append([ledger.close(outcome)])

@@ -18,7 +18,7 @@ from gspo_core.chat import HermesCodec, load_tokenizer
 from gspo_core.env import load_environment
 from gspo_core.types import Split
 from services.engine.checkpoint import read_checkpoint
-from services.engine.engine import Engine
+from services.engine.engine import EmbeddedEngine
 from services.engine.model import Decoder
 from services.engine.scheduler import Request, Scheduler
 
@@ -52,7 +52,7 @@ class Judge:
 
     async def _play_all(self) -> float:
         scheduler = Scheduler(self._decoder, max_concurrency=CONCURRENCY, prefix_cache_bytes=2**26)
-        engine = Engine(self._decoder, scheduler, Path())
+        engine = EmbeddedEngine(self._decoder, scheduler, Path())
         room = asyncio.Semaphore(CONCURRENCY)
         stepping = asyncio.create_task(engine.run())
 
@@ -74,7 +74,7 @@ class Judge:
             stepping.cancel()
         return sum(rewards) / len(rewards)
 
-    async def _sample(self, engine: Engine, prompt: list[int], name: str) -> list[int]:
+    async def _sample(self, engine: EmbeddedEngine, prompt: list[int], name: str) -> list[int]:
         task, draw, turn = map(int, name.split("/"))
         request = Request(
             rid=name,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo.demo import NO_KEYS, while_alive
-from gspo_core.cli.watch import JobView
+from gspo_core.cli.watch import WatchedJob
 from gspo_core.client import Client
 from gspo_core.spec_file import load_job_spec
 from services.files.data_dir import DataDir
@@ -28,7 +28,7 @@ def main(model: Path, spec_file: Path, out: Path) -> None:
     started = time.time()
     with Stack(StackConfig(out, model, port=0, environment=NO_KEYS)) as stack, Client(stack.api_url) as client:
         submitted = time.time()
-        view = JobView(client.create_job(spec)["id"], spec.steps)
+        view = WatchedJob(client.create_job(spec)["id"], spec.steps)
         for event in while_alive(stack, client.events(view.job_id, after="0")):
             view.take(event.type, event.data)
         if view.status != "succeeded":

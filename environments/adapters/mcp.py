@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from environments.adapters.remote import Answer, RemoteEnvironment
+from environments.adapters.remote import RemoteAnswer, RemoteEnvironment
 from gspo_core.env import InvalidEnvironment, Message, ToolSchema
 from gspo_core.env.functions import Call
 from gspo_core.types import Split
@@ -52,23 +52,23 @@ class Mcp:
         all_tasks = {Split.TRAIN: _tasks(name, tasks), Split.EVAL: _tasks(name, eval_tasks)}
 
         @asynccontextmanager
-        async def connect() -> AsyncIterator[_Line]:
+        async def connect() -> AsyncIterator[_McpConnection]:
             from mcp import Client, StdioServerParameters
             from mcp.client.stdio import stdio_client
 
             if url:
                 async with Client(url) as client:
-                    yield _Line(client, judge, system)
+                    yield _McpConnection(client, judge, system)
                 return
             server = StdioServerParameters(command=command[0], args=list(command[1:]))
             async with Client(stdio_client(server)) as client:
-                yield _Line(client, judge, system)
+                yield _McpConnection(client, judge, system)
 
         bounds = (float(reward_range[0]), float(reward_range[1])) if reward_range else None
         return RemoteEnvironment(name, connect, all_tasks, dict(limits or {}), bounds)
 
 
-class _Line:
+class _McpConnection:
     """One connection to the server."""
 
     def __init__(self, client: Any, judge: Callable[..., Any], system: str) -> None:
@@ -97,18 +97,18 @@ class _Line:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": str(task["prompt"])}]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> RemoteAnswer:
         result = await self._client.call_tool(name, dict(arguments))
         text = "\n".join(_text(block) for block in result.content)
         if result.is_error:
             error = text.split(_DOC_LINK)[0].strip()
             self._calls.append(Call(name, arguments, error=ValueError(error)))
-            return Answer(f"error: {error}")
+            return RemoteAnswer(f"error: {error}")
         self._calls.append(Call(name, arguments, text))
-        return Answer(text)
+        return RemoteAnswer(text)
 
-    async def say(self, text: str) -> Answer:
-        return Answer("", done=True)
+    async def say(self, text: str) -> RemoteAnswer:
+        return RemoteAnswer("", done=True)
 
     async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]:
         value = self._judge(self._task, messages, self._calls)

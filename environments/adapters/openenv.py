@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from enum import StrEnum
 from typing import Any
 
-from environments.adapters.remote import Answer, RemoteEnvironment
+from environments.adapters.remote import RemoteAnswer, RemoteEnvironment
 from gspo_core.env import AtCapacity, EnvironmentFailed, InvalidEnvironment, Message, ToolSchema
 from gspo_core.types import Split
 
@@ -62,17 +62,17 @@ class OpenEnv:
         kinds: list[Kind] = []
 
         @asynccontextmanager
-        async def connect() -> AsyncIterator[_Line]:
+        async def connect() -> AsyncIterator[_OpenEnvConnection]:
             from websockets.asyncio.client import connect as open_socket
 
             async with open_socket(url, max_size=MAX_MESSAGE_BYTES, open_timeout=CONNECT_S) as socket:
-                yield _Line(socket, url, kinds, system)
+                yield _OpenEnvConnection(socket, url, kinds, system)
 
         bounds = (float(reward_range[0]), float(reward_range[1])) if reward_range else None
         return RemoteEnvironment(name, connect, all_tasks, dict(limits or {}), bounds)
 
 
-class Refused(Exception):
+class ServerRefused(Exception):
     """The server answered with an error."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -81,7 +81,7 @@ class Refused(Exception):
         self.message = message
 
 
-class _Line:
+class _OpenEnvConnection:
     """One connection. ``kinds`` is empty until the server was asked what it understands."""
 
     def __init__(self, socket: Any, url: str, kinds: list[Kind], system: str) -> None:
@@ -106,24 +106,24 @@ class _Line:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": _shown(observation)}]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> RemoteAnswer:
         action = dict(arguments)
         if self._kinds != [Kind.ACTION]:
             action = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
         try:
             data = await self._observe("step", action)
-        except Refused as error:
-            return Answer(f"error: {error.message}")
+        except ServerRefused as error:
+            return RemoteAnswer(f"error: {error.message}")
         # A server of ours says at the end what the episode was worth as a whole.
         reward = None if self._kinds == [Kind.OURS] else data.get("reward")
         content = _mcp_result(_plain(data)) if self._kinds != [Kind.ACTION] else _shown(_plain(data))
-        return Answer(content, None if reward is None else float(reward), bool(data.get("done")))
+        return RemoteAnswer(content, None if reward is None else float(reward), bool(data.get("done")))
 
-    async def say(self, text: str) -> Answer:
+    async def say(self, text: str) -> RemoteAnswer:
         if self._kinds != [Kind.OURS]:
-            return Answer("", done=True)
+            return RemoteAnswer("", done=True)
         data = await self._observe("step", {"type": "message", "text": text})
-        return Answer(_shown(_plain(data)), None, bool(data.get("done")))
+        return RemoteAnswer(_shown(_plain(data)), None, bool(data.get("done")))
 
     async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]:
         if self._kinds != [Kind.OURS]:
@@ -134,7 +134,7 @@ class _Line:
     async def _own_tools(self) -> list[ToolSchema] | None:
         try:
             reply = await self._ask("tools", None)
-        except Refused:
+        except ServerRefused:
             return None
         self._kinds[:] = [Kind.OURS]
         tools: list[ToolSchema] = reply["tools"]
@@ -143,7 +143,7 @@ class _Line:
     async def _mcp_tools(self) -> list[ToolSchema] | None:
         try:
             listed = _plain(await self._observe("step", {"type": "list_tools"}))["tools"]
-        except (Refused, KeyError):
+        except (ServerRefused, KeyError):
             return None
         self._kinds[:] = [Kind.MCP]
         return [_schema(tool["name"], tool.get("description", ""), tool["input_schema"]) for tool in listed]
@@ -174,7 +174,7 @@ class _Line:
             return given
         if given.get("code") == "CAPACITY_REACHED":
             raise AtCapacity(int(given.get("max_sessions", 1)))
-        raise Refused(str(given.get("code")), str(given.get("message")))
+        raise ServerRefused(str(given.get("code")), str(given.get("message")))
 
 
 def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSchema:

@@ -22,7 +22,7 @@ MAX_ERROR_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RemoteAnswer:
     """What one call came back with."""
 
     content: str
@@ -37,9 +37,9 @@ class Connection(Protocol):
 
     async def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[Message]: ...
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer: ...
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> RemoteAnswer: ...
 
-    async def say(self, text: str) -> Answer:
+    async def say(self, text: str) -> RemoteAnswer:
         """A turn without a call; ``done`` where nobody answers to words."""
         ...
 
@@ -130,7 +130,7 @@ class RemoteSession:
                 answer = await self._answer(call.name, call.arguments, call.status)
             except TimeoutError:
                 self._is_lost = True
-                answer = Answer(f"error: {call.name} timed out after {self._limits.step_timeout_s:g}s")
+                answer = RemoteAnswer(f"error: {call.name} timed out after {self._limits.step_timeout_s:g}s")
             name = f"call_{self._num_calls}"
             answered.append({"role": "tool", "content": answer.content, "name": call.name or "", "tool_call_id": name})
             self._num_calls += 1
@@ -177,14 +177,14 @@ class RemoteSession:
         except Exception as error:
             self.close_failure = f"{type(error).__name__}: {error}"
 
-    async def _answer(self, name: str | None, arguments: Any, status: CallStatus) -> Answer:
+    async def _answer(self, name: str | None, arguments: Any, status: CallStatus) -> RemoteAnswer:
         names = sorted(schema["function"]["name"] for schema in self._environment.tools)
         if status not in (CallStatus.OK, CallStatus.UNKNOWN_TOOL):
-            return Answer(f"error: {status}")
+            return RemoteAnswer(f"error: {status}")
         if name is None or name not in names:
-            return Answer(f"error: unknown tool {name!r}; available: {names}")
+            return RemoteAnswer(f"error: unknown tool {name!r}; available: {names}")
         if not isinstance(arguments, Mapping):
-            return Answer(f"error: {name}: the arguments are an object")
+            return RemoteAnswer(f"error: {name}: the arguments are an object")
         timeout_s = self._limits.step_timeout_s
         return await self._ask(timeout_s, "act", lambda line: line.call(name, arguments))
 

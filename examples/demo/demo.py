@@ -26,7 +26,7 @@ from examples.demo.model import NotADemoModel, make_demo_model
 from examples.demo.provenance import Provenance, check_provenance
 from examples.demo.report import DemoResult, chart, plot, shortcomings, summary
 from examples.demo.side_by_side import play_both, show
-from gspo_core.cli.watch import JobView, follow
+from gspo_core.cli.watch import WatchedJob, follow
 from gspo_core.client import Client, Event
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
@@ -57,7 +57,7 @@ CHECK_S = 1.0
 class Followed:
     """A job that has succeeded, as its events told it."""
 
-    view: JobView
+    view: WatchedJob
     steps: list[Mapping[str, Any]]
     training_s: float
 
@@ -89,7 +89,7 @@ def follow_job(stack: Stack, spec: JobSpec, *, quiet: bool = False) -> Followed:
     """Submit ``spec`` and draw what happens until it has succeeded."""
     with Client(stack.api_url) as client:
         job = client.create_job(spec)
-        view = JobView(job["id"], spec.steps)
+        view = WatchedJob(job["id"], spec.steps)
         steps: list[Mapping[str, Any]] = []
         submitted = time.monotonic()
         events = _collect(while_alive(stack, client.events(job["id"], after="0")), steps)
@@ -149,7 +149,7 @@ def _collect(events: Iterable[Event], steps: list[Mapping[str, Any]]) -> Iterato
 
 
 def summarise(
-    spec: JobSpec, view: JobView, steps: Sequence[Mapping[str, Any]], provenance: Provenance, training_s: float
+    spec: JobSpec, view: WatchedJob, steps: Sequence[Mapping[str, Any]], provenance: Provenance, training_s: float
 ) -> DemoResult:
     episodes = [float(step["episodes/count"]) for step in steps]
     mixed = sum(

@@ -18,7 +18,7 @@ from gspo_core.chat import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Mistakes:
+class CalculatorMistakes:
     """How often a demonstration errs, each with a probability of its own.
 
     Most are decisions that a policy takes at one token: a few hundred episodes show which way is better.
@@ -43,10 +43,10 @@ PRACTICE_NEGATIVE = 0.25
 PRACTICE_IN_WORDS = 0.3
 """Share of answers in words in practice."""
 
-NO_MISTAKES = Mistakes(guess=0.0, malformed=0.0, shortened=0.0, talkative=0.0, slip=0.0)
+NO_MISTAKES = CalculatorMistakes(guess=0.0, malformed=0.0, shortened=0.0, talkative=0.0, slip=0.0)
 
 
-def demonstrate(expression: str, mistakes: Mistakes, generator: random.Random) -> list[Message]:
+def demonstrate(expression: str, mistakes: CalculatorMistakes, generator: random.Random) -> list[Message]:
     """What follows the question: the assistant's turns and the tool's answers, ending with an answer."""
     if generator.random() < mistakes.guess:
         return [_says(_guess(expression, generator))]
@@ -113,7 +113,7 @@ def _alter(text: str, generator: random.Random) -> str:
     return text[:position] + replacement + text[position + 1 :]
 
 
-def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> list[Message]:
+def _demonstrate(task: Task, mistakes: CalculatorMistakes, generator: random.Random) -> list[Message]:
     return demonstrate(task["expression"], mistakes, generator)
 
 
@@ -131,7 +131,7 @@ COURSE = Course(
     ask=_ask,
     demonstrate=_demonstrate,
     practise=_practise,
-    mistakes=Mistakes(),
+    mistakes=CalculatorMistakes(),
     num_practice=180,
     num_whole=40,
     num_noisy=30,

@@ -22,7 +22,7 @@ NOT_FOUND = "error: there is no document with this title; search for one"
 
 
 @dataclass(frozen=True, slots=True)
-class Mistakes:
+class SearchMistakes:
     """How often a demonstration errs, each with a probability of its own."""
 
     guess: float = 0.15
@@ -35,11 +35,11 @@ class Mistakes:
     """Answers in words, although the name alone is asked for."""
 
 
-NO_MISTAKES = Mistakes(guess=0.0, hasty=0.0, misspelt=0.0, talkative=0.0)
+NO_MISTAKES = SearchMistakes(guess=0.0, hasty=0.0, misspelt=0.0, talkative=0.0)
 
 
 def demonstrate(
-    path: Sequence[str], documents: Mapping[str, str], answer: str, mistakes: Mistakes, generator: random.Random
+    path: Sequence[str], documents: Mapping[str, str], answer: str, mistakes: SearchMistakes, generator: random.Random
 ) -> list[Message]:
     """What follows the question: a document after the other, ending with an answer."""
     if generator.random() < mistakes.guess:
@@ -78,7 +78,7 @@ def _practise(task: Task, generator: random.Random) -> tuple[Task, list[Message]
     return made_up, demonstrate(made_up["path"], documents, made_up["answer"], NO_MISTAKES, generator)
 
 
-def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> list[Message]:
+def _demonstrate(task: Task, mistakes: SearchMistakes, generator: random.Random) -> list[Message]:
     return demonstrate(task["path"], search_qa.collection().documents, task["answer"], mistakes, generator)
 
 
@@ -115,7 +115,7 @@ COURSE = Course(
     ask=_ask,
     demonstrate=_demonstrate,
     practise=_practise,
-    mistakes=Mistakes(),
+    mistakes=SearchMistakes(),
     num_practice=220,
     num_whole=60,
     num_noisy=40,

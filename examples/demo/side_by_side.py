@@ -34,7 +34,7 @@ NARROWEST_PAIR = 76
 
 
 @dataclass
-class Line:
+class PlayedLine:
     who: str
     text: str
 
@@ -44,7 +44,7 @@ class Played:
     """An episode as a person reads it."""
 
     question: str
-    lines: list[Line] = field(default_factory=list)
+    lines: list[PlayedLine] = field(default_factory=list)
     reward: float = 0.0
 
 
@@ -71,12 +71,12 @@ class Player:
             ids = self._codec.render(start.messages, start.tools)
             for _ in range(self._spec.limits.max_turns or 16):
                 sampled = self._sample(ids)
-                played.lines.append(Line("model", self._spelt(sampled)))
+                played.lines.append(PlayedLine("model", self._spelt(sampled)))
                 turn = self._codec.parse(sampled, start.tools)
                 if not turn.complete:
                     break
                 seen = await session.act(turn)
-                played.lines += [Line(str(message["role"]), _text(message)) for message in seen.messages]
+                played.lines += [PlayedLine(str(message["role"]), _text(message)) for message in seen.messages]
                 bridge = None if seen.done else self._codec.bridge(ids, sampled, seen.messages)
                 if not isinstance(bridge, list):
                     break

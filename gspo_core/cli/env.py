@@ -17,7 +17,7 @@ from gspo_core.cli import CommandError
 if TYPE_CHECKING:
     from gspo_core.env import Environment, Observation, ParsedTurn, Session
     from gspo_core.messages import Message, ToolSchema
-    from gspo_core.testing import Report
+    from gspo_core.testing import EnvironmentReport
 
 PLAY_HELP = """Write a call (add amount=3), JSON ({"name": "add", "arguments": {"amount": 3}}), or words for a turn
 without a call. :tools shows the tools, an empty line or :end ends the episode."""
@@ -30,9 +30,9 @@ def validate(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _examine(order: Mapping[str, Any]) -> Report:
+def _examine(order: Mapping[str, Any]) -> EnvironmentReport:
     """In a process apart: an environment may print, read what is typed, or end its process."""
-    from gspo_core.testing import Check, Report, Status
+    from gspo_core.testing import Check, EnvironmentReport, Status
 
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         given = json.dumps({**order, "descriptor": file.fileno()})
@@ -41,9 +41,11 @@ def _examine(order: Mapping[str, Any]) -> Report:
         file.seek(0)
         text = file.read()
     if text:
-        return Report.from_json(json.loads(text))
+        return EnvironmentReport.from_json(json.loads(text))
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    return Report(order["ref"], [Check("process", Status.FAIL, f"it ends the process that it runs in ({how})")])
+    return EnvironmentReport(
+        order["ref"], [Check("process", Status.FAIL, f"it ends the process that it runs in ({how})")]
+    )
 
 
 def play(arguments: argparse.Namespace) -> int:

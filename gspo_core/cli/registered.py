@@ -131,11 +131,11 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    from gspo_core.testing import Report
+    from gspo_core.testing import EnvironmentReport
 
     with connected(arguments.url) as client:
         found = client.validate_environment(arguments.ref)
-    report = Report.from_json({"name": found["environment"], "checks": found["checks"]})
+    report = EnvironmentReport.from_json({"name": found["environment"], "checks": found["checks"]})
     say(json.dumps(found, indent=2) if arguments.json else str(report))
     return 0 if report.ok else 1
 

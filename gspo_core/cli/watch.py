@@ -30,7 +30,7 @@ COLOURS = {"succeeded": "green", "running": "green", "failed": "red", "cancelled
 
 
 @dataclass
-class JobView:
+class WatchedJob:
     """What a person wants to know of a job, kept up to date by ``take``."""
 
     job_id: str
@@ -106,7 +106,7 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None, hig
 def watch(url: str, job_id: str, *, as_json: bool) -> int:
     with connected(url) as client:
         job = client.job(job_id)
-        view = JobView(job_id, job["steps"], name=plain(job["name"] or ""))
+        view = WatchedJob(job_id, job["steps"], name=plain(job["name"] or ""))
         if as_json:
             for event in client.events(job_id, after="0"):
                 print(json.dumps({"id": event.id, "type": event.type, "data": event.data}), flush=True)
@@ -123,7 +123,7 @@ def watch(url: str, job_id: str, *, as_json: bool) -> int:
     return 0 if view.status == "succeeded" else 1
 
 
-def follow(view: JobView, open_events: Callable[[Callable[[int], None]], Iterable[Event]]) -> None:
+def follow(view: WatchedJob, open_events: Callable[[Callable[[int], None]], Iterable[Event]]) -> None:
     """Draw until the events end. Without a terminal: one line per step instead of a display.
 
     ``open_events`` is given whom to tell when the connection is lost and tried again.
@@ -151,7 +151,7 @@ def follow(view: JobView, open_events: Callable[[Callable[[int], None]], Iterabl
             live.update(draw(view, console.width))
 
 
-def describe(view: JobView, kind: str) -> str:
+def describe(view: WatchedJob, kind: str) -> str:
     if kind == "job.status":
         return f"{view.job_id}: {view.status}" + (f" ({view.reason})" if view.reason else "")
     if kind == "evaluation":
@@ -169,7 +169,7 @@ def describe(view: JobView, kind: str) -> str:
     )
 
 
-def draw(view: JobView, width: int = MAX_WIDTH) -> RenderableType:
+def draw(view: WatchedJob, width: int = MAX_WIDTH) -> RenderableType:
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
@@ -195,7 +195,7 @@ def draw(view: JobView, width: int = MAX_WIDTH) -> RenderableType:
     return Panel(Group(*body), title=title, title_align="left", border_style=colour, width=inner + 4)
 
 
-def _facts(view: JobView, curve: int) -> RenderableType:
+def _facts(view: WatchedJob, curve: int) -> RenderableType:
     """One line for each question; a curve, or what stands in its place, and the newest value in words."""
     from rich.table import Table
     from rich.text import Text

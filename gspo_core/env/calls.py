@@ -28,7 +28,7 @@ class DeadlineExceeded(Exception):
         self.lost = lost
 
 
-class Caller:
+class MemberCaller:
     """Calls the members of one session, one at a time, until ``close``."""
 
     def __init__(self, name: str) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gspo_core.env.calls import Caller
+from gspo_core.env.calls import MemberCaller
 from gspo_core.env.contract import EnvironmentFailed, InvalidEnvironment, PhaseLimits, Timeouts, description
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import docstring_prompt
@@ -83,7 +83,7 @@ class PlainEnvironment:
         if not callable(tasks):
             task = tasks[index]
         else:
-            caller = Caller(self.name)
+            caller = MemberCaller(self.name)
             try:
                 task = await caller.call(tasks, Timeouts().reset_timeout_s, index)
             except Exception as error:

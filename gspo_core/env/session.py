@@ -13,7 +13,7 @@ import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from gspo_core.env.calls import Caller, DeadlineExceeded
+from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.contract import Context, EnvironmentFailed, Observation, PhaseLimits, Start
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import first_messages
@@ -49,7 +49,7 @@ class PlainSession:
         self._environment = environment
         self._limits = limits
         self._context = Context(episode_id, 0, {})
-        self._caller = Caller(environment.name)
+        self._caller = MemberCaller(environment.name)
         self._instance: Any = None
         self._num_calls = 0
         self._lost = False

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gspo_core.env.calls import Caller
+from gspo_core.env.calls import MemberCaller
 from gspo_core.env.contract import EnvironmentFailed, InvalidEnvironment, PhaseLimits, Start, Timeouts, description
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.plain import PlainEnvironment
@@ -179,7 +179,7 @@ class TrlSession(PlainSession):
         parameters = inspect.signature(function).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
-        caller = Caller(self._trl.name)
+        caller = MemberCaller(self._trl.name)
         try:
             rewards = await self._or_fail("score", timeout_s, caller.call(function, timeout_s, **given))
         finally:

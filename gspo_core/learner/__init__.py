@@ -5,6 +5,6 @@ Read `training` first; below it `policy_model` (`model_directory`, `attention`, 
 """
 
 from gspo_core.learner.state import UnknownFormat, check_state
-from gspo_core.learner.training import Copy, Counters, Learner
+from gspo_core.learner.training import Copy, Learner, LearnerCounters
 
-__all__ = ["Copy", "Counters", "Learner", "UnknownFormat", "check_state"]
+__all__ = ["Copy", "Learner", "LearnerCounters", "UnknownFormat", "check_state"]

@@ -35,7 +35,7 @@ from gspo_core.objective_config import ObjectiveConfig
 
 
 @dataclasses.dataclass
-class Counters:
+class LearnerCounters:
     """What a learner has done so far; saved with its state."""
 
     num_steps: int = 0
@@ -86,7 +86,7 @@ class Learner:
     ) -> None:
         self.config = config
         self.objective = objective
-        self.counters = Counters()
+        self.counters = LearnerCounters()
         self.alarms = []
         self.trained_logprobs = []
         self._scored: list[tuple[tuple[int, ...], Tensor]] = []
@@ -254,7 +254,7 @@ class Learner:
 
         def load() -> None:
             state.restore_tensors(self._policy, self._optimizer, self._device, tensors)
-            self.counters = Counters(**content["counters"])
+            self.counters = LearnerCounters(**content["counters"])
 
         return load
 

@@ -7,8 +7,8 @@ The rule kept here: every decision about groups is made by the functions of ``gs
 calls; only engines, episodes and failures are made up. It predicts nothing about learning.
 """
 
-from gspo_core.simulator.report import Report
-from gspo_core.simulator.setting import Faults, Lengths, Setting
+from gspo_core.simulator.report import SimulationReport
+from gspo_core.simulator.setting import Faults, Lengths, SimulationSetting
 from gspo_core.simulator.simulation import Deadlock, simulate
 
-__all__ = ["Deadlock", "Faults", "Lengths", "Report", "Setting", "simulate"]
+__all__ = ["Deadlock", "Faults", "Lengths", "SimulationReport", "SimulationSetting", "simulate"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class SimulationReport:
     """Rates and shares after the warm-up; extremes over the whole run."""
 
     steps: int

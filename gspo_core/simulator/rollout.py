@@ -6,11 +6,11 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from gspo_core.simulator.setting import Setting
+from gspo_core.simulator.setting import SimulationSetting
 
 
 @dataclass(eq=False, slots=True)
-class Episode:
+class SimulatedEpisode:
     group: int
     member: int
     length: float
@@ -29,9 +29,9 @@ class Episode:
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class SimulatedGroup:
     number: int
-    episodes: list[Episode]
+    episodes: list[SimulatedEpisode]
     dispatched_step: int
     num_done: int = 0
 
@@ -43,22 +43,22 @@ class Group:
 class Rollout:
     """Workers with places for episodes. It says when episodes will end; the simulation calls it back then."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SimulationSetting) -> None:
         self._setting = setting
-        self._queue: list[tuple[bool, int, int, Episode]] = []
-        self._held: list[dict[Episode, None]] = [{} for _ in range(setting.num_workers)]
+        self._queue: list[tuple[bool, int, int, SimulatedEpisode]] = []
+        self._held: list[dict[SimulatedEpisode, None]] = [{} for _ in range(setting.num_workers)]
         self._places = -(-setting.num_episodes // setting.num_workers)
         self.version = 0
         self.busy_s = 0.0
         """Place-seconds so far in which an episode was sampled."""
         self._counted_until = 0.0
 
-    def enqueue(self, episodes: Iterable[Episode]) -> None:
+    def enqueue(self, episodes: Iterable[SimulatedEpisode]) -> None:
         """Those that were leased before stand before new ones, the oldest first."""
         for one in episodes:
             heapq.heappush(self._queue, (one.starts == 0, one.group, one.member, one))
 
-    def lease(self, now: float) -> Iterator[tuple[float, Episode]]:
+    def lease(self, now: float) -> Iterator[tuple[float, SimulatedEpisode]]:
         """Fill free places; for each episode that starts, when it will end."""
         self.count_until(now)
         while self._queue:
@@ -70,7 +70,7 @@ class Rollout:
             self._held[worker][episode] = None
             yield now + (episode.length - episode.tokens) / self._setting.tokens_per_s, episode
 
-    def end(self, episode: Episode, now: float) -> None:
+    def end(self, episode: SimulatedEpisode, now: float) -> None:
         self._release(episode, now)
         self._grow(episode, now)
         episode.is_done = True
@@ -82,7 +82,7 @@ class Rollout:
                 self._grow(episode, now)
         self.version = version
 
-    def lose_worker(self, worker: int, now: float) -> list[Episode]:
+    def lose_worker(self, worker: int, now: float) -> list[SimulatedEpisode]:
         """The episodes that it held, with what was appended of them."""
         lost = list(self._held[worker])
         for episode in lost:
@@ -92,7 +92,7 @@ class Rollout:
             _shorten(episode, kept if self._setting.faults.resumable else 0.0)
         return lost
 
-    def forget(self, group: Group, now: float) -> None:
+    def forget(self, group: SimulatedGroup, now: float) -> None:
         """A group was settled: its workers are fenced off, its episodes leave the queue."""
         for episode in group.episodes:
             if episode.worker >= 0:
@@ -102,7 +102,7 @@ class Rollout:
             self._queue = [entry for entry in self._queue if id(entry[-1]) not in gone]
             heapq.heapify(self._queue)
 
-    def appended(self, episode: Episode, now: float) -> float:
+    def appended(self, episode: SimulatedEpisode, now: float) -> float:
         """Tokens that the trainer has seen."""
         if episode.is_done:
             return episode.tokens
@@ -110,19 +110,19 @@ class Rollout:
         tokens = episode.tokens + grown
         return tokens - tokens % self._setting.chunk_tokens
 
-    def oldest_version(self, episode: Episode) -> int:
+    def oldest_version(self, episode: SimulatedEpisode) -> int:
         return episode.spans[0][0] if episode.spans else self.version
 
     def count_until(self, now: float) -> None:
         self.busy_s += (now - self._counted_until) * sum(map(len, self._held))
         self._counted_until = now
 
-    def _release(self, episode: Episode, now: float) -> None:
+    def _release(self, episode: SimulatedEpisode, now: float) -> None:
         self.count_until(now)
         del self._held[episode.worker][episode]
         episode.worker = -1
 
-    def _grow(self, episode: Episode, now: float) -> None:
+    def _grow(self, episode: SimulatedEpisode, now: float) -> None:
         tokens = (now - episode.since) * self._setting.tokens_per_s
         if tokens > 0:
             episode.spans.append((self.version, tokens))
@@ -130,7 +130,7 @@ class Rollout:
         episode.since = now
 
 
-def _shorten(episode: Episode, tokens: float) -> None:
+def _shorten(episode: SimulatedEpisode, tokens: float) -> None:
     kept: list[tuple[int, float]] = []
     for version, count in episode.spans:
         here = min(count, tokens)

@@ -54,7 +54,7 @@ class Faults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class SimulationSetting:
     """A job on machines that sample ``num_episodes`` at once, each with ``tokens_per_s``."""
 
     lengths: Lengths = field(default_factory=Lengths)

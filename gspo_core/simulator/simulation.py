@@ -16,9 +16,9 @@ from functools import partial
 
 import numpy as np
 
-from gspo_core.simulator.report import Report
-from gspo_core.simulator.rollout import Episode, Group, Rollout
-from gspo_core.simulator.setting import BYTES_PER_TOKEN, Setting
+from gspo_core.simulator.report import SimulationReport
+from gspo_core.simulator.rollout import Rollout, SimulatedEpisode, SimulatedGroup
+from gspo_core.simulator.setting import BYTES_PER_TOKEN, SimulationSetting
 from gspo_core.staleness import (
     OpenGroup,
     Position,
@@ -37,7 +37,7 @@ class Deadlock(RuntimeError):
     """Nothing moves any more, and the run is not over."""
 
 
-def simulate(setting: Setting, seed: int) -> Report:
+def simulate(setting: SimulationSetting, seed: int) -> SimulationReport:
     """One run. The same seed is the same run."""
     return _Simulation(setting, seed).run()
 
@@ -55,14 +55,14 @@ class _Taken:
 
 
 class _Simulation:
-    def __init__(self, setting: Setting, seed: int) -> None:
+    def __init__(self, setting: SimulationSetting, seed: int) -> None:
         self._setting = setting
         self._rng = np.random.default_rng(seed)
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._rollout = Rollout(setting)
-        self._open: dict[int, Group] = {}
+        self._open: dict[int, SimulatedGroup] = {}
         self._again: deque[int] = deque()
         """Groups of steps that were lost: they are owed and are sampled again, before new ones are started."""
         self._episode_bytes = int(setting.lengths.limit * BYTES_PER_TOKEN)
@@ -92,7 +92,7 @@ class _Simulation:
         self._limits_reached = self._recoveries = self._rollbacks = 0
         self._max_open = self._max_reserved = self._max_held = 0
 
-    def run(self) -> Report:
+    def run(self) -> SimulationReport:
         self._publish()
         self._admit()
         self._is_idle = True
@@ -129,7 +129,7 @@ class _Simulation:
         for ends_at, episode in self._rollout.lease(self._now):
             self._at(ends_at, partial(self._end_episode, episode, episode.starts))
 
-    def _end_episode(self, episode: Episode, starts: int) -> None:
+    def _end_episode(self, episode: SimulatedEpisode, starts: int) -> None:
         if episode.starts != starts or episode.worker < 0:
             return
         self._rollout.end(episode, self._now)
@@ -147,11 +147,11 @@ class _Simulation:
         self._at(self._now + self._setting.faults.lease_s, partial(self._requeue, lost))
         self._lease()
 
-    def _requeue(self, episodes: list[Episode]) -> None:
+    def _requeue(self, episodes: list[SimulatedEpisode]) -> None:
         self._rollout.enqueue(one for one in episodes if self._is_open(one))
         self._lease()
 
-    def _is_open(self, episode: Episode) -> bool:
+    def _is_open(self, episode: SimulatedEpisode) -> bool:
         group = self._open.get(episode.group)
         return group is not None and group.episodes[episode.member] is episode
 
@@ -192,12 +192,12 @@ class _Simulation:
     def _dispatch(self, number: int) -> None:
         lengths, failures = self._setting.lengths, self._setting.faults.episode_failure_share
         episodes = [
-            Episode(number, member, lengths.draw(self._rng), fails=bool(self._rng.random() < failures))
+            SimulatedEpisode(number, member, lengths.draw(self._rng), fails=bool(self._rng.random() < failures))
             for member in range(self._setting.group_size)
         ]
         self._lengths[0] += len(episodes)
         self._lengths[1] += sum(one.length for one in episodes)
-        self._open[number] = Group(number, episodes, self._published_step)
+        self._open[number] = SimulatedGroup(number, episodes, self._published_step)
         self._reserved_bytes += self._episode_bytes * len(episodes)
         self._rollout.enqueue(episodes)
 
@@ -239,7 +239,7 @@ class _Simulation:
         if self._is_idle and self._waiting_since is not None and serial == self._waits:
             self._try_to_step()
 
-    def _view(self, group: Group) -> OpenGroup:
+    def _view(self, group: SimulatedGroup) -> OpenGroup:
         seen = [one for one in group.episodes if self._rollout.appended(one, self._now)]
         oldest = min((self._rollout.oldest_version(one) for one in seen), default=None)
         step = None if oldest is None else shared_step(self._table[oldest], self._current, self._forks)
@@ -259,7 +259,7 @@ class _Simulation:
         ends_at = self._now + self._setting.train_s + self._setting.publish_s
         self._at(ends_at, partial(self._end_step, self._life))
 
-    def _account(self, taken: _Taken, groups: Iterable[Group]) -> None:
+    def _account(self, taken: _Taken, groups: Iterable[SimulatedGroup]) -> None:
         episodes = [one for group in groups for one in group.episodes if not one.fails]
         spans = [span for one in episodes for span in one.spans]
         ages = token_staleness(
@@ -335,7 +335,7 @@ class _Simulation:
         self._is_idle = True
         self._try_to_step()
 
-    def _report(self) -> Report:
+    def _report(self) -> SimulationReport:
         self._rollout.count_until(self._now)
         warmup = self._setting.warmup_steps
         since, busy_before = self._marks or (0.0, 0.0)
@@ -345,7 +345,7 @@ class _Simulation:
         masked = sum(one.masked for one in measured)
         everything = sum(one.trained + one.masked for one in self._taken)
         num_trained = sum(one.episodes for one in self._taken)
-        return Report(
+        return SimulationReport(
             steps=self._current.step,
             seconds=self._now,
             tokens_per_s=trained / seconds,

@@ -4,7 +4,7 @@ Read in this order: ``report`` (what is said), ``rehearsal`` (episodes without a
 ``watch`` (running it all, whatever the author's code does), ``__main__`` (in a process apart, for the command).
 """
 
-from gspo_core.testing.report import Check, Report, Status
+from gspo_core.testing.report import Check, EnvironmentReport, Status
 from gspo_core.testing.watch import EnvironmentRefused, check_environment, validate
 
-__all__ = ["Check", "EnvironmentRefused", "Report", "Status", "check_environment", "validate"]
+__all__ = ["Check", "EnvironmentRefused", "EnvironmentReport", "Status", "check_environment", "validate"]

@@ -29,7 +29,7 @@ class Check:
 
 
 @dataclass
-class Report:
+class EnvironmentReport:
     """All findings about one environment. It is refused if one of them is ``fail``."""
 
     name: str
@@ -44,7 +44,7 @@ class Report:
         return [check for check in self.checks if check.status is Status.FAIL]
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Report:
+    def from_json(cls, given: Mapping[str, Any]) -> EnvironmentReport:
         checks = [Check(one["id"], Status(one["status"]), one["message"], one["data"]) for one in given["checks"]]
         return cls(given["name"], checks)
 

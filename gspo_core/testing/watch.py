@@ -21,7 +21,7 @@ from typing import Any
 from gspo_core.env import Environment, InvalidEnvironment, PlainEnvironment, Timeouts, load_environment
 from gspo_core.testing.checks import Oracle, Subject, examine
 from gspo_core.testing.prompts import PromptMeter
-from gspo_core.testing.report import Check, Report, Status
+from gspo_core.testing.report import Check, EnvironmentReport, Status
 
 _BEAT_S = 0.05
 # Beyond the longest deadline that the environment itself is held to.
@@ -36,7 +36,7 @@ _OURS = str(Path(__file__).resolve().parents[1])
 class EnvironmentRefused(AssertionError):
     """The environment must not train anything; the report says why."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: EnvironmentReport) -> None:
         super().__init__(f"\n{report}")
         self.report = report
 
@@ -47,7 +47,7 @@ def check_environment(
     *,
     oracle: Oracle | None = None,
     timeout_s: float = 5.0,
-) -> Report:
+) -> EnvironmentReport:
     """The report of a class, a reference or an environment; raises ``EnvironmentRefused`` where a check fails."""
     report = validate(environment, config, oracle=oracle, timeout_s=timeout_s)
     if not report.ok:
@@ -62,17 +62,19 @@ def validate(
     oracle: Oracle | None = None,
     model: Path | None = None,
     timeout_s: float = 5.0,
-) -> Report:
+) -> EnvironmentReport:
     """``timeout_s`` bounds each phase for which the author's ``limits`` state no deadline. ``oracle`` may also be a
     static method of the class."""
     name = environment if isinstance(environment, str) else getattr(environment, "__qualname__", str(environment))
-    watched = _Watched(Report(str(name)), timeout_s, lambda: _as_environment(environment, dict(config or {})))
+    watched = _Watched(
+        EnvironmentReport(str(name)), timeout_s, lambda: _as_environment(environment, dict(config or {}))
+    )
     watched.run(oracle, model)
     return watched.report
 
 
 class _Watched:
-    def __init__(self, report: Report, timeout_s: float, load: Callable[[], Environment]) -> None:
+    def __init__(self, report: EnvironmentReport, timeout_s: float, load: Callable[[], Environment]) -> None:
         self.report = report
         self._timeout_s = timeout_s
         self._load = load

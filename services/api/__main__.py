@@ -24,7 +24,7 @@ from services.api.http.document import V1
 from services.api.http.key_ring import KeyRing
 from services.api.http.protocol import BoundedHttp
 from services.files.data_dir import DataDir
-from services.hosts.registry import Registry
+from services.hosts.registry import EnvironmentRegistry
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger
@@ -78,7 +78,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
             Bus(redis, lease_s=settings.lease_s),
             data_dir.jobs,
             redis,
-            registry=Registry(data_dir.environments),
+            registry=EnvironmentRegistry(data_dir.environments),
             networks=parse_networks(settings.outbound_networks),
             may_upload=settings.env_uploads,
             news=Store(news),

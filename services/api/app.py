@@ -17,7 +17,7 @@ from gspo_core import __version__
 from services.api.http import errors
 from services.api.http.access import Access, AccessMiddleware
 from services.api.http.audit import Audit
-from services.api.http.context import Backend, Context, OpenBackend
+from services.api.http.context import ApiContext, Backend, OpenBackend
 from services.api.http.document import V1, Application
 from services.api.http.key_ring import KeyRing
 from services.api.http.limits import RateLimit
@@ -47,12 +47,12 @@ from services.api.routes import (
 )
 from services.api.routes import keys as keys_of_others
 from services.api.views.codecs import Codecs
-from services.api.views.event_tails import Tails
+from services.api.views.event_tails import EventTails
 from services.api.views.exports import Exports
-from services.api.views.history import History
+from services.api.views.history import TrainedHistory
 from services.process.cancelling import cancel_all
-from services.state.kept_replies import Replies
-from services.state.worker_requests import Errands
+from services.state.kept_replies import KeptReplies
+from services.state.worker_requests import WorkerRequests
 
 LEASE_S = 30.0
 
@@ -128,21 +128,21 @@ def _include_routes(app: FastAPI) -> None:
 
 def _context(
     backend: Backend, presence: Presence, traffic: Traffic, ring: KeyRing | None, stopping: asyncio.Event, ping_s: float
-) -> Context:
-    return Context(
+) -> ApiContext:
+    return ApiContext(
         store=backend.store,
         bus=backend.bus,
-        history=History(backend.jobs_dir),
+        history=TrainedHistory(backend.jobs_dir),
         codecs=Codecs(backend.jobs_dir),
         stopping=stopping,
         presence=presence,
-        tails=Tails(backend.news or backend.store, render, stopping),
+        tails=EventTails(backend.news or backend.store, render, stopping),
         traffic=traffic,
         ring=ring,
-        errands=Errands(backend.redis),
+        errands=WorkerRequests(backend.redis),
         exports=Exports(),
         redis=backend.redis,
-        replies=Replies(backend.redis),
+        replies=KeptReplies(backend.redis),
         registry=backend.registry,
         networks=backend.networks,
         may_upload=backend.may_upload,

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from services.engine.app import create_app
-from services.engine.engine import Engine
+from services.engine.engine import EmbeddedEngine
 from services.engine.model import Decoder
 from services.engine.protocol import Reader
 from services.engine.scheduler import Scheduler
@@ -45,7 +45,7 @@ async def _serve(arguments: argparse.Namespace, decoder: Decoder, stop: asyncio.
         prefix_cache_bytes=arguments.prefix_cache_mib * 2**20,
         label=arguments.weight_version,
     )
-    engine = Engine(decoder, scheduler, arguments.model)
+    engine = EmbeddedEngine(decoder, scheduler, arguments.model)
     reader = Reader(
         vocab_size=decoder.vocab_size,
         context_length=decoder.context_length,

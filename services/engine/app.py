@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from services.engine.checkpoint import CheckpointRejected
-from services.engine.engine import CacheNotFlushed, Engine
+from services.engine.engine import CacheNotFlushed, EmbeddedEngine
 from services.engine.protocol import (
     AbortBody,
     BadRequest,
@@ -38,14 +38,16 @@ from services.engine.protocol import (
     scored,
 )
 from services.engine.scheduler import DuplicateRequest, RequestFailed
-from services.engine.weight_receiver import JoinBody, LeaveBody, Refused, TensorsBody, WeightReceiver
+from services.engine.weight_receiver import JoinBody, LeaveBody, TensorsBody, WeightReceiver, WeightsRefused
 
 PROTOCOL_VERSION = "0.5.23"
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed: requests are running on it."
 _encode = msgspec.json.Encoder().encode
 
 
-def create_app(engine: Engine, reader: Reader, decode: Callable[[list[int]], str], info: dict[str, Any]) -> Starlette:
+def create_app(
+    engine: EmbeddedEngine, reader: Reader, decode: Callable[[list[int]], str], info: dict[str, Any]
+) -> Starlette:
     """``decode`` renders the ``text`` of answers, which is for display only; ``info`` goes into ``/server_info``."""
     handlers = _Handlers(engine, reader, decode, info)
     routes = [
@@ -96,7 +98,7 @@ _ROUTES: dict[tuple[str, ...], dict[str, str]] = {
 
 class _Handlers:
     def __init__(
-        self, engine: Engine, reader: Reader, decode: Callable[[list[int]], str], info: dict[str, Any]
+        self, engine: EmbeddedEngine, reader: Reader, decode: Callable[[list[int]], str], info: dict[str, Any]
     ) -> None:
         self._engine = engine
         self._reader = reader
@@ -262,7 +264,7 @@ async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, None
 def _succeeded(act: Callable[[], None], message: str) -> Response:
     try:
         act()
-    except Refused as error:
+    except WeightsRefused as error:
         return _told(False, str(error))
     return _told(True, message)
 
@@ -271,7 +273,7 @@ async def _unless_refused(http: HttpRequest, work: Coroutine[Any, Any, None], me
     """A caller that has gone gives up what it asked for."""
     try:
         is_done = await _unless_disconnected(http, work)
-    except Refused as error:
+    except WeightsRefused as error:
         return _told(False, str(error))
     except CacheNotFlushed:
         return _told(False, _NOT_FLUSHED)

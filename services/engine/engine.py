@@ -27,7 +27,7 @@ class CacheNotFlushed(Exception):
     """The new weights are in place, but requests that run on the old cache forbade to flush it."""
 
 
-class Engine:
+class EmbeddedEngine:
     def __init__(self, decoder: Decoder, scheduler: Scheduler, model_dir: Path) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
@@ -126,4 +126,4 @@ class Engine:
             await asyncio.sleep(_POLL_S)
 
 
-__all__ = ["CacheNotFlushed", "CheckpointRejected", "Engine"]
+__all__ = ["CacheNotFlushed", "CheckpointRejected", "EmbeddedEngine"]

@@ -28,7 +28,7 @@ _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _MAX_DEVIATION = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 
 
-class UnsupportedModel(Exception):
+class UnservableModel(Exception):
     """The embedded engine cannot serve this model; use another kind of engine."""
 
 
@@ -150,7 +150,7 @@ class Decoder:
 
         def take(*names: str) -> Tensor:
             if missing := [name for name in names if name not in state]:
-                raise UnsupportedModel(f"{self.config.model_type} has no {missing}")
+                raise UnservableModel(f"{self.config.model_type} has no {missing}")
             tensors = [state.pop(name) for name in names]
             sizes = [len(tensor) for tensor in tensors]
             if tensors[0].dim() == 1:
@@ -188,7 +188,7 @@ class Decoder:
                 )
             )
         if state:
-            raise UnsupportedModel(f"{self.config.model_type} has weights that are not known here: {sorted(state)[:3]}")
+            raise UnservableModel(f"{self.config.model_type} has weights that are not known here: {sorted(state)[:3]}")
 
     def _derive(self) -> None:
         for layer in self._layers:
@@ -215,7 +215,7 @@ class Decoder:
         theirs = reference(ids[None]).logits[0, -1]
         deviation = (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max().item()
         if not deviation <= _MAX_DEVIATION.get(self.dtype, 0.3):
-            raise UnsupportedModel(f"{self.config.model_type}: log-probs are {deviation:.2g} off those of transformers")
+            raise UnservableModel(f"{self.config.model_type}: log-probs are {deviation:.2g} off those of transformers")
 
 
 def _check_config(config: Any) -> None:
@@ -228,7 +228,7 @@ def _check_config(config: Any) -> None:
         "use_sliding_window": not getattr(config, "use_sliding_window", False),
     }
     if strange := [name for name, is_known in known.items() if not is_known]:
-        raise UnsupportedModel(f"{config.model_type}: no support for its {', '.join(strange)}")
+        raise UnservableModel(f"{config.model_type}: no support for its {', '.join(strange)}")
 
 
 class _Chunk(NamedTuple):

@@ -148,7 +148,7 @@ class Reader:
             done=asyncio.get_running_loop().create_future(),
         )
         prompt = input_ids if body.return_prompt_token_ids else None
-        return request, Answer(with_logprobs=bool(body.return_logprob), prompt_token_ids=prompt)
+        return request, AnswerRenderer(with_logprobs=bool(body.return_logprob), prompt_token_ids=prompt)
 
     def scoring(self, content: bytes) -> tuple[list[int], str] | None:
         """Ids and request id, if the body asks for the log-probs of its input and for nothing to be sampled."""
@@ -221,7 +221,7 @@ def scored(input_ids: Sequence[int], logprobs: Sequence[float], label: str, rid:
     return {"text": "", "output_ids": [], "meta_info": meta}
 
 
-class Answer:
+class AnswerRenderer:
     """Renders an ended request in the way its caller asked for."""
 
     def __init__(self, *, with_logprobs: bool, prompt_token_ids: Sequence[int] | None) -> None:

@@ -13,14 +13,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.engine.engine import Engine
+from services.engine.engine import EmbeddedEngine
 from services.engines.process_group import ProcessGroup
 
 # To meet, and for each tensor. A sender that is lost closes its connections, which is noticed at once.
 _TIMEOUT_S = 120.0
 
 
-class Refused(Exception):
+class WeightsRefused(Exception):
     """Answered with 400; the weights are as before."""
 
 
@@ -48,26 +48,26 @@ class LeaveBody(msgspec.Struct):
 
 
 class WeightReceiver:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
         self._groups: dict[str, tuple[ProcessGroup, torch.device]] = {}
         self._is_open = False
 
     def begin(self) -> None:
         if self._is_open:
-            raise Refused("a weight-update session is already open; call end_weight_update() first")
+            raise WeightsRefused("a weight-update session is already open; call end_weight_update() first")
         self._is_open = True
 
     def end(self) -> None:
         if not self._is_open:
-            raise Refused("no weight-update session is open; call begin_weight_update() first")
+            raise WeightsRefused("no weight-update session is open; call begin_weight_update() first")
         self._is_open = False
 
     async def join(self, body: JoinBody) -> None:
         if body.group_name in self._groups:
-            raise Refused(f"there is a group {body.group_name!r} already")
+            raise WeightsRefused(f"there is a group {body.group_name!r} already")
         if body.backend not in ("gloo", "nccl"):
-            raise Refused(f"a group is joined by gloo or nccl, not {body.backend!r}")
+            raise WeightsRefused(f"a group is joined by gloo or nccl, not {body.backend!r}")
         try:
             group = await ProcessGroup.join(
                 host=body.master_address,
@@ -79,18 +79,18 @@ class WeightReceiver:
                 timeout_s=_TIMEOUT_S,
             )
         except (RuntimeError, ValueError) as error:
-            raise Refused(f"the group was not joined: {error}") from error
+            raise WeightsRefused(f"the group was not joined: {error}") from error
         device = torch.device("cpu") if body.backend == "gloo" else self._engine.decoder.device
         self._groups[body.group_name] = group, device
 
     async def receive(self, body: TensorsBody) -> None:
         """``CacheNotFlushed``: the new weights are in place."""
         if not self._is_open:
-            raise Refused(
+            raise WeightsRefused(
                 "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
         if body.group_name not in self._groups:
-            raise Refused(f"there is no group {body.group_name!r}: call init_weights_update_group first")
+            raise WeightsRefused(f"there is no group {body.group_name!r}: call init_weights_update_group first")
         group, device = self._groups[body.group_name]
         tensors = self._room(body, device)
         num_before = self._engine.num_loads
@@ -99,32 +99,32 @@ class WeightReceiver:
         try:
             await group.broadcast(tensors.values())
         except RuntimeError as error:
-            raise Refused(f"the tensors did not come: {error}") from error
+            raise WeightsRefused(f"the tensors did not come: {error}") from error
         if strange := [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]:
-            raise Refused(f"{strange[0]} holds something else than finite numbers")
+            raise WeightsRefused(f"{strange[0]} holds something else than finite numbers")
         label = self._engine.label if body.weight_version is None else body.weight_version
         if not await self._engine.take_weights(tensors, label, flush_cache=body.flush_cache, unless_after=num_before):
-            raise Refused("other weights were loaded meanwhile")
+            raise WeightsRefused("other weights were loaded meanwhile")
 
     def leave(self, name: str) -> None:
         if name not in self._groups:
-            raise Refused(f"there is no group {name!r}")
+            raise WeightsRefused(f"there is no group {name!r}")
         self._groups.pop(name)[0].close()
 
     def _room(self, body: TensorsBody, device: torch.device) -> dict[str, Tensor]:
         """What the tensors are received into; refuses what the model has no place for before anything is sent."""
         if not len(body.names) == len(body.dtypes) == len(body.shapes) > 0:
-            raise Refused("names, dtypes and shapes are lists of one length")
+            raise WeightsRefused("names, dtypes and shapes are lists of one length")
         parameters = self._engine.decoder.parameters
         found: dict[str, Tensor] = {}
         for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True):
             if name not in parameters:
-                raise Refused(f"the model has no tensor {name}")
+                raise WeightsRefused(f"the model has no tensor {name}")
             if list(parameters[name].shape) != shape:
-                raise Refused(f"{name} has shape {_text(shape)} instead of {_text(parameters[name].shape)}")
+                raise WeightsRefused(f"{name} has shape {_text(shape)} instead of {_text(parameters[name].shape)}")
             kind = getattr(torch, dtype, None)
             if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-                raise Refused(f"{name} has the type {dtype!r}, which is not floating point")
+                raise WeightsRefused(f"{name} has the type {dtype!r}, which is not floating point")
             found[name] = torch.empty(shape, dtype=kind, device=device)
         return found
 

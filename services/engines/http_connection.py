@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MAX_HEAD_BYTES = 2**16
 
-_Steps = Generator[None, None, "Answer"]
+_Steps = Generator[None, None, "HttpAnswer"]
 """Reading, which stops wherever more bytes must come first."""
 
 
@@ -21,19 +21,19 @@ class NotHttp(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     status_code: int
     content: bytes
     headers: tuple[tuple[bytes, bytes], ...] = ()
     keeps_connection: bool = True
 
 
-class Line(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """Made by ``create_connection``."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._answer: asyncio.Future[Answer] | None = None
+        self._answer: asyncio.Future[HttpAnswer] | None = None
         self._reading: _Steps | None = None
         self._is_lost = False
 
@@ -41,13 +41,13 @@ class Line(asyncio.Protocol):
     def is_usable(self) -> bool:
         return self._answer is None and not self._is_lost and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, *, has_content: bool = True) -> Answer:
+    async def exchange(self, request: bytes, *, has_content: bool = True) -> HttpAnswer:
         """Raises ``NotHttp``, or ``OSError`` when the connection ends first. ``has_content`` is False for HEAD."""
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._reading = self._read(has_content)
         self._transport.write(request)
         try:
-            found: Answer = await answer
+            found: HttpAnswer = await answer
         except BaseException:
             self._transport.abort()
             raise
@@ -112,7 +112,7 @@ class Line(asyncio.Protocol):
             content = yield from self._exactly(int(fields[b"content-length"]))
         else:
             content, keeps = (yield from self._rest()), False
-        return Answer(int(status), content, tuple(headers), keeps)
+        return HttpAnswer(int(status), content, tuple(headers), keeps)
 
     def _until(self, mark: bytes) -> Generator[None, None, bytes]:
         """What comes before ``mark``, which is taken too."""

@@ -25,7 +25,7 @@ import msgspec
 
 from gspo_core.types import MAX_LOGPROB
 from services.engines.errors import EngineDirty, EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
-from services.engines.http_connection import Answer
+from services.engines.http_connection import HttpAnswer
 from services.engines.protocol import (
     Capabilities,
     Connect,
@@ -109,7 +109,7 @@ class _WireSpan(msgspec.Struct):
     end: int
 
 
-class _Meta(msgspec.Struct):
+class _AnswerMeta(msgspec.Struct):
     id: str
     finish_reason: _Finish
     completion_tokens: int
@@ -122,7 +122,7 @@ class _Meta(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     output_ids: list[int]
-    meta_info: _Meta
+    meta_info: _AnswerMeta
 
 
 class _ScoredMeta(msgspec.Struct):
@@ -447,7 +447,7 @@ class EngineClient:
 
     async def _call(
         self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
-    ) -> Answer:
+    ) -> HttpAnswer:
         """The answer, when it is a 2xx; what else there is becomes one of our errors."""
         answer = await self._send(method, path, body, admin=admin, timeout=timeout)
         if 200 <= answer.status_code < 300:
@@ -458,7 +458,7 @@ class EngineClient:
 
     async def _send(
         self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
-    ) -> Answer:
+    ) -> HttpAnswer:
         headers = {} if body is None else {"Content-Type": "application/json"}
         if key := self._keys[admin]:
             headers["Authorization"] = f"Bearer {key}"
@@ -468,7 +468,7 @@ class EngineClient:
             if isinstance(http, EngineHttp):
                 return await http.ask(method, url, headers, content, given)
             response = await http.request(method, url, content=content, headers=headers, timeout=given)
-            return Answer(response.status_code, response.content)
+            return HttpAnswer(response.status_code, response.content)
         except httpx.TransportError as error:
             raise EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}") from error
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from services.engines.http_connection import Answer, Line, NotHttp
+from services.engines.http_connection import HttpAnswer, HttpConnection, NotHttp
 
 _Origin = tuple[str, str, int]
 
@@ -31,7 +31,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, max_connections: int) -> None:
         self._slots: defaultdict[_Origin, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(max_connections))
-        self._idle: defaultdict[_Origin, list[Line]] = defaultdict(list)
+        self._idle: defaultdict[_Origin, list[HttpConnection]] = defaultdict(list)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         content = await request.aread()
@@ -44,7 +44,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     async def exchange(
         self, origin: _Origin, request: bytes, timeout: httpx.Timeout, *, has_content: bool = True
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Raises what httpx raises."""
         async with self._slots[origin]:
             line = await self._connect(origin, timeout.connect)
@@ -68,7 +68,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             line.close()
         await asyncio.sleep(0)  # sockets are closed by the loop, soon
 
-    async def _connect(self, origin: _Origin, timeout_s: float | None) -> Line:
+    async def _connect(self, origin: _Origin, timeout_s: float | None) -> HttpConnection:
         idle = self._idle[origin]
         while idle:
             line = idle.pop()
@@ -78,7 +78,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         try:
             async with _at_most(timeout_s):
                 loop = asyncio.get_running_loop()
-                _, line = await loop.create_connection(Line, host, port, ssl=scheme == "https" or None)
+                _, line = await loop.create_connection(HttpConnection, host, port, ssl=scheme == "https" or None)
                 return line
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection to {host}:{port} in time") from error
@@ -101,7 +101,7 @@ class EngineHttp(httpx.AsyncClient):
 
     async def ask(
         self, method: str, url: str, headers: Mapping[str, str], content: bytes, timeout: httpx.Timeout
-    ) -> Answer:
+    ) -> HttpAnswer:
         """One exchange without httpx's objects. Raises what httpx raises."""
         self._check_open()
         origin, host, target = _parsed(url)

@@ -15,10 +15,10 @@ from gspo_core.messages import ForkReason
 from gspo_core.types import Segment, StopReason
 from services.episodes.counters import Counters
 from services.episodes.ledger import Ledger
-from services.episodes.worlds import World
+from services.episodes.worlds import WorldSnapshot
 
 
-class History:
+class Conversation:
     """Of one attempt; ``ledger`` is empty at first."""
 
     def __init__(self, codec: ChatCodec, ledger: Ledger, counters: Counters, max_context_tokens: int) -> None:
@@ -43,7 +43,7 @@ class History:
         self.ledger.observe(prompt)
         return None
 
-    def go_on(self, world: World, record: Sequence[Segment]) -> None:
+    def go_on(self, world: WorldSnapshot, record: Sequence[Segment]) -> None:
         """Stands where ``world`` does, with all of ``record``."""
         self.messages, self.tools = list(world.messages), world.tools
         world.rebuild(self.ledger, record)

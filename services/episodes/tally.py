@@ -12,7 +12,7 @@ from gspo_core.spec import EpisodeLimits
 from gspo_core.types import StopReason
 
 
-class Tally(msgspec.Struct):
+class TurnTally(msgspec.Struct):
     """Of one attempt."""
 
     num_calls: int = 0

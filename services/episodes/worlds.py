@@ -15,17 +15,17 @@ import msgspec
 
 from gspo_core.types import Segment
 from services.episodes.ledger import Ledger
-from services.episodes.tally import Tally
+from services.episodes.tally import TurnTally
 
 # One call with a larger value would hold up everybody else's.
 MAX_WORLD_BYTES = 1024 * 1024
 
 
-class WorldNotKept(Exception):
+class WorldSnapshotNotKept(Exception):
     """It is too large, or holds something that cannot be written down."""
 
 
-class World(msgspec.Struct, frozen=True):
+class WorldSnapshot(msgspec.Struct, frozen=True):
     """After the environment answered, before the policy does."""
 
     turn: int
@@ -35,22 +35,22 @@ class World(msgspec.Struct, frozen=True):
     """What that turn begins with."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    tally: Tally
+    tally: TurnTally
     state: bytes
     """Of the environment."""
 
     def encode(self) -> bytes:
-        """Raises ``WorldNotKept``."""
+        """Raises ``WorldSnapshotNotKept``."""
         try:
             data = msgspec.msgpack.encode(self)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise WorldNotKept(str(error)) from error
+            raise WorldSnapshotNotKept(str(error)) from error
         if len(data) > MAX_WORLD_BYTES:
-            raise WorldNotKept(f"it has {len(data)} bytes, more than {MAX_WORLD_BYTES}")
+            raise WorldSnapshotNotKept(f"it has {len(data)} bytes, more than {MAX_WORLD_BYTES}")
         return data
 
     @classmethod
-    def decode(cls, data: bytes) -> World | None:
+    def decode(cls, data: bytes) -> WorldSnapshot | None:
         """None for what another release wrote."""
         try:
             return msgspec.msgpack.decode(data, type=cls)

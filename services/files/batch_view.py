@@ -28,7 +28,7 @@ from services.files.job_records import DamagedRecord, JobRecords
 
 
 @dataclass(frozen=True)
-class View:
+class BatchView:
     """One batch with what lies beside it."""
 
     batch: LoggedBatch
@@ -37,7 +37,7 @@ class View:
     tokenizer: Tokenizer | None
 
     @classmethod
-    def of(cls, path: Path, model: Path | None) -> View:
+    def of(cls, path: Path, model: Path | None) -> BatchView:
         batch = read_batch(path)
         spec = _spec_beside(path)
         return cls(batch, _advantages(batch, spec) if spec else {}, _tokenizer(model, spec))
@@ -63,7 +63,7 @@ def summary(batch: LoggedBatch) -> str:
     )
 
 
-def as_text(view: View, wanted: Sequence[str], *, tokens: bool) -> Iterator[str]:
+def as_text(view: BatchView, wanted: Sequence[str], *, tokens: bool) -> Iterator[str]:
     batch = view.batch
     yield f"epoch {batch.epoch}  step {batch.step}  {summary(batch)}"
     yield f"extra {json.dumps(batch.extra, indent=2)}"
@@ -78,7 +78,7 @@ def as_text(view: View, wanted: Sequence[str], *, tokens: bool) -> Iterator[str]
                 yield from _tokens_text(view, trajectory)
 
 
-def as_records(view: View, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+def as_records(view: BatchView, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One object per episode, with arrays over its tokens."""
     for group in view.batch.groups:
         for one in group:
@@ -100,7 +100,7 @@ def as_records(view: View, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _branch_record(view: View, branch: Branch) -> dict[str, Any]:
+def _branch_record(view: BatchView, branch: Branch) -> dict[str, Any]:
     versions = branch.versions.tolist()
     return {
         "temperature": branch.segments[0].temperature,
@@ -120,7 +120,7 @@ def _baseline(group: Group) -> str:
     return f"  rewards {shown}  mean {sum(rewards) / len(rewards):.4f}" if rewards else ""
 
 
-def _episode_text(view: View, trajectory: Trajectory) -> Iterator[str]:
+def _episode_text(view: BatchView, trajectory: Trajectory) -> Iterator[str]:
     outcome, advantage = trajectory.outcome, view.advantages.get(str(trajectory.key))
     yield (
         f"  {trajectory.key}  attempt {trajectory.attempt}  {outcome.stop_reason}  reward {outcome.reward}  "
@@ -136,7 +136,7 @@ def _episode_text(view: View, trajectory: Trajectory) -> Iterator[str]:
         )
 
 
-def _tokens_text(view: View, trajectory: Trajectory) -> Iterator[str]:
+def _tokens_text(view: BatchView, trajectory: Trajectory) -> Iterator[str]:
     for number, branch in enumerate(trajectory.branches):
         yield f"      branch {number}: position, turn, token, sampled, log-prob, version, age, text"
         columns = (branch.token_ids, branch.action_mask, branch.behavior_logprobs, branch.turn_ids, branch.versions)
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.path.is_dir():
         return _print_list(given.path)
     try:
-        view = View.of(given.path, given.model)
+        view = BatchView.of(given.path, given.model)
     except (OSError, DamagedBatchLog, UnsuitableTokenizer) as error:
         print(error, file=sys.stderr)
         return 1

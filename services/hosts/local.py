@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from services.hosts.server import ForkServer, HostOrder
+from services.hosts.server import HostOrder, RunningHost
 from services.hosts.venv import Interpreters
 
 
@@ -12,6 +12,6 @@ from services.hosts.venv import Interpreters
 class LocalHosts:
     interpreters: Interpreters
 
-    async def boot(self, order: HostOrder) -> ForkServer:
+    async def boot(self, order: HostOrder) -> RunningHost:
         """Raises ``InvalidEnvironment`` or ``BootFailed``."""
-        return await ForkServer.boot(replace(order, python=await self.interpreters.for_environment(order.ref)))
+        return await RunningHost.boot(replace(order, python=await self.interpreters.for_environment(order.ref)))

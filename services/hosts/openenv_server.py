@@ -35,7 +35,7 @@ class Refusal(Exception):
 
 
 @dataclass
-class Episode:
+class ServedEpisode:
     """What one connection holds."""
 
     environment: HostedEnvironment
@@ -158,7 +158,7 @@ async def serve(environment: HostedEnvironment, host: str, port: int, capacity: 
             await connection.send(json.dumps(_error("CAPACITY_REACHED", text, **room)))
             return
         num_active += 1
-        episode = Episode(environment)
+        episode = ServedEpisode(environment)
         try:
             async for text in connection:
                 if isinstance(text, str) and text.strip() == '{"type":"close"}':

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment
 from services.hosts.process import Cause, Death, HostProcess
 from services.hosts.remote import RemoteHost, RemoteProcess
-from services.hosts.server import BootFailed, ForkServer, HostOrder
-from services.hosts.wire import Description
+from services.hosts.server import BootFailed, HostOrder, RunningHost
+from services.hosts.wire import HostDescription
 from services.process.telemetry import get_logger
 
 # Until so many processes run, sessions are spread instead of packed.
 NUM_SPREAD = os.cpu_count() or 1
 BOOT_RETRY_S = (0.0, 0.5, 2.0)
 
-Host = ForkServer | RemoteHost
+Host = RunningHost | RemoteHost
 Process = HostProcess | RemoteProcess
 Boot = Callable[[HostOrder], Awaitable[Host]]
 """Starts a host, beside us or in a service."""
@@ -47,7 +47,7 @@ class HostPool:
         self._boot = boot
         self._server = server
         self._count = count
-        self.description: Description = server.description
+        self.description: HostDescription = server.description
         self._processes: list[Process] = []
         self._next_session = 0
         self._limit = server.description.sessions_per_process * server.description.max_processes
@@ -60,7 +60,7 @@ class HostPool:
 
     @classmethod
     async def open(
-        cls, order: HostOrder, count: Callable[[str], None] = lambda name: None, boot: Boot = ForkServer.boot
+        cls, order: HostOrder, count: Callable[[str], None] = lambda name: None, boot: Boot = RunningHost.boot
     ) -> HostPool:
         """Raises ``InvalidEnvironment`` with what is wrong with the environment."""
         try:

@@ -82,7 +82,7 @@ def digest_of(ref: str, config: Mapping[str, Any], upload: str | None, source: M
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Registry:
+class EnvironmentRegistry:
     """The environments in a directory. Blocking: call it in a thread."""
 
     def __init__(self, directory: EnvironmentsDir) -> None:

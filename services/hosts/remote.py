@@ -19,7 +19,7 @@ from gspo_core.env import InvalidEnvironment
 from services.hosts import wire
 from services.hosts.process import Cause, Death, Died, Reply
 from services.hosts.server import BootFailed, HostOrder
-from services.hosts.wire import BadFrame, Description
+from services.hosts.wire import BadFrame, HostDescription
 
 PING_S = 5.0
 # Both sides: who says nothing for so long is gone, whatever its kernel says.
@@ -126,7 +126,7 @@ class RemoteHost(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._frames = wire.Frames()
         self._transport: asyncio.Transport | None = None
-        self._ready: asyncio.Future[Description] = self._loop.create_future()
+        self._ready: asyncio.Future[HostDescription] = self._loop.create_future()
         self._processes: dict[int, RemoteProcess] = {}
         self._forking: dict[int, asyncio.Future[int]] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
@@ -136,7 +136,7 @@ class RemoteHost(asyncio.Protocol):
         self._pinging: asyncio.Task[None] | None = None
         self.tail = ""
         self.is_dead = False
-        self.description: Description
+        self.description: HostDescription
 
     async def load(self, token: str) -> None:
         order = self._order
@@ -213,7 +213,7 @@ class RemoteHost(asyncio.Protocol):
             elif said.failed is not None:
                 self._ready.set_exception(BootFailed(said.failed))
             elif said.ready is not None:
-                self._ready.set_result(Description.from_json(said.ready))
+                self._ready.set_result(HostDescription.from_json(said.ready))
         elif said.forked is not None:
             self._has_forked(said.forked, said)
         elif said.reply is not None:

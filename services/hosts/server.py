@@ -29,7 +29,7 @@ from gspo_core.env import InvalidEnvironment
 from services.hosts import wire
 from services.hosts.mark import Mark
 from services.hosts.process import Cause, Death, HostProcess
-from services.hosts.wire import BadFrame, Description
+from services.hosts.wire import BadFrame, HostDescription
 
 ROOT = Path(__file__).resolve().parents[2]
 # All that a host inherits: no settings, no keys, no addresses of ours.
@@ -72,7 +72,7 @@ class BootFailed(Exception):
     """The host did not come up; whether the environment is to blame cannot be said."""
 
 
-class ForkServer(asyncio.Protocol):
+class RunningHost(asyncio.Protocol):
     """A running host. ``boot`` makes one."""
 
     def __init__(self, order: HostOrder, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -83,7 +83,7 @@ class ForkServer(asyncio.Protocol):
         """Descriptors are sent past the transport, which cannot."""
         self._frames = wire.Frames()
         self._transport: asyncio.Transport | None = None
-        self._ready: asyncio.Future[Description] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[HostDescription] = asyncio.get_running_loop().create_future()
         self._processes: dict[int, HostProcess] = {}
         self._pids: set[int] = set()
         self._next_number = 0
@@ -93,10 +93,10 @@ class ForkServer(asyncio.Protocol):
         makes it, once it outlives whoever started it: else a worker that is killed meanwhile would leave it behind."""
         self.is_dead = False
         self.gone = asyncio.Event()
-        self.description: Description
+        self.description: HostDescription
 
     @classmethod
-    async def boot(cls, order: HostOrder) -> ForkServer:
+    async def boot(cls, order: HostOrder) -> RunningHost:
         """Raises ``InvalidEnvironment`` with what is wrong with it, or ``BootFailed``."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
@@ -202,7 +202,7 @@ class ForkServer(asyncio.Protocol):
             if "invalid" in said:
                 self._fail(InvalidEnvironment(said["invalid"]))
             else:
-                self._ready.set_result(Description.from_json(said.get("ready")))
+                self._ready.set_result(HostDescription.from_json(said.get("ready")))
             return
         event = _read_event(body)
         if event.forked is not None and event.pid is not None:

@@ -25,7 +25,7 @@ from services.files.data_dir import DataDir
 from services.hosts import wire
 from services.hosts.process import Cause, Death, Died, HostProcess, Reply
 from services.hosts.remote import SILENCE_S
-from services.hosts.server import BootFailed, ForkServer, HostOrder
+from services.hosts.server import BootFailed, HostOrder, RunningHost
 from services.hosts.venv import Interpreters
 from services.hosts.wire import MAX_FRAME_BYTES, BadFrame
 from services.process.children import bury_orphans
@@ -45,7 +45,7 @@ OPERATIONS = frozenset({"start", "act", "score", "restore", "close"})
 _LENGTH = struct.Struct("<I")
 
 
-class Refused(Exception):
+class ConnectionRefused(Exception):
     """Whoever connected may not, or does not speak as a worker does."""
 
 
@@ -64,20 +64,20 @@ class Guest:
         self._reader = reader
         self._writer = writer
         self._interpreters = interpreters
-        self._host: ForkServer | None = None
+        self._host: RunningHost | None = None
         self._processes: dict[int, HostProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Task[None]] = set()
         self._is_leaving = False
 
     async def serve(self, token_sha256: str) -> None:
-        """Until the connection ends; raises ``Refused``."""
+        """Until the connection ends; raises ``ConnectionRefused``."""
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 greeting = await anext(self._frames(MAX_GREETING_BYTES))
             token = greeting.get("token")
             if not isinstance(token, str) or not is_token(token, token_sha256):
-                raise Refused("a wrong token")
+                raise ConnectionRefused("a wrong token")
             async for frame in self._frames(MAX_FRAME_BYTES):
                 self._take(frame)
         except (StopAsyncIteration, OSError, TimeoutError):
@@ -91,14 +91,14 @@ class Guest:
                 async with asyncio.timeout(SILENCE_S):
                     (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
                     if length > most_bytes:
-                        raise Refused(f"a frame of {length} bytes")
+                        raise ConnectionRefused(f"a frame of {length} bytes")
                     frame = json.loads(await self._reader.readexactly(length))
             except asyncio.IncompleteReadError:
                 return
             except (ValueError, RecursionError) as error:
-                raise Refused(f"not JSON: {error}") from None
+                raise ConnectionRefused(f"not JSON: {error}") from None
             if not isinstance(frame, dict):
-                raise Refused("a frame is an object")
+                raise ConnectionRefused("a frame is an object")
             yield frame
 
     async def leave(self) -> None:
@@ -141,7 +141,7 @@ class Guest:
             case {"ping": _}:
                 self._say({"pong": True})
             case _:
-                raise Refused(f"cannot be understood: {', '.join(sorted(map(str, frame)))[:200]}")
+                raise ConnectionRefused(f"cannot be understood: {', '.join(sorted(map(str, frame)))[:200]}")
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -152,7 +152,7 @@ class Guest:
     async def _boot(self, order: HostOrder) -> None:
         try:
             python = await self._interpreters.for_environment(order.ref)
-            self._host = await ForkServer.boot(replace(order, python=python, boot_timeout_s=BOOT_TIMEOUT_S))
+            self._host = await RunningHost.boot(replace(order, python=python, boot_timeout_s=BOOT_TIMEOUT_S))
         except InvalidEnvironment as error:
             self._say({"invalid": str(error)})
         except BootFailed as error:
@@ -216,7 +216,7 @@ class Guest:
             await self._host.close()
 
 
-def described(host: ForkServer) -> dict[str, Any]:
+def described(host: RunningHost) -> dict[str, Any]:
     """As the host itself said it."""
     given = msgspec.to_builtins(host.description)
     assert isinstance(given, dict)
@@ -240,7 +240,7 @@ async def serve(settings: Settings, host: str, port: int, stop: asyncio.Event) -
     async def receive(guest: Guest, peer: object) -> None:
         try:
             await guest.serve(sha256)
-        except (Refused, BadFrame) as error:
+        except (ConnectionRefused, BadFrame) as error:
             get_logger().warning("refused", peer=str(peer), reason=str(error))
 
     def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

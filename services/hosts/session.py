@@ -21,7 +21,7 @@ from gspo_core.types import Split, StopReason
 from services.hosts import wire
 from services.hosts.pool import Boot, HostPool, Seat
 from services.hosts.process import Cause, Death, Died, Reply
-from services.hosts.server import ForkServer, HostOrder
+from services.hosts.server import HostOrder, RunningHost
 
 # How often one session may lose its process through no fault of its own before its episode starts again.
 MAX_LOSSES = 8
@@ -57,7 +57,7 @@ class HostedEnvironment:
 
     @classmethod
     async def open(
-        cls, order: HostOrder, count: Callable[[str], None] = lambda name: None, boot: Boot = ForkServer.boot
+        cls, order: HostOrder, count: Callable[[str], None] = lambda name: None, boot: Boot = RunningHost.boot
     ) -> HostedEnvironment:
         """Raises ``InvalidEnvironment``."""
         return cls(order, await HostPool.open(order, count, boot), count)

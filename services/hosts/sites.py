@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from gspo_core.env import InvalidEnvironment
 from services.hosts.named_urls import urls_in
-from services.hosts.registry import Registry
+from services.hosts.registry import EnvironmentRegistry
 from services.hosts.server import HostOrder
 
 Host = TypeVar("Host")
@@ -23,7 +23,7 @@ Host = TypeVar("Host")
 class Sites:
     """Where registered environments are, and where those of them may connect to that reach a URL."""
 
-    registry: Registry
+    registry: EnvironmentRegistry
     networks: tuple[str, ...] = ()
     elsewhere: bool = False
     """Hosts run in services of their own, which do not have what was uploaded."""

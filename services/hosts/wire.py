@@ -135,7 +135,7 @@ def _dicts(given: Any, name: str) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class HostDescription:
     """What a host says of its environment once it is loaded."""
 
     describe: dict[str, Any]
@@ -149,7 +149,7 @@ class Description:
     max_processes: int
 
     @classmethod
-    def from_json(cls, given: Any) -> Description:
+    def from_json(cls, given: Any) -> HostDescription:
         try:
             bounds = given["reward_range"]
             return cls(

@@ -15,7 +15,7 @@ from services.engines.kinds import open_engines
 from services.files.data_dir import DataDir
 from services.hosts.local import LocalHosts
 from services.hosts.pool import Boot
-from services.hosts.registry import Registry
+from services.hosts.registry import EnvironmentRegistry
 from services.hosts.remote import RemoteHosts
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
@@ -25,7 +25,7 @@ from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.process.tracing import Traces, TracingUnavailable, open_traces
-from services.rollout.errands import ErrandRunner
+from services.rollout.errands import RequestRunner
 from services.rollout.loading import load_job
 from services.rollout.processes import watch
 from services.rollout.worker import Worker, WorkerConfig
@@ -34,7 +34,7 @@ from services.state.drains import Drains
 from services.state.queue import Bus
 from services.state.server import connect
 from services.state.store import Store
-from services.state.worker_requests import Errands
+from services.state.worker_requests import WorkerRequests
 
 # Beyond the drain: closing sessions and handing back.
 LEAVING_S = 4.0
@@ -48,9 +48,9 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
         bus, store = Bus(redis, lease_s=settings.lease_s), Store(redis, lease_s=settings.lease_s)
         await functions_there(bus)
         interpreters = Interpreters(DataDir(settings.data_dir).venvs, settings.env_install)
-        registry = Registry(DataDir(settings.data_dir).environments)
+        registry = EnvironmentRegistry(DataDir(settings.data_dir).environments)
         sites = Sites(registry, settings.outbound_networks, elsewhere=bool(settings.env_hosts))
-        runner = ErrandRunner(Errands(redis), sites, None if settings.env_hosts else interpreters, config.name)
+        runner = RequestRunner(WorkerRequests(redis), sites, None if settings.env_hosts else interpreters, config.name)
         traces = traces_of(settings, config.name)
         worker = Worker(
             config,

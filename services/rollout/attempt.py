@@ -15,22 +15,22 @@ from typing import TypeVar
 
 from gspo_core.env import EnvironmentFailed, Session
 from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
-from services.episodes.history import History
+from services.episodes.history import Conversation
 from services.episodes.ledger import Ledger, LedgerConflict
 from services.episodes.policy import Drained, Interrupted
-from services.episodes.tally import Tally
-from services.episodes.worlds import World, WorldNotKept
+from services.episodes.tally import TurnTally
+from services.episodes.worlds import WorldSnapshot, WorldSnapshotNotKept
 from services.hosts.session import HostedSession
 from services.rollout.repetition import goes_in_circles
 from services.rollout.scoring import with_length, without_asking
-from services.rollout.setting import Order, Setting
+from services.rollout.setting import EpisodeSetting, Order
 from services.rollout.timings import Timings
 from services.state.queue import Snapshot
 
 T = TypeVar("T")
 
 
-class Attempt:
+class EpisodeAttempt:
     """Plays ``ledger`` to its outcome; ``record`` holds the durable segments of this attempt, if there are any.
 
     ``world`` is one that stands at ``record``; without it the record is replayed.
@@ -38,23 +38,23 @@ class Attempt:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: EpisodeSetting,
         order: Order,
         session: Session,
         ledger: Ledger,
         record: Sequence[Segment] = (),
         *,
-        world: World | None = None,
+        world: WorldSnapshot | None = None,
         timings: Timings | None = None,
     ) -> None:
         self._setting = setting
         self._order = order
         self._session = session
         self._ledger = ledger
-        self._history = History(setting.codec, ledger, setting.counters, order.max_context_tokens)
+        self._history = Conversation(setting.codec, ledger, setting.counters, order.max_context_tokens)
         self._record = deque(record)
         self._world = world
-        self._tally = Tally() if world is None else world.tally
+        self._tally = TurnTally() if world is None else world.tally
         self._num_acted = 0
         """Turns that the environment was given."""
         self._kept_turn = -1
@@ -79,7 +79,7 @@ class Attempt:
         start = await self._in_environment(self._session.start(task, self._order.seed), again=again)
         return self._history.begin(start)
 
-    async def _go_on(self, world: World) -> None:
+    async def _go_on(self, world: WorldSnapshot) -> None:
         lease = self._order.lease
         task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index), again=True)
         await self._in_environment(self._session.restore(task, self._order.seed, world.state), again=True)
@@ -194,7 +194,7 @@ class Attempt:
         setting, ledger, history, key = self._setting, self._ledger, self._history, self._order.key
         turn = history.num_turns - 1
         try:
-            data = World(
+            data = WorldSnapshot(
                 turn=turn,
                 branch=ledger.num_forks,
                 observed=list(ledger.turns[-1].observed),
@@ -203,7 +203,7 @@ class Attempt:
                 tally=self._tally,
                 state=state,
             ).encode()
-        except WorldNotKept:
+        except WorldSnapshotNotKept:
             setting.counters.add("worlds/not_kept")
             return
         snapshot = Snapshot(ledger.attempt, ledger.num_segments, data)

@@ -20,11 +20,11 @@ from services.engines.errors import EngineRejected
 from services.episodes.ledger import Ledger, LedgerConflict
 from services.episodes.outbox import to_append
 from services.episodes.policy import Drained, Interrupted
-from services.episodes.worlds import World, num_finished_turns
+from services.episodes.worlds import WorldSnapshot, num_finished_turns
 from services.hosts.session import HostedSession, SessionLost
 from services.process.telemetry import get_logger
-from services.rollout.attempt import Attempt
-from services.rollout.setting import Order, Setting
+from services.rollout.attempt import EpisodeAttempt
+from services.rollout.setting import EpisodeSetting, Order
 from services.rollout.timings import Timings
 from services.state.queue import Snapshot
 from services.state.refusals import Conflict, Refused
@@ -40,14 +40,14 @@ class Past:
     """What an attempt goes on from."""
 
     record: Sequence[Segment] = ()
-    world: World | None = None
+    world: WorldSnapshot | None = None
     note: str = ""
 
 
 class Episode:
     """Leased once, played to its end or handed back."""
 
-    def __init__(self, setting: Setting, order: Order) -> None:
+    def __init__(self, setting: EpisodeSetting, order: Order) -> None:
         self._setting = setting
         self._order = order
         self._attempt = order.lease.attempt
@@ -115,7 +115,7 @@ class Episode:
                 await session.admit()  # waiting for a place is no time of the episode
                 setting.counters.add_s("time/queue_s", waited_s := setting.clock() - asked)
                 timings.queue_s += waited_s
-            attempt = Attempt(setting, order, session, ledger, past.record, world=past.world, timings=timings)
+            attempt = EpisodeAttempt(setting, order, session, ledger, past.record, world=past.world, timings=timings)
             return await attempt.play(), timings.take()
         except (Drained, Interrupted, Refused, LedgerConflict, SegmentRejected, EnvironmentFailed):
             raise
@@ -152,7 +152,7 @@ class Episode:
             return await self._restart(0)
         stop_ids = setting.codec.stop_ids
         snapshot = await self._snapshot() if environment.has_snapshot else None
-        world = World.decode(snapshot.data) if snapshot is not None else None
+        world = WorldSnapshot.decode(snapshot.data) if snapshot is not None else None
         if world is not None and not world.stands_at(record, stop_ids):
             setting.counters.add("worlds/too_old")
             if snapshot is not None and not environment.replayable:
@@ -164,7 +164,7 @@ class Episode:
             return await self._restart(_num_sampled(record))
         return self._gone_on_from(record, world)
 
-    def _gone_on_from(self, record: Sequence[Segment], world: World | None) -> Past:
+    def _gone_on_from(self, record: Sequence[Segment], world: WorldSnapshot | None) -> Past:
         counters = self._setting.counters
         counters.add("episodes/resumed")
         counters.add("episodes/resumed_from_a_world", world is not None)
@@ -176,7 +176,7 @@ class Episode:
         kept = await self._setting.retrier.keep_trying(records.read_snapshot, key)
         return kept if kept is not None and kept.attempt == self._attempt else None
 
-    async def _rewind(self, record: Sequence[Segment], num_kept: int, world: World) -> Past:
+    async def _rewind(self, record: Sequence[Segment], num_kept: int, world: WorldSnapshot) -> Past:
         """A new attempt that begins where the world stands: what was sampled since may have been acted on or not."""
         if not world.stands_at(record[:num_kept], self._setting.codec.stop_ids):
             return await self._restart(_num_sampled(record))

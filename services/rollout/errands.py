@@ -24,7 +24,7 @@ from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
 from services.process.telemetry import get_logger
 from services.state.away import Away, RedisFault
-from services.state.worker_requests import Errand, Errands
+from services.state.worker_requests import WorkerRequest, WorkerRequests
 
 # An examination plays some dozens of episodes.
 MAX_SECONDS = 120.0
@@ -37,8 +37,8 @@ MEMORY_BYTES = 2 << 30
 FILE_BYTES = 64 << 20
 
 
-class ErrandRunner:
-    def __init__(self, errands: Errands, sites: Sites, interpreters: Interpreters | None, worker: str) -> None:
+class RequestRunner:
+    def __init__(self, errands: WorkerRequests, sites: Sites, interpreters: Interpreters | None, worker: str) -> None:
         """Without ``interpreters`` environments run elsewhere, and it says so."""
         self._errands = errands
         self._sites = sites
@@ -68,7 +68,7 @@ class ErrandRunner:
                 else:
                     tasks.create_task(self._do(errand), name=f"errand {errand.id}")
 
-    async def _do(self, errand: Errand) -> None:
+    async def _do(self, errand: WorkerRequest) -> None:
         try:
             answer = await self._answer(errand.order)
             with contextlib.suppress(Away):  # who asked is told that there was no answer

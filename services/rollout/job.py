@@ -20,7 +20,7 @@ from services.rollout.engines import JobEngines
 from services.rollout.episode import Episode
 from services.rollout.loading import LoadedJob
 from services.rollout.quarantine import Quarantine
-from services.rollout.setting import Order, Setting
+from services.rollout.setting import EpisodeSetting, Order
 from services.state.queue import Append, EpisodeLease, Fenced, Gap
 
 # How long an idle job waits before it asks for new episodes again; a finished episode asks at once.
@@ -54,7 +54,7 @@ class JobRollout:
         self,
         job: str,
         loaded: LoadedJob,
-        setting: Setting,
+        setting: EpisodeSetting,
         engines: JobEngines,
         bus: Episodes,
         *,

@@ -42,7 +42,7 @@ async def nobody() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class EpisodeSetting:
     """Shared by the episodes of one job under one worker token."""
 
     codec: ChatCodec

@@ -25,7 +25,7 @@ from services.process.tracing import NoSpans, Spans
 from services.rollout.engines import SILENCE_S, EngineTable, JobEngines
 from services.rollout.job import JobRollout
 from services.rollout.loading import JobNotServable, LoadedJob
-from services.rollout.setting import Setting
+from services.rollout.setting import EpisodeSetting
 from services.rollout.shares import Want, divide
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobNotFound
@@ -225,7 +225,7 @@ class Worker:
             leaving=leaving,
             in_place=loaded.spec.rollout.weight_sync == "in_place",
         )
-        setting = Setting(
+        setting = EpisodeSetting(
             codec=loaded.codec,
             policy=engines,
             outbox=Outbox(self._bus, job, token, self._retrier),

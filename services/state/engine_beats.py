@@ -24,7 +24,7 @@ Ask = Callable[[], Awaitable[Described | None]]
 """What the engine says of itself, or None when it does not answer within ``ANSWER_S``."""
 
 
-class Registry(Protocol):
+class EngineRegister(Protocol):
     """What is used of the store."""
 
     async def register_engine(self, record: EngineRecord) -> None: ...
@@ -33,7 +33,7 @@ class Registry(Protocol):
 class EngineBeats:
     """``run`` beside whatever else the process does."""
 
-    def __init__(self, store: Registry, engines: Mapping[str, Ask], *, lease_s: float) -> None:
+    def __init__(self, store: EngineRegister, engines: Mapping[str, Ask], *, lease_s: float) -> None:
         """``engines`` by address."""
         self._store = store
         self._engines = engines

@@ -24,7 +24,7 @@ _POSITION = re.compile(r"[0-9]{1,16}(-[0-9]{1,16})?")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class JobEvent:
     id: str
     """Resume after it."""
     type: str
@@ -48,7 +48,7 @@ class EventLog:
             raise JobNotFound(job) from None
         return event_id.decode()
 
-    async def read(self, job: str, after: str, count: int, block_ms: int) -> list[Event]:
+    async def read(self, job: str, after: str, count: int, block_ms: int) -> list[JobEvent]:
         if not _POSITION.fullmatch(after):
             raise InvalidCursor(f"an event id reads MILLISECONDS-NUMBER, not {after!r}")
         events = await self._read(job, after, count)
@@ -66,19 +66,19 @@ class EventLog:
     async def trim(self, job: str, keep: int) -> None:
         await self._functions.call("trim_events", job_keys(job), keep)
 
-    async def _read(self, job: str, after: str, count: int) -> list[Event]:
+    async def _read(self, job: str, after: str, count: int) -> list[JobEvent]:
         last_removed, entries = await self._functions.call("read_events", job_keys(job), after, count)
         events = [_event(entry_id.decode(), fields) for entry_id, fields in entries]
         if last_removed:
             at = last_removed.decode()
             data = {"resumed_after": after, "first_available": events[0].id if events else None}
-            events.insert(0, Event(at, "gap", _time_of(at), data))
+            events.insert(0, JobEvent(at, "gap", _time_of(at), data))
         return events
 
 
-def _event(event_id: str, fields: list[bytes]) -> Event:
+def _event(event_id: str, fields: list[bytes]) -> JobEvent:
     _, kind, _, data, _, _ = fields
-    return Event(event_id, kind.decode(), _time_of(event_id), json.loads(data))
+    return JobEvent(event_id, kind.decode(), _time_of(event_id), json.loads(data))
 
 
 def _time_of(event_id: str) -> str:

@@ -24,15 +24,15 @@ from services.files.job_records import AcceptedJob, JobRecords
 from services.state.functions import Functions
 from services.state.jobs import (
     LOST,
-    Attempt,
     CancelManner,
     Claim,
     DesiredState,
     IllegalTransition,
     InvalidCursor,
-    Job,
+    JobAttempt,
     JobConflict,
     JobNotFound,
+    JobRecord,
     JobStatus,
     StatusReason,
     default_reason,
@@ -97,7 +97,7 @@ class JobTable:
 
     async def create(
         self, spec: BaseModel | str, idempotency_key: str | None, job_id: str | None, owner: str = ""
-    ) -> Job:
+    ) -> JobRecord:
         text, digest = _canonical(spec)
         job = job_id or new_job_id(self._now())
         check_job_id(job)
@@ -122,7 +122,7 @@ class JobTable:
         found = await self._redis.hget(service_key("idempotency"), _digest_of_key(idempotency_key))
         return None if found is None else found.decode()
 
-    async def get(self, job: str) -> Job:
+    async def get(self, job: str) -> JobRecord:
         return _job(job, await self._fields(job))
 
     async def _fields(self, job: str) -> dict[bytes, bytes]:
@@ -156,7 +156,7 @@ class JobTable:
             raise JobConflict(job)
         return accepted
 
-    async def _written_down(self, job: str) -> Job:
+    async def _written_down(self, job: str) -> JobRecord:
         """The job as it is now. Whatever changed it, this state (or a newer one) is on disk when this returns."""
         fields = await self._fields(job)
         directory = self._directory(job)
@@ -170,7 +170,7 @@ class JobTable:
             fields = await self._fields(job)
         return _job(job, fields)
 
-    async def page(self, limit: int, after: str | None, before: str | None, order: str) -> list[Job]:
+    async def page(self, limit: int, after: str | None, before: str | None, order: str) -> list[JobRecord]:
         if order not in ("asc", "desc"):
             raise ValueError(f"order is asc or desc, not {order!r}")
         await self._ensure_rebuilt()
@@ -195,7 +195,9 @@ class JobTable:
         jobs = await self._get_many(await self._open())
         return [job.id for job in jobs if job.status.is_served]
 
-    async def set_status(self, job: str, status: JobStatus, token: str | None, reason: StatusReason | None) -> Job:
+    async def set_status(
+        self, job: str, status: JobStatus, token: str | None, reason: StatusReason | None
+    ) -> JobRecord:
         entering = default_reason(status)
         try:
             await self._functions.call(
@@ -213,7 +215,7 @@ class JobTable:
             raise IllegalTransition(job, refusal.detail, status) from None
         return await self._written_down(job)
 
-    async def set_desired_state(self, job: str, desired: DesiredState, manner: CancelManner) -> Job:
+    async def set_desired_state(self, job: str, desired: DesiredState, manner: CancelManner) -> JobRecord:
         at_once = default_reason(JobStatus.CANCELLED)
         how = manner if desired is DesiredState.CANCELLED else ""
         try:
@@ -231,7 +233,7 @@ class JobTable:
 
     async def change_settings(
         self, job: str, seen_version: int, values: Mapping[str, Any], changes: Mapping[str, Any]
-    ) -> Job:
+    ) -> JobRecord:
         texts = [json.dumps(dict(some), sort_keys=True, allow_nan=False) for some in (values, changes)]
         try:
             await self._functions.call("change_settings", self._keys(job), seen_version, *texts, *_TERMINAL)
@@ -373,7 +375,7 @@ class JobTable:
         members = await self._redis.smembers(service_key("open_jobs"))
         return sorted(member.decode() for member in members)
 
-    async def _get_many(self, jobs: list[str]) -> list[Job]:
+    async def _get_many(self, jobs: list[str]) -> list[JobRecord]:
         async with self._redis.pipeline(transaction=False) as pipeline:
             for job in jobs:
                 pipeline.hgetall(job_key(job, "job"))
@@ -403,10 +405,10 @@ def _canonical(spec: BaseModel | str) -> tuple[str, str]:
     return text, hashlib.sha256(text.encode()).hexdigest()
 
 
-def _job(job: str, fields: dict[bytes, bytes]) -> Job:
+def _job(job: str, fields: dict[bytes, bytes]) -> JobRecord:
     record = {name.decode(): value.decode() for name, value in fields.items()}
     code, version = record.get("reason_code"), record.get("policy_version")
-    return Job(
+    return JobRecord(
         id=job,
         owner=record.get("owner", ""),
         spec=record["spec"],
@@ -423,5 +425,5 @@ def _job(job: str, fields: dict[bytes, bytes]) -> Job:
         settings_version=int(record.get("settings_version", 0)),
         settings=json.loads(record.get("settings", "{}")),
         cancel_manner=CancelManner(record["cancel_manner"]) if "cancel_manner" in record else None,
-        attempts=tuple(Attempt(**one) for one in json.loads(record.get("attempts", "[]"))),
+        attempts=tuple(JobAttempt(**one) for one in json.loads(record.get("attempts", "[]"))),
     )

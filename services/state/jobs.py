@@ -157,7 +157,7 @@ LOST = StatusReason("trainer_lost", "its sign of life stood still for a whole le
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class JobAttempt:
     """One trainer's ownership of a job."""
 
     attempt: int
@@ -174,7 +174,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobRecord:
     id: str
     spec: str
     """The accepted specification as JSON text."""
@@ -197,7 +197,7 @@ class Job:
     """What is said of it in place of its specification, by key: ``{"optimizer.lr": 1e-6}``."""
     cancel_manner: CancelManner | None = None
     """Where it was asked to be cancelled."""
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[JobAttempt, ...] = ()
     """The last trainers that owned it, each with what ended it."""
 
     @property

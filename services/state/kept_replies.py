@@ -29,7 +29,7 @@ class Begun:
     """None: it is still being done."""
 
 
-class Replies:
+class KeptReplies:
     """``now`` is in seconds and the same for all processes, more or less."""
 
     def __init__(self, redis: RedisClient, now: Callable[[], float] = time.time) -> None:

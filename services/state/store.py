@@ -23,22 +23,22 @@ from services.files.disk_space import write_when_there_is_room
 from services.files.job_dir import JobsDir
 from services.files.job_records import JobRecords
 from services.state.client import RedisClient
-from services.state.events import Event, EventLog
+from services.state.events import EventLog, JobEvent
 from services.state.fleet import Everyone, Fleet
 from services.state.fleet_records import EngineRecord, EngineReport, TrainerRecord, WorkerRecord
 from services.state.functions import Functions
 from services.state.job_table import JobTable
 from services.state.jobs import (
     HANDED_OVER,
-    Attempt,
     CancelManner,
     Claim,
     DesiredState,
     IllegalTransition,
     InvalidCursor,
-    Job,
+    JobAttempt,
     JobConflict,
     JobNotFound,
+    JobRecord,
     JobStatus,
     StatusReason,
     fits,
@@ -51,18 +51,18 @@ from services.state.refusals import Conflict, Fenced, Missing
 from services.state.versions import Version, VersionTable
 
 __all__ = [
-    "Attempt",
     "CancelManner",
     "Claim",
     "Conflict",
     "DesiredState",
-    "Event",
     "Fenced",
     "IllegalTransition",
     "InvalidCursor",
-    "Job",
+    "JobAttempt",
     "JobConflict",
+    "JobEvent",
     "JobNotFound",
+    "JobRecord",
     "JobStatus",
     "StatusReason",
     "Store",
@@ -122,7 +122,7 @@ class Store:
 
     async def create_job(
         self, spec: BaseModel | str, *, idempotency_key: str | None = None, job_id: str | None = None, owner: str = ""
-    ) -> Job:
+    ) -> JobRecord:
         """Accept a job. The same key (or the same ``job_id``) with the same body is the same job; JobConflict else.
 
         Put what tells credentials apart into the key.
@@ -133,13 +133,13 @@ class Store:
         """The id that was given out under this key; a job need not have come of it."""
         return await self._jobs.under(idempotency_key)
 
-    async def get_job(self, job: str) -> Job:
+    async def get_job(self, job: str) -> JobRecord:
         """Raises JobNotFound."""
         return await self._jobs.get(job)
 
     async def list_jobs(
         self, limit: int = 20, after: str | None = None, *, before: str | None = None, order: str = "asc"
-    ) -> list[Job]:
+    ) -> list[JobRecord]:
         """Jobs by id, which is by time of creation; ``after`` and ``before`` are exclusive. Raises InvalidCursor."""
         return await self._jobs.page(limit, after, before, order)
 
@@ -149,7 +149,7 @@ class Store:
 
     async def set_status(
         self, job: str, status: JobStatus | str, *, token: str | None = None, reason: StatusReason | None = None
-    ) -> Job:
+    ) -> JobRecord:
         """Move a job; in the state that it is in already, only the reason may change.
 
         With a ``token`` only the owner may. Without a reason the state's usual one is given. The event ``job.status``
@@ -159,7 +159,7 @@ class Store:
 
     async def set_desired_state(
         self, job: str, desired: DesiredState | str, manner: CancelManner = CancelManner.NOW
-    ) -> Job:
+    ) -> JobRecord:
         """Say what the user wants; the owner brings it about. A queued job is cancelled at once.
 
         What holds already is no error; a cancelled wish cannot be taken back, only its ``manner`` can change, and a job
@@ -169,7 +169,7 @@ class Store:
 
     async def change_settings(
         self, job: str, seen_version: int, values: Mapping[str, Any], changes: Mapping[str, Any]
-    ) -> Job:
+    ) -> JobRecord:
         """Say what holds of a job in place of its specification: all of it, and what of it is new, for the event.
 
         Raises JobNotFound, IllegalTransition (the job is over) and Conflict, if ``seen_version`` is not the newest.
@@ -230,7 +230,7 @@ class Store:
         """
         return await self._events.add(job, type, data, token)
 
-    async def read_events(self, job: str, after: str = "0", *, count: int = 100, block_ms: int = 0) -> list[Event]:
+    async def read_events(self, job: str, after: str = "0", *, count: int = 100, block_ms: int = 0) -> list[JobEvent]:
         """Up to ``count`` events after the id ``after``, waiting at most ``block_ms`` for the first (0: not at all).
 
         If some of them were trimmed, the first is of type ``gap``. Raises InvalidCursor.

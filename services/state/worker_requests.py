@@ -24,7 +24,7 @@ MAX_AGE_MS = 15 * 60 * 1000
 MAX_OPEN = 256
 
 
-class NobodyThere(Exception):
+class NoWorkerThere(Exception):
     """No rollout worker took the errand."""
 
 
@@ -32,22 +32,22 @@ class NoAnswer(Exception):
     """A worker took it and said nothing in time."""
 
 
-class TooMany(Exception):
+class TooManyRequests(Exception):
     """So many errands wait that this one was not added."""
 
 
-class ErrandFailed(Exception):
+class WorkerRequestFailed(Exception):
     """The worker says why it could not be done."""
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class WorkerRequest:
     id: str
     order: Mapping[str, Any]
     is_awaited: bool
 
 
-class Errands:
+class WorkerRequests:
     def __init__(self, redis: RedisClient) -> None:
         # Replies are bytes; the client's types allow for more.
         self._redis: Any = redis
@@ -57,7 +57,7 @@ class Errands:
         if await self._redis.xlen(_ORDERS) >= MAX_OPEN:
             await self._sweep(None)
             if await self._redis.xlen(_ORDERS) >= MAX_OPEN:
-                raise TooMany
+                raise TooManyRequests
         fields = {"order": json.dumps(dict(order), allow_nan=False), "awaited": int(is_awaited)}
         errand: bytes = await self._redis.xadd(_ORDERS, fields)
         await self._sweep(errand.decode())
@@ -71,10 +71,10 @@ class Errands:
         finally:
             await self._forget(errand)
         if "error" in answer:
-            raise ErrandFailed(answer["error"])
+            raise WorkerRequestFailed(answer["error"])
         return answer["result"]
 
-    async def next(self, after: str, worker: str, *, block_ms: int = 1000) -> tuple[str, Errand | None]:
+    async def next(self, after: str, worker: str, *, block_ms: int = 1000) -> tuple[str, WorkerRequest | None]:
         """The position to go on from, and an errand that is this worker's now, if there was one."""
         reply = await self._redis.xread({_ORDERS: after}, count=1, block=min(block_ms, MAX_BLOCK_MS))
         if not reply:
@@ -83,9 +83,9 @@ class Errands:
         errand = entry.decode()
         if not await self._redis.hsetnx(_CLAIMS, errand, worker):
             return errand, None
-        return errand, Errand(errand, json.loads(fields[b"order"]), fields[b"awaited"] == b"1")
+        return errand, WorkerRequest(errand, json.loads(fields[b"order"]), fields[b"awaited"] == b"1")
 
-    async def answer(self, errand: Errand, answer: Mapping[str, Any]) -> None:
+    async def answer(self, errand: WorkerRequest, answer: Mapping[str, Any]) -> None:
         """``{"result": ...}`` or ``{"error": text}``."""
         if not errand.is_awaited:
             await self._forget(errand.id)
@@ -105,7 +105,7 @@ class Errands:
                 return answer
             waited_s = loop.time() - asked
             if waited_s > TAKEN_WITHIN_S and not await self._redis.hexists(_CLAIMS, errand):
-                raise NobodyThere
+                raise NoWorkerThere
             if waited_s > timeout_s:
                 raise NoAnswer
             await asyncio.sleep(LOOK_S)

@@ -22,7 +22,7 @@ from services.state.queue import Bus
 from services.state.store import Claim, Store
 from services.trainer.attempt_messages import Capabilities
 from services.trainer.device import device_of
-from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import FromDisk, ThroughGroup, WeightTransport
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.step_settings import learner_config
@@ -50,7 +50,7 @@ def make_run(
     job_dir = DataDir(settings.data_dir).jobs.job(claim.job_id)
     job_dir.path.mkdir(parents=True, exist_ok=True)
     weights = WeightStore(job_dir)
-    engines = Engines(
+    engines = EnginePool(
         store,
         claim.job_id,
         claim.token,

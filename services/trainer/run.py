@@ -37,21 +37,21 @@ from services.files.weights import WeightStore
 from services.process.first_to_end import first_to_end
 from services.state.queue import Bus
 from services.state.store import CancelManner, Claim, StatusReason, Store
-from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.parity import Held, ParityGate
 from services.trainer.groups.admission import Admission
-from services.trainer.groups.batch_selection import Taking
+from services.trainer.groups.batch_selection import BatchSelection
 from services.trainer.groups.evaluation import Evaluator
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.sequences import TrainBatch, group_metrics, staleness_metrics, train_batch
-from services.trainer.groups.staleness import Ages
+from services.trainer.groups.staleness import StalenessTable
 from services.trainer.groups.step_settings import Tuning
 from services.trainer.groups.tasks import TaskSchedule
-from services.trainer.past.background_writer import Behind
+from services.trainer.past.background_writer import BackgroundWriter
 from services.trainer.past.recovery import recover
 from services.trainer.ranks.learner import AnyLearner, Written
 from services.trainer.stopping import StopConditions
-from services.trainer.telling.disk_waits import PatientDisk
+from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.environments import DescribedEnvironments
 from services.trainer.telling.reports import Listener, Reports, disk_metrics
 from services.trainer.telling.status import JobStatusBoard
@@ -65,7 +65,7 @@ class Services:
     bus: Bus
     store: Store
     status: JobStatusBoard
-    engines: Engines
+    engines: EnginePool
     intake: Intake
     weights: WeightStore
     batch_log: BatchLog
@@ -112,14 +112,14 @@ class JobRun:
         self._services = services
         self._make_learner = make_learner
         self._lineage = Lineage()
-        self._ages = Ages(claim.epoch, self._lineage)
+        self._ages = StalenessTable(claim.epoch, self._lineage)
         self._newest: WeightsManifest
         self._held: Held
         """What the learner's weights are, or will be, published as."""
         self._num_unpublished = 0
         """Groups inside the learner's weights and in none that are published."""
-        self._disk = PatientDisk(self._alert)
-        self._publishing, self._saving = Behind(), Behind()
+        self._disk = DiskWaits(self._alert)
+        self._publishing, self._saving = BackgroundWriter(), BackgroundWriter()
         self._reports = Reports(services.store, claim, services.job_dir, services.listeners)
         self._gate = ParityGate(services.engines, spec.rollout.max_engine_k3)
         self._stopping = StopConditions(services.store, claim.job_id)
@@ -135,7 +135,7 @@ class JobRun:
             engines_hold_newest=lambda: services.engines.wait_for(self._newest),
             alert=self._alert,
         )
-        self._taking = Taking(
+        self._taking = BatchSelection(
             claim,
             self._tuning,
             self._lineage,

@@ -12,7 +12,7 @@ from datetime import datetime
 
 from gspo_core.spec import JobSpec
 from gspo_core.stop_spec import NoProgress, RewardTarget
-from services.state.store import Job, StatusReason, Store
+from services.state.store import JobRecord, StatusReason, Store
 
 
 class StopConditions:
@@ -30,7 +30,7 @@ class StopConditions:
             if name in metrics:
                 values[step] = metrics[name]
 
-    async def reached(self, job: Job, spec: JobSpec, step: int) -> StatusReason | None:
+    async def reached(self, job: JobRecord, spec: JobSpec, step: int) -> StatusReason | None:
         """Why the job ends here, after ``step`` steps; None: it goes on."""
         if step >= spec.steps:
             return StatusReason("steps_done", f"all {spec.steps} steps are trained")

@@ -16,7 +16,7 @@ import gspo_core.testing.prompts
 import gspo_core.testing.watch
 from gspo_core.cli import main
 from gspo_core.env import from_trl
-from gspo_core.testing import EnvironmentRefused, Report, Status, check_environment, validate
+from gspo_core.testing import EnvironmentRefused, EnvironmentReport, Status, check_environment, validate
 from tests.core.chat_kit import write_tokenizer
 
 
@@ -52,7 +52,7 @@ def oracle_of_counter(target: int) -> list[Any]:
     return [("add", {"amount": step}) for step in steps]
 
 
-def status(report: Report) -> dict[str, str]:
+def status(report: EnvironmentReport) -> dict[str, str]:
     return {check.id: str(check.status) for check in report.checks}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gspo_core.simulator import Deadlock, Faults, Lengths, Report, Setting, simulate, simulation
+from gspo_core.simulator import Deadlock, Faults, Lengths, SimulationReport, SimulationSetting, simulate, simulation
 from gspo_core.staleness import Choice, OnStale
 from gspo_core.types import InvalidValue
 
@@ -37,11 +37,13 @@ seeds = pytest.mark.parametrize(
 )
 
 
-def setting(p99_over_p50: float, **changes: Any) -> Setting:
-    return Setting(lengths=Lengths(p99_over_p50=p99_over_p50), **{"num_steps": 60, "warmup_steps": 10, **changes})
+def setting(p99_over_p50: float, **changes: Any) -> SimulationSetting:
+    return SimulationSetting(
+        lengths=Lengths(p99_over_p50=p99_over_p50), **{"num_steps": 60, "warmup_steps": 10, **changes}
+    )
 
 
-def run_all(given: Setting, seeds: range) -> list[Report]:
+def run_all(given: SimulationSetting, seeds: range) -> list[SimulationReport]:
     return [simulate(given, seed) for seed in seeds]
 
 
@@ -96,7 +98,7 @@ def test_recoveries_start_no_more_groups_than_admission_allows(max_staleness: in
 @pytest.mark.parametrize("tail", TAILS)
 def test_memory_is_bounded_however_rare_checkpoints_are(tail: float, max_staleness: int, seeds: range) -> None:
     """A budget of 1.2 steps in their worst case, checkpoints every 50 steps: bytes are free once a batch is logged."""
-    step_bytes = Setting().groups_per_step * Setting().group_bytes
+    step_bytes = SimulationSetting().groups_per_step * SimulationSetting().group_bytes
     given = setting(tail, max_staleness=max_staleness, checkpoint_every=50, budget_bytes=int(1.2 * step_bytes))
     for faults in (Faults(), failing(tail, max_staleness, rollbacks=False)):
         for report in run_all(dataclasses.replace(given, faults=faults), seeds):
@@ -105,7 +107,7 @@ def test_memory_is_bounded_however_rare_checkpoints_are(tail: float, max_stalene
 
 
 def test_a_budget_that_could_block_a_batch_is_refused() -> None:
-    step_bytes = Setting().groups_per_step * Setting().group_bytes
+    step_bytes = SimulationSetting().groups_per_step * SimulationSetting().group_bytes
     with pytest.raises(InvalidValue, match="do not fit"):
         simulate(setting(10, budget_bytes=step_bytes - 1), 0)
 

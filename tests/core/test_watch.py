@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gspo_core.cli.watch import BLOCKS, JobView, describe, draw, follow, sparkline
+from gspo_core.cli.watch import BLOCKS, WatchedJob, describe, draw, follow, sparkline
 from gspo_core.client import Event
 
 
@@ -28,8 +28,8 @@ def test_values_outside_the_range_are_drawn_at_its_edge() -> None:
     assert sparkline([-5.0, 5.0], 2, 0.0, 1.0) == BLOCKS[0] + BLOCKS[-1]
 
 
-def a_running_view() -> JobView:
-    view = JobView("job_1", 20)
+def a_running_view() -> WatchedJob:
+    view = WatchedJob("job_1", 20)
     view.take("job.status", {"status": "running", "status_reason": None})
     view.take("evaluation", {"step": 0, "reward/mean": 0.3})
     for step in range(1, 5):
@@ -38,13 +38,13 @@ def a_running_view() -> JobView:
 
 
 def test_an_evaluation_in_which_no_episode_got_a_reward_is_shown_too() -> None:
-    view = JobView("job_1", 20)
+    view = WatchedJob("job_1", 20)
     view.take("evaluation", {"step": 5, "episodes/count": 4.0, "stop/env_error": 4.0})
     assert describe(view, "evaluation") == "held-out reward nan after step 5"
 
 
 def test_an_environment_that_cannot_be_loaded_is_named_once() -> None:
-    view = JobView("job_1", 20)
+    view = WatchedJob("job_1", 20)
     for _ in range(3):
         view.take("env.health", {"worker": "w", "healthy": False, "error": "there is no module 'nope'"})
     assert view.notes == ["w cannot play episodes: there is no module 'nope'"]
@@ -103,7 +103,7 @@ def test_who_watches_is_told_that_the_connection_is_lost_and_sees_what_came_afte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown: list[str] = []
-    view = JobView("job_1", 5)
+    view = WatchedJob("job_1", 5)
 
     def events(on_wait: Callable[[int], None]) -> Iterator[Event]:
         yield Event("1-0", "step", {"step": 1, "reward/mean": 0.1})

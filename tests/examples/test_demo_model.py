@@ -13,7 +13,7 @@ import pytest
 
 from environments.calculator import Calculator, evaluate
 from examples.demo import demonstrations, model
-from examples.demo.demonstrations import MAX_RESULT_DIGITS, NO_MISTAKES, Mistakes, demonstrate, practise
+from examples.demo.demonstrations import MAX_RESULT_DIGITS, NO_MISTAKES, CalculatorMistakes, demonstrate, practise
 from examples.demo.model import NotADemoModel, School, make_demo_model
 from gspo_core.chat import HermesCodec, Message, load_tokenizer
 from gspo_core.env import load_environment
@@ -121,7 +121,7 @@ def test_practice_copies_results_of_every_length_alone_and_in_words() -> None:
 @pytest.mark.parametrize("mistake", ["guess", "malformed", "shortened", "talkative", "slip"])
 def test_every_mistake_is_shown_as_often_as_it_says(mistake: str) -> None:
     generator = random.Random(0)
-    mistakes = Mistakes(**{name: float(name == mistake) for name in Mistakes.__dataclass_fields__})
+    mistakes = CalculatorMistakes(**{name: float(name == mistake) for name in CalculatorMistakes.__dataclass_fields__})
     for task in Calculator.tasks[:50]:
         expression = task["expression"]
         messages = demonstrate(expression, mistakes, generator)
@@ -150,21 +150,21 @@ async def test_a_broken_call_of_a_demonstration_is_one_that_the_codec_cannot_rea
 
 def test_lessons_train_what_a_policy_would_sample_and_nothing_else(school: School) -> None:
     codec = school.codec
-    for lesson in [*school.practice(20, whole=False), *school.practice(20), *school.lessons(40, Mistakes())]:
+    for lesson in [*school.practice(20, whole=False), *school.practice(20), *school.lessons(40, CalculatorMistakes())]:
         ids, mask = lesson.token_ids.tolist(), lesson.action_mask.tolist()
         text = codec.tokenizer.decode(ids)
         turns = [part.split("<|im_end|>")[0] for part in text.split("<|im_start|>assistant\n")[1:]]
         sampled = codec.tokenizer.decode([token for token, action in zip(ids, mask, strict=True) if action])
         assert sampled == "".join(f"{turn}<|im_end|>" for turn in turns)
         assert mask[-1]
-    whole = codec.tokenizer.decode(school.lessons(1, Mistakes())[0].token_ids.tolist())
+    whole = codec.tokenizer.decode(school.lessons(1, CalculatorMistakes())[0].token_ids.tolist())
     assert whole.startswith("<|im_start|>system\nUse the calculator.")
 
 
 def test_lessons_follow_from_the_seed(tmp_path: Path) -> None:
     def digest(seed: int, name: str) -> str:
         directory = tmp_path / name
-        lessons = School(directory, seed).lessons(20, Mistakes())
+        lessons = School(directory, seed).lessons(20, CalculatorMistakes())
         content = b"".join(lesson.token_ids.tobytes() for lesson in lessons)
         return hashlib.sha256(content + (directory / "tokenizer.json").read_bytes()).hexdigest()
 

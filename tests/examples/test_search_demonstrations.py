@@ -11,11 +11,11 @@ import pytest
 
 from environments.search_qa import SearchQA, collection
 from examples.demo.model import School
-from examples.demo.search_demonstrations import COURSE, NO_MISTAKES, Mistakes
+from examples.demo.search_demonstrations import COURSE, NO_MISTAKES, SearchMistakes
 from gspo_core.chat import Message
 
 
-def demonstration(task: dict[str, Any], mistakes: Mistakes, generator: random.Random) -> list[Message]:
+def demonstration(task: dict[str, Any], mistakes: SearchMistakes, generator: random.Random) -> list[Message]:
     return COURSE.demonstrate(task, mistakes, generator)
 
 

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from examples.demo.demo import demo_spec
 from examples.demo.model import School, _write_untrained
-from examples.demo.side_by_side import NARROWEST_PAIR, Line, Played, drawn, play_both
+from examples.demo.side_by_side import NARROWEST_PAIR, Played, PlayedLine, drawn, play_both
 
-WRONG = Played("What is 1 + 2?", [Line("model", "It is 4.")], 0.0)
+WRONG = Played("What is 1 + 2?", [PlayedLine("model", "It is 4.")], 0.0)
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
-RIGHT = Played("What is 1 + 2?", [Line("model", CALL), Line("tool", "3"), Line("model", "3")], 1.0)
+RIGHT = Played("What is 1 + 2?", [PlayedLine("model", CALL), PlayedLine("tool", "3"), PlayedLine("model", "3")], 1.0)
 
 
 def lines(width: int, first: Played = WRONG, second: Played = RIGHT) -> list[str]:
@@ -40,7 +40,7 @@ def test_on_a_narrow_terminal_one_stands_below_the_other() -> None:
 
 
 def test_what_a_policy_writes_is_text_and_nothing_else() -> None:
-    text = "\n".join(lines(100, Played("q", [Line("model", "[red]\x1b[2J[/red]")])))
+    text = "\n".join(lines(100, Played("q", [PlayedLine("model", "[red]\x1b[2J[/red]")])))
     assert "\x1b" not in text
     assert "[red]" in text
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.api.http.errors import ApiError, error_response
+from services.api.http.errors import RequestRefused, error_response
 from services.api.http.key_ring import KeyRing
 from services.api.http.limits import RateLimit
 
@@ -141,7 +141,7 @@ class AccessMiddleware:
         if scope["type"] == "http" and not _is_open(scope["path"]):
             try:
                 self._admit(scope)
-            except ApiError as error:
+            except RequestRefused as error:
                 await error_response(error, scope.get("request_id"))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -153,11 +153,11 @@ class AccessMiddleware:
         scope["caller"], scope["credential"] = caller, caller.name
         needed = needed_scope(scope["method"], scope["path"])
         if not caller.may(needed):
-            raise ApiError(403, "scope_required", f"this key lacks the scope {needed}")
+            raise RequestRefused(403, "scope_required", f"this key lacks the scope {needed}")
         wait_s = 0 if caller is LOCAL else self._limit.wait_s(caller.name)
         if wait_s:
             message = f"this key asks too often; go on in {wait_s} s"
-            raise ApiError(429, "too_many_requests", message, headers={"Retry-After": str(wait_s)})
+            raise RequestRefused(429, "too_many_requests", message, headers={"Retry-After": str(wait_s)})
 
 
 def _is_open(path: str) -> bool:
@@ -167,12 +167,12 @@ def _is_open(path: str) -> bool:
 def _refuse_foreign_pages(headers: Headers, *, must_be_local: bool) -> None:
     host = headers.get("host", "")
     if must_be_local and _parts(f"//{host}")[0] not in LOCAL_NAMES:
-        raise ApiError(
+        raise RequestRefused(
             403, "host_not_allowed", f"without keys this API answers on loopback names only, not as {host[:100]!r}"
         )
     origin = headers.get("origin")
     if origin is not None and _parts(origin)[1] != host:
-        raise ApiError(403, "origin_not_allowed", "web pages of other origins may not use this API")
+        raise RequestRefused(403, "origin_not_allowed", "web pages of other origins may not use this API")
 
 
 def _parts(url: str) -> tuple[str, str]:
@@ -188,5 +188,5 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _unauthorized(code: str, message: str) -> ApiError:
-    return ApiError(401, code, message, headers={"WWW-Authenticate": "Bearer"})
+def _unauthorized(code: str, message: str) -> RequestRefused:
+    return RequestRefused(401, code, message, headers={"WWW-Authenticate": "Bearer"})

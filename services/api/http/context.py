@@ -17,16 +17,16 @@ from services.api.http.presence import Presence
 from services.api.http.sse import PING_S
 from services.api.http.traffic import Traffic
 from services.api.views.codecs import Codecs
-from services.api.views.event_tails import Tails
+from services.api.views.event_tails import EventTails
 from services.api.views.exports import Exports
-from services.api.views.history import History
+from services.api.views.history import TrainedHistory
 from services.files.job_dir import JobsDir
-from services.hosts.registry import Registry
+from services.hosts.registry import EnvironmentRegistry
 from services.state.client import RedisClient
-from services.state.kept_replies import Replies
+from services.state.kept_replies import KeptReplies
 from services.state.queue import Bus
 from services.state.store import Store
-from services.state.worker_requests import Errands
+from services.state.worker_requests import WorkerRequests
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Backend:
     bus: Bus
     jobs_dir: JobsDir
     redis: RedisClient
-    registry: Registry | None = None
+    registry: EnvironmentRegistry | None = None
     """None: nothing can be registered."""
     networks: tuple[Network, ...] = ()
     """Where registered URLs may lead, besides public addresses."""
@@ -50,32 +50,32 @@ OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]
 
 
 @dataclass(frozen=True)
-class Context:
+class ApiContext:
     store: Store
     bus: Bus
-    history: History
+    history: TrainedHistory
     codecs: Codecs
     stopping: asyncio.Event
     """Set when the process is about to end; streams end soon after."""
     presence: Presence
-    tails: Tails
+    tails: EventTails
     traffic: Traffic
     ring: KeyRing | None
     """None: the only keys are those of the settings."""
-    errands: Errands
+    errands: WorkerRequests
     exports: Exports
     redis: RedisClient
-    replies: Replies
-    registry: Registry | None = None
+    replies: KeptReplies
+    registry: EnvironmentRegistry | None = None
     networks: tuple[Network, ...] = ()
     may_upload: bool = False
     clock: Callable[[], float] = time.monotonic
     ping_s: float = PING_S
 
 
-async def _context(request: Request) -> Context:
+async def _context(request: Request) -> ApiContext:
     # A coroutine: the framework runs plain functions in a thread, each time.
-    return cast(Context, request.app.state.context)
+    return cast(ApiContext, request.app.state.context)
 
 
-ContextOf = Annotated[Context, Depends(_context)]
+ContextOf = Annotated[ApiContext, Depends(_context)]

@@ -40,7 +40,7 @@ FINAL = {"x-should-retry": "false"}
 RETRY_AFTER_S = 1
 
 
-class ApiError(HTTPException):
+class RequestRefused(HTTPException):
     """An answer that is an error; raised anywhere below a route."""
 
     def __init__(
@@ -76,7 +76,7 @@ class ErrorAnswer(BaseModel):
     error: ErrorBody
 
 
-def error_response(error: ApiError, request_id: str | None) -> Response:
+def error_response(error: RequestRefused, request_id: str | None) -> Response:
     """The one shape."""
     headers = dict(error.headers or {})
     retry_after = headers.get("Retry-After")
@@ -100,15 +100,15 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorAnswer} for status in statuses}
 
 
-def invalid(found: Sequence[Problem]) -> ApiError:
+def invalid(found: Sequence[Problem]) -> RequestRefused:
     """422 for values that are not what they should be."""
     first = found[0]
-    return ApiError(422, first.code, first.message, param=first.key or None, errors=found)
+    return RequestRefused(422, first.code, first.message, param=first.key or None, errors=found)
 
 
-def internal() -> ApiError:
+def internal() -> RequestRefused:
     """500: the request id is all that a caller can use."""
-    return ApiError(500, "internal", "something broke inside the service; the log has it under this request id")
+    return RequestRefused(500, "internal", "something broke inside the service; the log has it under this request id")
 
 
 def install(app: FastAPI) -> None:
@@ -123,18 +123,18 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
 
 
-def translate(error: Exception) -> ApiError:
+def translate(error: Exception) -> RequestRefused:
     """The answer to an error that is not an answer yet."""
-    if isinstance(error, ApiError):
+    if isinstance(error, RequestRefused):
         return error
     if isinstance(error, HTTPException):
         return _from_framework(error)
     later = unavailable(error)
     if later is not None:
-        return ApiError(503, later.code, later.message, headers={"Retry-After": str(RETRY_AFTER_S)})
+        return RequestRefused(503, later.code, later.message, headers={"Retry-After": str(RETRY_AFTER_S)})
     for kind, (status, code, param) in _TRANSLATED.items():
         if isinstance(error, kind):
-            return ApiError(status, code, str(error), param=param, headers=FINAL if status == 409 else None)
+            return RequestRefused(status, code, str(error), param=param, headers=FINAL if status == 409 else None)
     return internal()
 
 
@@ -151,13 +151,13 @@ _TRANSLATED: Mapping[type[Exception], tuple[int, str, str | None]] = {
 }
 
 
-def _from_framework(error: HTTPException) -> ApiError:
+def _from_framework(error: HTTPException) -> RequestRefused:
     known = {
         404: ("route_not_found", "there is no such route"),
         405: ("method_not_allowed", "this route does not take that method"),
     }
     code, message = known.get(error.status_code, ("invalid_request", str(error.detail)))
-    return ApiError(error.status_code, code, message, headers=error.headers)
+    return RequestRefused(error.status_code, code, message, headers=error.headers)
 
 
 def _untagged(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
@@ -165,7 +165,7 @@ def _untagged(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
     return (loc[0], *loc[2:]) if len(loc) > 2 and loc[0] == "source" else loc
 
 
-def _from_validation(error: RequestValidationError, path: str) -> ApiError:
+def _from_validation(error: RequestValidationError, path: str) -> RequestRefused:
     """What is no body is a flat set of parameters."""
     reports = list(error.errors())
     in_body = [{**report, "loc": _untagged(report["loc"][1:])} for report in reports if report["loc"][0] == "body"]

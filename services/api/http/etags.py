@@ -12,7 +12,7 @@ from typing import Annotated
 from fastapi import Header, Response
 from pydantic import BaseModel
 
-from services.api.http.errors import FINAL, ApiError
+from services.api.http.errors import FINAL, RequestRefused
 
 _Tags = Header(max_length=2000, description="Tags of the thing, as an answer's `ETag` said, or `*`.")
 IfMatch = Annotated[str | None, _Tags]
@@ -38,7 +38,7 @@ def require_match(if_match: str | None, version: str | int) -> None:
         return
     if not any(tag.startswith(f'"{version}.') for tag in _listed(if_match)):
         message = "it is not what If-Match says any more; look at it again, and decide"
-        raise ApiError(412, "precondition_failed", message, param="If-Match", headers=FINAL)
+        raise RequestRefused(412, "precondition_failed", message, param="If-Match", headers=FINAL)
 
 
 def _listed(tags: str) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from services.state.jobs import Job
+from services.state.jobs import JobRecord
 
 _ASKED = re.compile(r"metadata\[(.*)\]")
 
@@ -21,6 +21,6 @@ def without_asked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if not _ASKED.fullmatch(name)}
 
 
-def fits(job: Job, wanted: Mapping[str, str]) -> bool:
+def fits(job: JobRecord, wanted: Mapping[str, str]) -> bool:
     labels: dict[str, Any] = job.spec_data.get("metadata") or {}
     return all(labels.get(name) == value for name, value in wanted.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Request
 
 from services.api.http.access import Caller
-from services.api.http.context import Context
+from services.api.http.context import ApiContext
 from services.state.jobs import JobNotFound
 
 
@@ -15,6 +15,6 @@ async def own_job(request: Request) -> None:
     job = request.path_params.get("id") or request.path_params.get("job")
     if job is None or caller.is_admin:
         return
-    context: Context = request.app.state.context
+    context: ApiContext = request.app.state.context
     if not caller.sees((await context.store.get_job(job)).owner):
         raise JobNotFound(job)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from services.api.http.errors import ApiError
+from services.api.http.errors import RequestRefused
 from services.api.views.store_views import id_of
 
 Item = TypeVar("Item")
@@ -20,6 +20,6 @@ def after_id(items: Sequence[Item], after: str | None, limit: int) -> Sequence[I
         return items[: limit + 1]
     ids = [id_of(one) for one in items]
     if after not in ids:
-        raise ApiError(400, "invalid_cursor", f"{after[:80]!r} is no item of this list", param="after")
+        raise RequestRefused(400, "invalid_cursor", f"{after[:80]!r} is no item of this list", param="after")
     start = ids.index(after) + 1
     return items[start : start + limit + 1]

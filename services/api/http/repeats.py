@@ -24,12 +24,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.http.access import Caller
-from services.api.http.errors import FINAL, ApiError
+from services.api.http.errors import FINAL, RequestRefused
 from services.api.http.requests import MAX_BODY_BYTES
 from services.hosts.archives import MAX_PACKED_BYTES
 from services.process.cancelling import cancel_all
 from services.state.away import Away
-from services.state.kept_replies import LEASE_S, Begun, Replies
+from services.state.kept_replies import LEASE_S, Begun, KeptReplies
 
 HEADER = "Idempotency-Key"
 KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -42,7 +42,7 @@ MAX_SECRETS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class KeptAnswer:
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
@@ -58,7 +58,7 @@ class Answer:
         return json.dumps([self.status, headers, body]).encode()
 
     @classmethod
-    def unpack(cls, data: bytes) -> Answer | None:
+    def unpack(cls, data: bytes) -> KeptAnswer | None:
         """None: it was a secret."""
         status, headers, body = json.loads(data)
         if body is None:
@@ -78,7 +78,7 @@ class RepeatMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._secrets: OrderedDict[str, Answer] = OrderedDict()
+        self._secrets: OrderedDict[str, KeptAnswer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in OWN_WAY or "caller" not in scope:
@@ -90,7 +90,7 @@ class RepeatMiddleware:
             return
         if not KEY.fullmatch(key):
             message = f"{HEADER} has 1 to 255 visible characters"
-            raise ApiError(422, "validation_failed", message, param=HEADER)
+            raise RequestRefused(422, "validation_failed", message, param=HEADER)
         body, again, is_whole = await _read(scope, receive)
         if not is_whole:  # too long: the route says so
             await self._app(scope, again, send)
@@ -98,7 +98,7 @@ class RepeatMiddleware:
         await self._once(_name(scope, key), _digest(scope, body), scope, again, send)
 
     async def _once(self, name: str, request: str, scope: Scope, receive: Receive, send: Send) -> None:
-        replies: Replies = scope["app"].state.context.replies
+        replies: KeptReplies = scope["app"].state.context.replies
         owner = uuid4().hex
         begun = await _begin(replies, name, request, owner)
         if begun is not None:
@@ -118,21 +118,21 @@ class RepeatMiddleware:
             await replies.drop(name, owner)
         await answer.send(send)
 
-    def _remember(self, name: str, answer: Answer) -> None:
+    def _remember(self, name: str, answer: KeptAnswer) -> None:
         if answer.is_secret:
             self._secrets[name] = answer
             while len(self._secrets) > MAX_SECRETS:
                 self._secrets.popitem(last=False)
 
     async def _answer_again(self, name: str, begun: Begun, send: Send) -> None:
-        answer = Answer.unpack(begun.reply or b"") or self._secrets.get(name)
+        answer = KeptAnswer.unpack(begun.reply or b"") or self._secrets.get(name)
         if answer is None:
             message = "this was done, and its answer is a secret that is not kept; undo it and ask under another key"
-            raise ApiError(409, "answer_not_kept", message, param=HEADER, headers=FINAL)
+            raise RequestRefused(409, "answer_not_kept", message, param=HEADER, headers=FINAL)
         await answer.send(send, is_repeated=True)
 
 
-async def _begin(replies: Replies, name: str, request: str, owner: str) -> Begun | None:
+async def _begin(replies: KeptReplies, name: str, request: str, owner: str) -> Begun | None:
     """What was answered before, or None: it is ours to do. Raises ApiError 409."""
     loop = asyncio.get_running_loop()
     until = loop.time() + WAIT_S
@@ -140,17 +140,17 @@ async def _begin(replies: Replies, name: str, request: str, owner: str) -> Begun
         begun = await replies.begin(name, request, owner)
         if begun is not None and begun.request != request:
             message = f"the same {HEADER} was used for another request; send a fresh key"
-            raise ApiError(409, "idempotency_conflict", message, param=HEADER, headers=FINAL)
+            raise RequestRefused(409, "idempotency_conflict", message, param=HEADER, headers=FINAL)
         if begun is None or begun.reply is not None:
             return begun
         if loop.time() > until:
             message = "the same request is still being done; ask again"
-            raise ApiError(409, "in_progress", message, param=HEADER, headers={"Retry-After": "1"})
+            raise RequestRefused(409, "in_progress", message, param=HEADER, headers={"Retry-After": "1"})
         await asyncio.sleep(LOOK_S)
 
 
 @contextlib.asynccontextmanager
-async def _renewed(replies: Replies, name: str, owner: str) -> AsyncIterator[None]:
+async def _renewed(replies: KeptReplies, name: str, owner: str) -> AsyncIterator[None]:
     async def renew() -> None:
         while True:
             await asyncio.sleep(LEASE_S / 3)
@@ -164,7 +164,7 @@ async def _renewed(replies: Replies, name: str, owner: str) -> AsyncIterator[Non
         await cancel_all([renewing], again_after_s=0.1)
 
 
-async def _whole_answer(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:
+async def _whole_answer(app: ASGIApp, scope: Scope, receive: Receive) -> KeptAnswer:
     status, pieces = 0, list[bytes]()
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
@@ -176,7 +176,7 @@ async def _whole_answer(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:
             pieces.append(message.get("body", b""))
 
     await app(scope, receive, collect)
-    return Answer(status, headers, b"".join(pieces))
+    return KeptAnswer(status, headers, b"".join(pieces))
 
 
 async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Receive, bool]:

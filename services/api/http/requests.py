@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gspo_core.spec_file import strict_json
 from services.api.http.audit import Audit
-from services.api.http.errors import ApiError, error_response, translate
+from services.api.http.errors import RequestRefused, error_response, translate
 from services.api.http.traffic import Traffic
 from services.process.telemetry import get_logger
 from services.state.jobs import new_job_id
@@ -109,12 +109,12 @@ class _StrictRequest(Request):
             return strict_json.parse(await self.body())
         except strict_json.TextRejected as error:
             where = f" (line {error.line}, column {error.column})" if error.line else ""
-            raise ApiError(400, "invalid_json", f"the body is not JSON: {error}{where}") from None
+            raise RequestRefused(400, "invalid_json", f"the body is not JSON: {error}{where}") from None
 
     async def _read(self) -> bytes:
         data = await read_bounded(self, ("application/json",), MAX_BODY_BYTES)
         if not data:
-            raise ApiError(400, "invalid_json", "the body is empty; JSON is needed")
+            raise RequestRefused(400, "invalid_json", "the body is empty; JSON is needed")
         return data
 
 
@@ -122,11 +122,11 @@ async def read_bounded(request: Request, kinds: Sequence[str], most_bytes: int) 
     """A body of one of the media types. Raises ApiError 413, 415."""
     # A page in a browser can send other types than ours to any address without asking.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() not in kinds:
-        raise ApiError(415, "unsupported_media_type", f"send the body with Content-Type: {' or '.join(kinds)}")
+        raise RequestRefused(415, "unsupported_media_type", f"send the body with Content-Type: {' or '.join(kinds)}")
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > most_bytes:
-            raise ApiError(413, "body_too_large", f"a body has at most {most_bytes} bytes here")
+            raise RequestRefused(413, "body_too_large", f"a body has at most {most_bytes} bytes here")
         chunks.append(chunk)
     return b"".join(chunks)

@@ -12,9 +12,9 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from services.api.views.event_tails import Tail, Tails
+from services.api.views.event_tails import EventTail, EventTails
 from services.state.away import Away
-from services.state.store import Event, Store
+from services.state.store import JobEvent, Store
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 RETRY_MS = 2000
@@ -29,7 +29,7 @@ class EventStream:
     def __init__(
         self,
         store: Store,
-        tails: Tails,
+        tails: EventTails,
         job: str,
         stopping: asyncio.Event,
         clock: Callable[[], float],
@@ -78,7 +78,7 @@ class EventStream:
                     yield b": ping\n\n"
                 may_be_news = await tail.changed(generation, self._ping_s - silent_s)
 
-    async def _next(self, tail: Tail, after: str, over: bool) -> tuple[bytes, str]:
+    async def _next(self, tail: EventTail, after: str, over: bool) -> tuple[bytes, str]:
         """What comes after a position and the position behind it. Of a job that is over, the stream has the last word:
         the look-out may not have come to its end."""
         held = None if over else tail.since(after)
@@ -90,7 +90,7 @@ class EventStream:
     async def _is_over(self) -> bool:
         return (await self._store.get_job(self._job)).status.is_terminal
 
-    async def _newest_status(self) -> Event | None:
+    async def _newest_status(self) -> JobEvent | None:
         """The newest status under the id of the newest event: what a client has seen when it has seen this."""
         status, last, after = None, None, BEGINNING
         while events := await self._store.read_events(self._job, after, count=1000):
@@ -99,10 +99,10 @@ class EventStream:
             status = next((event for event in reversed(events) if event.type == "job.status"), status)
         if status is None or last is None:
             return None
-        return Event(last.id, status.type, status.created_at, status.data)
+        return JobEvent(last.id, status.type, status.created_at, status.data)
 
 
-def render(event: Event) -> bytes:
+def render(event: JobEvent) -> bytes:
     """An event on the wire."""
     return frame(event.type, event.data, event.id)
 

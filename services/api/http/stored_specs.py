@@ -8,20 +8,20 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from gspo_core.spec import JobSpec
-from services.api.http.errors import ApiError
-from services.state.jobs import Job
+from services.api.http.errors import RequestRefused
+from services.state.jobs import JobRecord
 
 
-def spec_of(job: Job) -> JobSpec:
+def spec_of(job: JobRecord) -> JobSpec:
     """Raises ApiError 422."""
     found = readable_spec(job)
     if found is None:
         message = f"the specification of {job.id} is of another release, which this one cannot read"
-        raise ApiError(422, "validation_failed", message)
+        raise RequestRefused(422, "validation_failed", message)
     return found
 
 
-def readable_spec(job: Job) -> JobSpec | None:
+def readable_spec(job: JobRecord) -> JobSpec | None:
     """None: it is of another release."""
     try:
         return JobSpec.model_validate(job.spec_data)

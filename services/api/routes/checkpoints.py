@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path
 
 from gspo_core.staleness import Position
 from services.api.http.context import ContextOf
-from services.api.http.errors import FINAL, ApiError, documented
+from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, checkpoints_of, files_of
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
@@ -43,7 +43,7 @@ async def remove_checkpoint(job: str, epoch: Number, step: Number, context: Cont
     found = await asyncio.to_thread(_find, job_dir, Position(epoch, step))
     newest = (await asyncio.to_thread(checkpoints_of, job_dir))[:1]
     if not record.status.is_terminal and found.id in [one.id for one in newest]:
-        raise ApiError(409, "checkpoint_in_use", "the job would go on from this checkpoint", headers=FINAL)
+        raise RequestRefused(409, "checkpoint_in_use", "the job would go on from this checkpoint", headers=FINAL)
     await asyncio.to_thread(context.exports.remove, job_dir, Position(epoch, step))
     await asyncio.to_thread(CheckpointStore(job_dir).remove, Position(epoch, step))
 
@@ -65,6 +65,6 @@ def _find(job_dir: JobDir, at: Position) -> CheckpointView:
     raise _not_kept(job_dir, at)
 
 
-def _not_kept(job_dir: JobDir, at: Position) -> ApiError:
+def _not_kept(job_dir: JobDir, at: Position) -> RequestRefused:
     message = f"{job_dir.id} keeps no checkpoint of epoch {at.epoch}, step {at.step}"
-    return ApiError(404, "checkpoint_not_found", message)
+    return RequestRefused(404, "checkpoint_not_found", message)

@@ -6,8 +6,8 @@ from typing import Literal
 
 from fastapi import APIRouter
 
-from services.api.http.context import Context, ContextOf
-from services.api.http.errors import ApiError
+from services.api.http.context import ApiContext, ContextOf
+from services.api.http.errors import RequestRefused
 from services.api.views.store_views import View
 from services.state.fleet_records import EngineRecord
 
@@ -44,12 +44,12 @@ async def use_engine_again(engine: str, context: ContextOf) -> EngineDrainView:
     return _view(*found, draining=False)
 
 
-async def _find(context: Context, engine: str) -> tuple[EngineRecord, bool]:
+async def _find(context: ApiContext, engine: str) -> tuple[EngineRecord, bool]:
     """Its record, and whether it is alive."""
     for one in await context.presence.members():
         if isinstance(one.record, EngineRecord) and one.id == engine:
             return one.record, one.is_alive
-    raise ApiError(404, "engine_not_found", f"no engine {engine[:80]!r} is registered", param="engine")
+    raise RequestRefused(404, "engine_not_found", f"no engine {engine[:80]!r} is registered", param="engine")
 
 
 def _view(record: EngineRecord, is_alive: bool, *, draining: bool) -> EngineDrainView:

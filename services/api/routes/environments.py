@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from gspo_core.job_spec import FreeForm
 from gspo_core.outbound import AddressRefused
 from services.api.http.access import Caller
-from services.api.http.context import Context, ContextOf
-from services.api.http.errors import FINAL, ApiError, documented
+from services.api.http.context import ApiContext, ContextOf
+from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.etags import IfMatch, IfNoneMatch, require_match, tagged
 from services.api.http.paging import after_id
 from services.api.http.requests import StrictRoute, read_bounded
@@ -25,8 +25,15 @@ from services.api.submission.environment_sources import ConfigRefused, Loadable,
 from services.api.views.store_views import Page, View, page
 from services.hosts.archives import MAX_PACKED_BYTES, ArchiveRefused, unpack
 from services.hosts.named_urls import AddressNamed
-from services.hosts.registry import NAME, EnvironmentNotFound, NameTaken, Registration, Registry, parse_reference
-from services.state.worker_requests import ErrandFailed, NoAnswer, NobodyThere, TooMany
+from services.hosts.registry import (
+    NAME,
+    EnvironmentNotFound,
+    EnvironmentRegistry,
+    NameTaken,
+    Registration,
+    parse_reference,
+)
+from services.state.worker_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
 
 router = APIRouter(prefix="/environments", tags=["environments"], route_class=StrictRoute)
 
@@ -203,9 +210,9 @@ async def register(wanted: NewEnvironment, request: Request, response: Response,
         await asyncio.to_thread(judge, found, context.networks)
     except AddressRefused as error:
         where = error.where if isinstance(error, AddressNamed) else "url"
-        raise ApiError(422, "address_refused", str(error), param=f"source.{where}") from None
+        raise RequestRefused(422, "address_refused", str(error), param=f"source.{where}") from None
     except ConfigRefused as error:
-        raise ApiError(422, "validation_failed", str(error), param="source.config") from None
+        raise RequestRefused(422, "validation_failed", str(error), param="source.config") from None
     source = wanted.source.model_dump(mode="json")
     return await _add(context, _caller(request), response, wanted.name, source, found, upload=None)
 
@@ -223,21 +230,21 @@ async def upload(
 ) -> EnvironmentView:
     """Register an uploaded file (`text/x-python`) or package (zip, or tar, plain or gzipped). Off unless enabled."""
     if not context.may_upload:
-        raise ApiError(403, "uploads_disabled", "the operator has not enabled uploads (GSPO_ENV_UPLOADS)")
+        raise RequestRefused(403, "uploads_disabled", "the operator has not enabled uploads (GSPO_ENV_UPLOADS)")
     packed = await read_bounded(request, (PYTHON, *ARCHIVES), MAX_PACKED_BYTES)
     registry = _registry(context)
     kind = request.headers["content-type"].partition(";")[0].strip().lower()
     module = query.ref.rpartition(":")[0]
     if kind == PYTHON and ("/" in module or not module.endswith(".py")):
-        raise ApiError(422, "validation_failed", "of a single file the ref is file.py:Class", param="ref")
+        raise RequestRefused(422, "validation_failed", "of a single file the ref is file.py:Class", param="ref")
     if ".." in module.split("/"):
-        raise ApiError(422, "validation_failed", "the ref leads out of what is uploaded", param="ref")
+        raise RequestRefused(422, "validation_failed", "the ref leads out of what is uploaded", param="ref")
     digest = hashlib.sha256(b"\0".join((kind.encode(), module.encode() if kind == PYTHON else b"", packed))).hexdigest()
 
     def check(folder: FilePath) -> None:
         path = module if module.endswith(".py") else module.replace(".", "/")
         if not any((folder / name).is_file() for name in (path, f"{path}.py", f"{path}/__init__.py")):
-            raise ApiError(422, "validation_failed", f"there is no {module} in what was uploaded", param="ref")
+            raise RequestRefused(422, "validation_failed", f"there is no {module} in what was uploaded", param="ref")
 
     try:
         await asyncio.to_thread(registry.require_name, query.name, _owner(_caller(request)))
@@ -246,7 +253,7 @@ async def upload(
     except NameTaken as error:
         raise _taken(error) from None
     except ArchiveRefused as error:
-        raise ApiError(422, "archive_refused", str(error)) from None
+        raise RequestRefused(422, "archive_refused", str(error)) from None
     source = {"type": "upload", "ref": query.ref, "size_bytes": len(packed)}
     found = Loadable(query.ref, {})
     return await _add(context, _caller(request), response, query.name, source, found, upload=digest)
@@ -285,13 +292,13 @@ async def remove_environment(environment: str, request: Request, context: Contex
     """Remove a version, named in full; not while a job that is not over refers to it. Its number is not used again."""
     parsed = parse_reference(environment)
     if parsed is None or parsed[1] is None:
-        raise ApiError(422, "validation_failed", "name the version: name@version", param="environment")
+        raise RequestRefused(422, "validation_failed", "name the version: name@version", param="environment")
     one = await _get(context, request, environment, to_change=True)
     require_match(if_match, one.digest[:16])
     for job in await context.store.list_jobs(MAX_JOBS, order="desc"):
         refs = [entry.get("ref") for entry in job.spec_data.get("environments", ())]
         if not job.status.is_terminal and one.id in refs:
-            raise ApiError(409, "environment_in_use", f"the job {job.id} uses {one.id}", headers=FINAL)
+            raise RequestRefused(409, "environment_in_use", f"the job {job.id} uses {one.id}", headers=FINAL)
     await asyncio.to_thread(_registry(context).remove, one)
 
 
@@ -330,7 +337,7 @@ async def get_schema(environment: str, request: Request, context: ContextOf) -> 
 
 
 async def _add(
-    context: Context,
+    context: ApiContext,
     caller: Caller,
     response: Response,
     name: str,
@@ -347,34 +354,34 @@ async def _add(
     except NameTaken as error:
         raise _taken(error) from None
     if is_new:
-        with contextlib.suppress(TooMany):  # then it stays unexamined until somebody asks for it
+        with contextlib.suppress(TooManyRequests):  # then it stays unexamined until somebody asks for it
             await context.errands.send({"environment": one.id, "do": "validate"}, is_awaited=False)
     response.status_code = 201 if is_new else 200
     response.headers["Location"] = f"/v1/environments/{one.id}"
     return await asyncio.to_thread(_view, registry, one)
 
 
-def _taken(error: NameTaken) -> ApiError:
-    return ApiError(409, "name_taken", str(error), param="name", headers=FINAL)
+def _taken(error: NameTaken) -> RequestRefused:
+    return RequestRefused(409, "name_taken", str(error), param="name", headers=FINAL)
 
 
-async def _ask(context: Context, order: Mapping[str, Any], timeout_s: float) -> Any:
+async def _ask(context: ApiContext, order: Mapping[str, Any], timeout_s: float) -> Any:
     try:
         return await context.errands.ask(order, timeout_s)
-    except ErrandFailed as error:
-        raise ApiError(422, "environment_invalid", str(error)[:2000], param="environment") from None
-    except NobodyThere:
+    except WorkerRequestFailed as error:
+        raise RequestRefused(422, "environment_invalid", str(error)[:2000], param="environment") from None
+    except NoWorkerThere:
         message = "no rollout worker is there to run it; start one and ask again"
-        raise ApiError(503, "no_worker", message, headers={"Retry-After": "5"}) from None
+        raise RequestRefused(503, "no_worker", message, headers={"Retry-After": "5"}) from None
     except NoAnswer:
         message = "the rollout worker that took it has not answered; ask again"
-        raise ApiError(503, "no_answer", message, headers={"Retry-After": "5"}) from None
-    except TooMany:
+        raise RequestRefused(503, "no_answer", message, headers={"Retry-After": "5"}) from None
+    except TooManyRequests:
         message = "too many questions to rollout workers are open"
-        raise ApiError(429, "capacity", message, headers={"Retry-After": "5"}) from None
+        raise RequestRefused(429, "capacity", message, headers={"Retry-After": "5"}) from None
 
 
-async def _get(context: Context, request: Request, reference: str, *, to_change: bool = False) -> Registration:
+async def _get(context: ApiContext, request: Request, reference: str, *, to_change: bool = False) -> Registration:
     caller = _caller(request)
     one = await asyncio.to_thread(_registry(context).get, reference)
     if not (caller.sees(one.owner) if to_change else _sees(caller, one)):
@@ -392,7 +399,7 @@ def _sees(caller: Caller, one: Registration) -> bool:
     return one.owner == "" or caller.sees(one.owner)
 
 
-def _view(registry: Registry, one: Registration) -> EnvironmentView:
+def _view(registry: EnvironmentRegistry, one: Registration) -> EnvironmentView:
     report = registry.report(one)
     status: Literal["validating", "ready", "invalid"] = "validating"
     failures: list[str] = []
@@ -411,9 +418,9 @@ def _view(registry: Registry, one: Registration) -> EnvironmentView:
     )
 
 
-def _registry(context: Context) -> Registry:
+def _registry(context: ApiContext) -> EnvironmentRegistry:
     if context.registry is None:
-        raise ApiError(404, "environment_not_found", "this process has no data directory to keep environments in")
+        raise RequestRefused(404, "environment_not_found", "this process has no data directory to keep environments in")
     return context.registry
 
 

@@ -17,9 +17,9 @@ from gspo_core.codec import SegmentRejected, decode
 from gspo_core.staleness import Position
 from gspo_core.types import MAX_COUNT, EpisodeKey, Segment
 from services.api.http import sse
-from services.api.http.context import Context, ContextOf
+from services.api.http.context import ApiContext, ContextOf
 from services.api.http.episode_stream import frames, happenings, parse_position
-from services.api.http.errors import ApiError
+from services.api.http.errors import RequestRefused
 from services.api.http.stored_specs import readable_spec
 from services.api.views.episode_views import (
     EpisodeDetail,
@@ -33,7 +33,7 @@ from services.api.views.history import EpisodeNotKept
 from services.api.views.store_views import Page, View, page
 from services.api.views.transcript import spent_view, tokens_view, turns_view
 from services.files.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
-from services.state.jobs import Job
+from services.state.jobs import JobRecord
 from services.state.queue import EpisodeView, GroupView, Stage
 
 router = APIRouter(tags=["episodes"])
@@ -180,7 +180,7 @@ async def follow_episode(
     """
     after = None if last_event_id is None else parse_position(last_event_id)
     if last_event_id is not None and after is None:
-        raise ApiError(400, "invalid_cursor", f"{last_event_id[:80]!r} is no position", param="last-event-id")
+        raise RequestRefused(400, "invalid_cursor", f"{last_event_id[:80]!r} is no position", param="last-event-id")
 
     async def read() -> EpisodeDetail:
         return await get_episode(job, group, member, DetailQuery(), context)
@@ -219,7 +219,7 @@ async def get_episode(
     )
 
 
-async def _trained_detail(context: Context, job: Job, key: EpisodeKey, query: DetailQuery) -> EpisodeDetail:
+async def _trained_detail(context: ApiContext, job: JobRecord, key: EpisodeKey, query: DetailQuery) -> EpisodeDetail:
     position, group = await asyncio.to_thread(context.history.find, job, key.group)
     found = [one for one in group if one.key.member == key.member]
     if not found:
@@ -234,14 +234,14 @@ async def _trained_detail(context: Context, job: Job, key: EpisodeKey, query: De
     return await asyncio.to_thread(_detail, context, job, base, episode, segments, tools, with_tokens, trained)
 
 
-async def _sole_tools(context: Context, job: Job) -> list[ToolSchema] | None:
+async def _sole_tools(context: ApiContext, job: JobRecord) -> list[ToolSchema] | None:
     """A log does not say which environment a group was of; where there is one there is no doubt."""
     sole = len(job.spec_data.get("environments", ())) == 1
     environment = await context.store.environment_description(job.id, 0) if sole else None
     return None if environment is None else environment.get("tools")
 
 
-def _lines(context: Context, job: Job, tools: list[ToolSchema] | None, query: ExportQuery) -> Iterator[bytes]:
+def _lines(context: ApiContext, job: JobRecord, tools: list[ToolSchema] | None, query: ExportQuery) -> Iterator[bytes]:
     """Blocking, batch after batch as they are asked for: the framework takes each from a thread."""
     for position in reversed(context.history.positions(job)):
         if position.step < query.from_step or (query.to_step is not None and position.step > query.to_step):
@@ -262,8 +262,8 @@ def _lines(context: Context, job: Job, tools: list[ToolSchema] | None, query: Ex
 
 
 def _detail(
-    context: Context,
-    job: Job,
+    context: ApiContext,
+    job: JobRecord,
     group: GroupSummary,
     episode: EpisodeSummary,
     segments: tuple[Segment, ...],
@@ -288,7 +288,7 @@ def _detail(
     )
 
 
-def _trained(context: Context, job: Job, step: int | None) -> Iterator[GroupSummary]:
+def _trained(context: ApiContext, job: JobRecord, step: int | None) -> Iterator[GroupSummary]:
     """Blocking, batch after batch as they are asked for."""
     positions = context.history.positions(job)
     wanted = positions[:MAX_STEPS_SEARCHED] if step is None else [one for one in positions if one.step == step]
@@ -300,7 +300,7 @@ def _trained(context: Context, job: Job, step: int | None) -> Iterator[GroupSumm
                 raise
 
 
-def _of_batch(context: Context, job: Job, position: Position) -> list[GroupSummary]:
+def _of_batch(context: ApiContext, job: JobRecord, position: Position) -> list[GroupSummary]:
     try:
         batch: LoggedBatch = context.history.batch(job, position)
     except BatchLogNotFound:  # removed since it was listed
@@ -324,19 +324,19 @@ def _take(
     return found
 
 
-async def _open(context: Context, job: Job, group: int) -> GroupView | None:
+async def _open(context: ApiContext, job: JobRecord, group: int) -> GroupView | None:
     found = await context.bus.groups(job.id, after=group - 1, limit=1)
     return found[0] if found and found[0].group == group else None
 
 
-async def _segments(context: Context, episode: EpisodeView) -> tuple[Segment, ...]:
+async def _segments(context: ApiContext, episode: EpisodeView) -> tuple[Segment, ...]:
     if episode.stage is Stage.QUEUED and not episode.num_segments:
         return ()
     payloads = await context.bus.read_episode(episode.key)
     try:
         return tuple(decode(payload) for payload in payloads)
     except SegmentRejected as error:
-        raise ApiError(404, "episode_unreadable", f"{episode.key}: {error}") from None
+        raise RequestRefused(404, "episode_unreadable", f"{episode.key}: {error}") from None
 
 
 def _with_rewards(group: GroupSummary, episodes: list[EpisodeSummary]) -> GroupSummary:
@@ -346,12 +346,12 @@ def _with_rewards(group: GroupSummary, episodes: list[EpisodeSummary]) -> GroupS
     return group.model_copy(update={"episodes": episodes, "reward_mean": mean, "reward_std": spread})
 
 
-def _number_in(cursor: str, job: Job) -> int:
+def _number_in(cursor: str, job: JobRecord) -> int:
     name, _, number = cursor.rpartition("/")
     if name != job.id or not number.isdecimal() or len(number) > 16:
         raise _bad_cursor(cursor)
     return int(number)
 
 
-def _bad_cursor(cursor: str | None) -> ApiError:
-    return ApiError(400, "invalid_cursor", f"{str(cursor)[:80]!r} is no item of this list", param="after")
+def _bad_cursor(cursor: str | None) -> RequestRefused:
+    return RequestRefused(400, "invalid_cursor", f"{str(cursor)[:80]!r} is no item of this list", param="after")

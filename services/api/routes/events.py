@@ -11,9 +11,9 @@ from starlette.responses import Response, StreamingResponse
 
 from services.api.http import sse
 from services.api.http.context import ContextOf
-from services.api.http.errors import ApiError
+from services.api.http.errors import RequestRefused
 from services.api.views.store_views import EventView, Page, event_view, page
-from services.state.store import Event, Store
+from services.state.store import JobEvent, Store
 
 router = APIRouter(prefix="/jobs/{id}/events", tags=["events"])
 
@@ -66,14 +66,14 @@ async def read_events(
 def check_position(position: str | None) -> str | None:
     """The position itself; raises ApiError for what is none."""
     if position is not None and not _POSITION.fullmatch(position):
-        raise ApiError(400, "invalid_cursor", f"{position[:80]!r} is no event id", param="after")
+        raise RequestRefused(400, "invalid_cursor", f"{position[:80]!r} is no event id", param="after")
     return position
 
 
-async def _page(store: Store, job: str, after: str, count: int, types: frozenset[str] | None) -> list[Event]:
+async def _page(store: Store, job: str, after: str, count: int, types: frozenset[str] | None) -> list[JobEvent]:
     if types is None:
         return await store.read_events(job, after, count=count)
-    found: list[Event] = []
+    found: list[JobEvent] = []
     # The number of events that are kept is bounded, and so is the number of rounds.
     while len(found) < count and (events := await store.read_events(job, after, count=CHUNK)):
         found += [event for event in events if event.type in types]

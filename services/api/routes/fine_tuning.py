@@ -28,10 +28,10 @@ from services.api.submission.fine_tuning import (
     facade_job,
     specification,
 )
-from services.api.submission.resubmission import Resent
+from services.api.submission.resubmission import Resubmissions
 from services.api.views.checkpoint_views import checkpoints_of
 from services.api.views.store_views import Page, View, page
-from services.state.jobs import DesiredState, Job
+from services.state.jobs import DesiredState, JobRecord
 
 router = APIRouter(tags=["OpenAI client"], route_class=StrictRoute)
 
@@ -84,7 +84,7 @@ async def create(
     except ValidationError as error:
         raise errors.invalid(problems(error, JobSpec, wanted)) from None
     is_repetition = x_stainless_retry_count > 0
-    job_id = await Resent(context.redis).job_id(caller.name, wanted, is_repetition=is_repetition)
+    job_id = await Resubmissions(context.redis).job_id(caller.name, wanted, is_repetition=is_repetition)
     job = await submit.submit(context, spec, caller, key=idempotency_key, job_id=job_id, is_repetition=is_repetition)
     if job.id != job_id:
         response.headers["Idempotent-Replayed"] = "true"
@@ -175,8 +175,8 @@ async def _wish(context: ContextOf, job: str, wish: DesiredState) -> FineTuningJ
 
 async def _jobs(
     context: ContextOf, caller: Caller, query: FacadeQuery, metadata: dict[str, str], *, published: bool = False
-) -> list[Job]:
-    found: list[Job] = []
+) -> list[JobRecord]:
+    found: list[JobRecord] = []
     after = query.after
     while len(found) <= query.limit:
         some = await context.store.list_jobs(101, after, order="desc")

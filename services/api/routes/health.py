@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from services.api.http.context import ContextOf
-from services.api.http.errors import ApiError
+from services.api.http.errors import RequestRefused
 from services.api.views.store_views import ReadyView
 from services.state.away import Away, AwayReason
 
@@ -33,7 +33,7 @@ async def healthz() -> AliveView:
 async def readyz(context: ContextOf) -> ReadyView:
     """200 when this process can serve; what other processes lack is listed as degraded."""
     if context.stopping.is_set():
-        raise ApiError(503, "shutting_down", "this process is about to end", headers={"Retry-After": "1"})
+        raise RequestRefused(503, "shutting_down", "this process is about to end", headers={"Retry-After": "1"})
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             members = await context.presence.members()

@@ -14,7 +14,7 @@ from gspo_core.spec import JobSpec, spec_warnings
 from services.api.http import metadata_filter
 from services.api.http.access import Caller
 from services.api.http.context import ContextOf
-from services.api.http.errors import ApiError, documented
+from services.api.http.errors import RequestRefused, documented
 from services.api.http.etags import IfNoneMatch, tagged
 from services.api.http.presence import Presence
 from services.api.http.requests import StrictRoute
@@ -22,7 +22,7 @@ from services.api.http.stored_specs import readable_spec
 from services.api.submission import submit as submitting
 from services.api.submission.environment_refs import pin
 from services.api.views.store_views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
-from services.state.jobs import CancelManner, DesiredState, Job, JobStatus, new_job_id
+from services.state.jobs import CancelManner, DesiredState, JobRecord, JobStatus, new_job_id
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
 
@@ -43,7 +43,7 @@ class SubmitQuery(BaseModel):
     """Check and estimate; create nothing."""
 
 
-class ListQuery(BaseModel):
+class JobListQuery(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
@@ -102,16 +102,16 @@ async def submit(
 
 
 @router.get("")
-async def list_jobs(query: Annotated[ListQuery, Query()], request: Request, context: ContextOf) -> Page[JobView]:
+async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, context: ContextOf) -> Page[JobView]:
     """Jobs by age; those of others only for admins. `metadata[NAME]=VALUE` selects by metadata."""
     caller: Caller = request.scope["caller"]
     wanted = metadata_filter.asked(request.query_params.multi_items())
     if query.after is not None and query.before is not None:
-        raise ApiError(400, "invalid_cursor", "after and before exclude each other", param="before")
+        raise RequestRefused(400, "invalid_cursor", "after and before exclude each other", param="before")
     is_backwards = query.before is not None
     after = query.before if is_backwards else query.after
     order = query.order if not is_backwards else "desc" if query.order == "asc" else "asc"
-    jobs: list[Job] = []
+    jobs: list[JobRecord] = []
     while len(jobs) <= query.limit:
         some = await context.store.list_jobs(101, after, order=order)
         seen = [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from services.api.http.context import Context, ContextOf
-from services.api.http.errors import ApiError
+from services.api.http.context import ApiContext, ContextOf
+from services.api.http.errors import RequestRefused
 from services.api.http.key_ring import SCOPES, KeyRecord, KeyRing
 from services.api.http.paging import after_id
 from services.api.views.store_views import Page, View, page
@@ -32,7 +32,7 @@ class KeyQuery(BaseModel):
     """How long it is valid; left out: until it is revoked."""
 
 
-class ListQuery(BaseModel):
+class KeyListQuery(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
@@ -66,7 +66,7 @@ async def make_key(query: Annotated[KeyQuery, Query()], response: Response, cont
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown or not scopes:
         message = f"{', '.join(unknown) or 'nothing'} is no scope; known are {', '.join(SCOPES)}"
-        raise ApiError(422, "validation_failed", message, param="scopes")
+        raise RequestRefused(422, "validation_failed", message, param="scopes")
     lifetime_s = None if query.days is None else query.days * DAY_S
     record, key = await asyncio.to_thread(_ring(context).issue, query.owner, scopes, lifetime_s)
     response.headers["Cache-Control"] = "no-store"
@@ -74,7 +74,7 @@ async def make_key(query: Annotated[KeyQuery, Query()], response: Response, cont
 
 
 @router.get("")
-async def list_keys(query: Annotated[ListQuery, Query()], context: ContextOf) -> Page[KeyView]:
+async def list_keys(query: Annotated[KeyListQuery, Query()], context: ContextOf) -> Page[KeyView]:
     """The keys that are valid now, the oldest first, without those of the settings."""
     held = sorted(_ring(context).valid().values(), key=lambda one: (one.created_at, one.id))
     return page(after_id([_view(one) for one in held], query.after, query.limit), query.limit)
@@ -84,12 +84,12 @@ async def list_keys(query: Annotated[ListQuery, Query()], context: ContextOf) ->
 async def revoke_key(key: str, context: ContextOf) -> None:
     """Revoke a key, by its id. It opens nothing from now on."""
     if not await asyncio.to_thread(_ring(context).revoke, key):
-        raise ApiError(404, "key_not_found", "no valid key has this id", param="key")
+        raise RequestRefused(404, "key_not_found", "no valid key has this id", param="key")
 
 
-def _ring(context: Context) -> KeyRing:
+def _ring(context: ApiContext) -> KeyRing:
     if context.ring is None:
-        raise ApiError(404, "key_not_found", "this process has no data directory to keep keys in")
+        raise RequestRefused(404, "key_not_found", "this process has no data directory to keep keys in")
     return context.ring
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from gspo_core.problems import near
 from services.api.http.context import ContextOf
-from services.api.http.errors import ApiError
+from services.api.http.errors import RequestRefused
 from services.api.views.store_views import MetricsView
 
 router = APIRouter(prefix="/jobs/{id}/metrics", tags=["metrics"])
@@ -104,6 +104,8 @@ def _only(wanted: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]
         found = {name for name in known if name == one or (one.endswith("*") and name.startswith(one[:-1]))}
         # A job without rows yet has no names at all; asking early is no mistake.
         if known and not found:
-            raise ApiError(400, "unknown_metric", f"{one} is no metric of this job{near(one, known)}", param="names")
+            raise RequestRefused(
+                400, "unknown_metric", f"{one} is no metric of this job{near(one, known)}", param="names"
+            )
         names |= found
     return [{name: value for name, value in row.items() if name == "step" or name in names} for row in rows]

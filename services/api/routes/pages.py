@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from starlette.responses import FileResponse, RedirectResponse, Response
 
-from services.api.http.errors import ApiError
+from services.api.http.errors import RequestRefused
 
 router = APIRouter(include_in_schema=False)
 
@@ -51,7 +51,7 @@ async def docs() -> Response:
 async def ui_file(path: str) -> Response:
     found = _FILES.get(path or "index.html")
     if found is None:
-        raise ApiError(404, "page_not_found", "there is no such page; /ui/ is the first one")
+        raise RequestRefused(404, "page_not_found", "there is no such page; /ui/ is the first one")
     return FileResponse(found, headers=HEADERS, media_type=TYPES[found.suffix])
 
 

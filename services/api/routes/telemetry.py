@@ -17,11 +17,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from services.api.http.context import Context, ContextOf
+from services.api.http.context import ApiContext, ContextOf
 from services.api.http.presence import ROLES
 from services.state.away import Away, AwayReason
 from services.state.fleet_records import WorkerRecord
-from services.state.jobs import Job, JobStatus
+from services.state.jobs import JobRecord, JobStatus
 
 Family = GaugeMetricFamily | CounterMetricFamily
 router = APIRouter(tags=["operations"])
@@ -66,7 +66,7 @@ class _Gathered(Collector):
         yield from self._families
 
 
-async def _families(context: Context) -> list[Family]:
+async def _families(context: ApiContext) -> list[Family]:
     jobs = await context.store.list_jobs(MAX_JOBS, order="desc")
     by_status = Counter(job.status for job in jobs)
     members = await context.presence.members()
@@ -102,7 +102,7 @@ def _of_workers(workers: Sequence[WorkerRecord]) -> list[Family]:
     return [held, counts, seconds]
 
 
-async def _of_jobs(context: Context, jobs: list[Job]) -> list[GaugeMetricFamily]:
+async def _of_jobs(context: ApiContext, jobs: list[JobRecord]) -> list[GaugeMetricFamily]:
     steps = GaugeMetricFamily("gspo_job_step", "Steps taken", labels=["job_id"])
     groups = GaugeMetricFamily(
         "gspo_job_groups", "Groups ever dispatched, by what became of them", labels=["job_id", "fate"]

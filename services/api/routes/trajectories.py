@@ -19,21 +19,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from gspo_core.codec import decode, encode
 from gspo_core.types import EpisodeKey, Split
 from services.api.http.access import Caller
-from services.api.http.context import Context, ContextOf
-from services.api.http.errors import ApiError, documented
+from services.api.http.context import ApiContext, ContextOf
+from services.api.http.errors import RequestRefused, documented
 from services.api.http.requests import StrictRoute
 from services.api.http.stored_specs import spec_of
 from services.api.submission.trajectories import (
     MAX_ITEMS,
     PushedTrajectory,
     Reason,
-    Refused,
     Rules,
+    TrajectoryRefused,
     pieces,
     vocab_size_of,
 )
 from services.api.views.store_views import View
-from services.state.jobs import Job
+from services.state.jobs import JobRecord
 from services.state.queue import Append, Conflict, EpisodeLease, EpisodeView, Fenced, Gap, Stage
 
 router = APIRouter(prefix="/jobs/{id}", tags=["trajectories"], route_class=StrictRoute)
@@ -96,7 +96,7 @@ async def describe_environment(id: str, index: int, given: Description, context:
     description of an environment holds, whoever gave it."""
     job = await context.store.get_job(id)
     if not 0 <= index < len(job.spec_data.get("environments", ())):
-        raise ApiError(404, "environment_not_found", f"the job has no environment {index}", param="index")
+        raise RequestRefused(404, "environment_not_found", f"the job has no environment {index}", param="index")
     held = await context.store.describe_environment(job.id, index, given.model_dump(mode="json"))
     return DescribedView(id=f"{job.id}/{index}", description=held)
 
@@ -121,7 +121,7 @@ async def push_trajectories(id: str, given: PushedTrajectories, request: Request
             try:
                 await _push(context, job.id, worker, token, item, rules, taken)
                 answers.append(TakenView(index=number, accepted=True))
-            except Refused as refusal:
+            except TrajectoryRefused as refusal:
                 answers.append(_refused(number, refusal.reason, str(refusal)))
             context.traffic.count_pushed(answers[-1].reason or "accepted")
     finally:
@@ -130,20 +130,20 @@ async def push_trajectories(id: str, given: PushedTrajectories, request: Request
     return PushedView(num_accepted=sum(one.accepted for one in answers), data=answers)
 
 
-async def _rules(context: Context, job: Job, caller: Caller) -> Rules:
+async def _rules(context: ApiContext, job: JobRecord, caller: Caller) -> Rules:
     spec = spec_of(job)
     try:
         size = await asyncio.to_thread(vocab_size_of, Path(spec.model))
     except (OSError, ValueError) as error:
         message = f"the files of the job's model cannot be read here: {error}"
-        raise ApiError(422, "validation_failed", message, param="model") from None
+        raise RequestRefused(422, "validation_failed", message, param="model") from None
     steps = {one.version: one.step for one in await context.store.versions(job.id)}
     cap = int(job.settings.get("rollout.staleness_cap", spec.rollout.staleness_cap))
     return Rules(spec, size, max(steps.values(), default=0) - cap, steps, f"pushed:{caller.name}")
 
 
 async def _push(
-    context: Context,
+    context: ApiContext,
     job: str,
     worker: str,
     token: str,
@@ -154,23 +154,23 @@ async def _push(
     """Raises Refused."""
     key = EpisodeKey(job, item.group, item.member)
     if not rules.steps:
-        raise Refused("unknown_version", "the job has published no version yet")
+        raise TrajectoryRefused("unknown_version", "the job has published no version yet")
     leases = await context.bus.take(job, worker, token, [key])
     if not leases:
         await _explain(context, job, item)
     lease = taken[key] = leases[0]
     if lease.split is not Split.TRAIN:
-        raise Refused("not_open", f"group {item.group} is an evaluation")
+        raise TrajectoryRefused("not_open", f"group {item.group} is an evaluation")
     held = [decode(payload) for payload in await context.bus.read_episode(key)]
     made = await asyncio.to_thread(pieces, item, rules, held, key, lease.attempt, lease.environment)
     appends = [Append(key, lease.attempt, one.index, encode(one), one.is_final, one.version) for one in made]
     try:
         await context.bus.append(job, token, appends)
     except (Fenced, Gap, Conflict) as error:
-        raise Refused("held", f"the episode went to somebody else meanwhile: {error}") from None
+        raise TrajectoryRefused("held", f"the episode went to somebody else meanwhile: {error}") from None
 
 
-async def _explain(context: Context, job: str, item: PushedTrajectory) -> None:
+async def _explain(context: ApiContext, job: str, item: PushedTrajectory) -> None:
     """Why an episode could not be taken. Raises Refused."""
     groups = await context.bus.groups(job, after=item.group - 1, limit=1)
     episodes: Mapping[int, EpisodeView] = {}
@@ -178,10 +178,10 @@ async def _explain(context: Context, job: str, item: PushedTrajectory) -> None:
         episodes = {one.key.member: one for one in groups[0].episodes}
     found = episodes.get(item.member)
     if found is None:
-        raise Refused("not_open", f"{item.group}/{item.member} is no episode of an open group")
+        raise TrajectoryRefused("not_open", f"{item.group}/{item.member} is no episode of an open group")
     if found.stage in (Stage.DONE, Stage.DEAD):
-        raise Refused("duplicate", "this episode has ended")
-    raise Refused("held", f"{found.worker or 'somebody'} plays this episode")
+        raise TrajectoryRefused("duplicate", "this episode has ended")
+    raise TrajectoryRefused("held", f"{found.worker or 'somebody'} plays this episode")
 
 
 def _refused(number: int, reason: Reason, message: str) -> TakenView:

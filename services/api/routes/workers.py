@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.http.context import ContextOf
-from services.api.http.errors import FINAL, ApiError, documented
+from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.paging import after_id
 from services.api.http.presence import Member
 from services.api.views.store_views import Page, View, page
@@ -65,10 +65,10 @@ async def drain(worker: str, context: ContextOf) -> DrainView:
     ends the step that it is in, saves it, hands its job back for another one to go on with, and ends."""
     found = next((one for one in await context.presence.members() if one.id == worker), None)
     if found is None:
-        raise ApiError(404, "worker_not_found", f"no process {worker[:80]!r} is registered", param="worker")
+        raise RequestRefused(404, "worker_not_found", f"no process {worker[:80]!r} is registered", param="worker")
     if found.role == "engine":
         message = f"{worker} is an engine: it is drained by POST /v1/engines/{{engine}}/drain"
-        raise ApiError(409, "cannot_drain", message, headers=FINAL)
+        raise RequestRefused(409, "cannot_drain", message, headers=FINAL)
     if found.is_alive:
         await Drains(context.redis).ask(worker)
     return DrainView(id=worker, alive=found.is_alive)

@@ -13,15 +13,15 @@ from typing import TypeVar
 from gspo_core.outbound import Network
 from gspo_core.spec import EnvironmentSpec, JobSpec
 from services.api.http.access import Caller
-from services.api.http.errors import ApiError
+from services.api.http.errors import RequestRefused
 from services.hosts.named_urls import AddressNamed, Share, check_urls
-from services.hosts.registry import EnvironmentNotFound, Registry
-from services.state.jobs import Job
+from services.hosts.registry import EnvironmentNotFound, EnvironmentRegistry
+from services.state.jobs import JobRecord
 
 Spec = TypeVar("Spec", bound=JobSpec)
 
 
-def pin(spec: Spec, registry: Registry | None, caller: Caller, networks: Sequence[Network]) -> Spec:
+def pin(spec: Spec, registry: EnvironmentRegistry | None, caller: Caller, networks: Sequence[Network]) -> Spec:
     """Reads files and asks a resolver: call it in a thread, unless there is nothing of the kind."""
     entries, share = [], Share()
     for index, entry in enumerate(spec.environments):
@@ -34,7 +34,7 @@ def pin(spec: Spec, registry: Registry | None, caller: Caller, networks: Sequenc
     return spec.model_copy(update={"environments": tuple(entries)})
 
 
-def pinned_as(spec: Spec, held: Job) -> Spec:
+def pinned_as(spec: Spec, held: JobRecord) -> Spec:
     """With the versions of a job that was accepted before, where both name the same environments."""
     refs = [str(entry.get("ref")) for entry in held.spec_data.get("environments", ())]
     if len(refs) != len(spec.environments):
@@ -51,10 +51,12 @@ def _judge(entry: EnvironmentSpec, param: str, networks: Sequence[Network], shar
         check_urls(entry.config, networks, share)
     except AddressNamed as error:
         message = f"{error} (GSPO_OUTBOUND_NETWORKS)"
-        raise ApiError(422, "address_refused", message, param=f"{param}.{error.where}") from None
+        raise RequestRefused(422, "address_refused", message, param=f"{param}.{error.where}") from None
 
 
-def _pinned(param: str, entry: EnvironmentSpec, registry: Registry | None, caller: Caller) -> EnvironmentSpec:
+def _pinned(
+    param: str, entry: EnvironmentSpec, registry: EnvironmentRegistry | None, caller: Caller
+) -> EnvironmentSpec:
     try:
         if registry is None:
             raise EnvironmentNotFound(entry.ref)
@@ -62,12 +64,12 @@ def _pinned(param: str, entry: EnvironmentSpec, registry: Registry | None, calle
         if one.owner and not caller.sees(one.owner):
             raise EnvironmentNotFound(entry.ref)
     except EnvironmentNotFound as error:
-        raise ApiError(422, "environment_not_found", str(error), param=f"{param}.ref") from None
+        raise RequestRefused(422, "environment_not_found", str(error), param=f"{param}.ref") from None
     if entry.config:
         message = f"{one.id} has its own config; register another version to change it"
-        raise ApiError(422, "validation_failed", message, param=f"{param}.config")
+        raise RequestRefused(422, "validation_failed", message, param=f"{param}.config")
     report = registry.report(one)
     if report is not None and not report["ok"]:
         message = f"{one.id} was examined and refused; GET /v1/environments/{one.id} says why"
-        raise ApiError(422, "environment_invalid", message, param=f"{param}.ref")
+        raise RequestRefused(422, "environment_invalid", message, param=f"{param}.ref")
     return entry.model_copy(update={"ref": one.id})

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
 from gspo_core.spec import JobSpec
-from services.api.http.errors import ApiError
+from services.api.http.errors import RequestRefused
 from services.api.views.store_views import View, job_view
 from services.state.jobs import JobStatus
-from services.state.store import Event, Job
+from services.state.store import JobEvent, JobRecord
 
 ENVIRONMENT = "env:"
 STATUSES: Mapping[JobStatus, str] = {
@@ -121,7 +121,7 @@ def specification(given: FineTuningRequest) -> dict[str, Any]:
     if "environments" not in spec:
         if not given.training_file.startswith(ENVIRONMENT):
             message = "training_file names an environment: env:NAME, or env:package.module:Class"
-            raise ApiError(422, "validation_failed", message, param="training_file")
+            raise RequestRefused(422, "validation_failed", message, param="training_file")
         spec["environments"] = [{"ref": given.training_file.removeprefix(ENVIRONMENT)}]
     _tune(spec, {**(given.hyperparameters or {}), **_of_method(given.method)})
     return spec
@@ -134,7 +134,7 @@ def _of_method(method: Mapping[str, Any] | None) -> Mapping[str, Any]:
     grader = inner.get("grader") if isinstance(inner, dict) else None
     if method.get("type") != "reinforcement" or (grader is not None and grader != {"type": "env"}):
         message = 'the method is "reinforcement" and its grader {"type": "env"}: the environment scores'
-        raise ApiError(422, "validation_failed", message, param="method")
+        raise RequestRefused(422, "validation_failed", message, param="method")
     numbers = inner.get("hyperparameters") if isinstance(inner, dict) else None
     return numbers if isinstance(numbers, dict) else {}
 
@@ -149,7 +149,7 @@ def _tune(spec: dict[str, Any], numbers: Mapping[str, Any]) -> None:
             optimizer.setdefault("lr", given["learning_rate"])
 
 
-def facade_job(job: Job) -> FineTuningJob:
+def facade_job(job: JobRecord) -> FineTuningJob:
     native, spec = job_view(job), job.spec_data
     reason = native.status_reason
     failed = job.status is JobStatus.FAILED and reason is not None
@@ -178,7 +178,7 @@ def facade_job(job: Job) -> FineTuningJob:
     )
 
 
-def facade_event(event: Event) -> FineTuningEvent:
+def facade_event(event: JobEvent) -> FineTuningEvent:
     data = event.data
     is_failure = event.type == "job.status" and data.get("status") == "failed"
     level: Any = "error" if is_failure else _LEVELS.get(event.type, "info")
@@ -192,7 +192,7 @@ def facade_event(event: Event) -> FineTuningEvent:
     )
 
 
-def _in_words(event: Event) -> str:
+def _in_words(event: JobEvent) -> str:
     data = event.data
     if event.type == "step":
         return f"step {data.get('step')}: mean reward {data.get('reward/mean', 'unknown')}"

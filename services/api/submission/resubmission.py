@@ -21,7 +21,7 @@ MAX_NOTES = 1000
 _NOTES = service_key("resent")
 
 
-class Resent:
+class Resubmissions:
     def __init__(self, redis: RedisClient, now: Callable[[], float] = time.time) -> None:
         # Replies are bytes; the client's types allow for more.
         self._redis: Any = redis

@@ -10,14 +10,14 @@ import asyncio
 
 from gspo_core.spec import JobSpec
 from services.api.http.access import Caller
-from services.api.http.context import Context
+from services.api.http.context import ApiContext
 from services.api.submission.environment_refs import pin, pinned_as
-from services.state.store import Job, JobConflict, JobNotFound
+from services.state.store import JobConflict, JobNotFound, JobRecord
 
 
 async def submit(
-    context: Context, spec: JobSpec, caller: Caller, *, key: str | None, job_id: str, is_repetition: bool = False
-) -> Job:
+    context: ApiContext, spec: JobSpec, caller: Caller, *, key: str | None, job_id: str, is_repetition: bool = False
+) -> JobRecord:
     """The job: a new one under ``job_id``, or the one that was made under the same key before.
 
     ``is_repetition``: ``job_id`` was given to an earlier request, which may have made its job. Raises ApiError,
@@ -26,7 +26,7 @@ async def submit(
     # A key belongs to who sent it: others who choose the same text neither see nor block this job.
     own_key = f"{caller.name}:{key}" if key else None
 
-    async def create(wanted: JobSpec) -> Job:
+    async def create(wanted: JobSpec) -> JobRecord:
         return await context.store.create_job(wanted, idempotency_key=own_key, job_id=job_id, owner=caller.owner)
 
     held = await _made_before(context, own_key, job_id, is_repetition=is_repetition)
@@ -42,7 +42,9 @@ async def submit(
     return await create(pinned_as(spec, held))
 
 
-async def _made_before(context: Context, own_key: str | None, job_id: str, *, is_repetition: bool) -> Job | None:
+async def _made_before(
+    context: ApiContext, own_key: str | None, job_id: str, *, is_repetition: bool
+) -> JobRecord | None:
     job = await context.store.job_under(own_key) if own_key else None
     if job is None and is_repetition:
         job = job_id

@@ -85,7 +85,7 @@ class PushedTrajectory(BaseModel):
         return [given] * len(self.token_ids) if isinstance(given, int) else given
 
 
-class Refused(Exception):
+class TrajectoryRefused(Exception):
     """This trajectory is not taken."""
 
     def __init__(self, reason: Reason, message: str) -> None:
@@ -125,48 +125,50 @@ def pieces(
         # The gate of the trainer's side: what it would refuse must not get into the queue.
         return [decode(encode(one)) for one in made]
     except (InvalidValue, SegmentRejected) as error:
-        raise Refused("invalid_outcome", str(error)) from None
+        raise TrajectoryRefused("invalid_outcome", str(error)) from None
 
 
 def _check(given: PushedTrajectory, rules: Rules, held: Sequence[Segment], environment: int) -> None:
     num_held = sum(one.num_tokens for one in held)
     if given.num_before < num_held:
-        raise Refused("duplicate", f"{num_held} tokens of this episode are there already")
+        raise TrajectoryRefused("duplicate", f"{num_held} tokens of this episode are there already")
     if given.num_before > num_held:
-        raise Refused("gap", f"{num_held} tokens of this episode are there, not {given.num_before}")
+        raise TrajectoryRefused("gap", f"{num_held} tokens of this episode are there, not {given.num_before}")
     lengths = {len(given.token_ids), len(given.mask), len(given.logprobs), len(given.versions)}
     if len(lengths) > 1:
-        raise Refused("length_mismatch", "token_ids, mask, logprobs and policy_versions have one entry for each token")
+        raise TrajectoryRefused(
+            "length_mismatch", "token_ids, mask, logprobs and policy_versions have one entry for each token"
+        )
     if not given.token_ids and not given.is_last:
-        raise Refused("no_action", "a piece without tokens must be the last one")
+        raise TrajectoryRefused("no_action", "a piece without tokens must be the last one")
     most = rules.spec.episode_limits(environment).max_context_tokens
     if num_held + len(given.token_ids) > most:
-        raise Refused("too_long", f"an episode has at most {most} tokens here")
+        raise TrajectoryRefused("too_long", f"an episode has at most {most} tokens here")
     if given.token_ids and max(given.token_ids) >= rules.vocab_size:
-        raise Refused(
+        raise TrajectoryRefused(
             "unknown_token", f"the model knows token ids below {rules.vocab_size}, not {max(given.token_ids)}"
         )
     if given.is_last and not any(given.mask) and not any(one.num_actions for one in held):
-        raise Refused("no_action", "the policy has sampled no token of this episode")
+        raise TrajectoryRefused("no_action", "the policy has sampled no token of this episode")
     _check_numbers(given)
     for version in {version for version, acts in zip(given.versions, given.mask, strict=True) if acts}:
         if version not in rules.steps:
-            raise Refused("unknown_version", f"version {version} was never published")
+            raise TrajectoryRefused("unknown_version", f"version {version} was never published")
         if rules.steps[version] < rules.oldest_step:
-            raise Refused("stale", f"version {version} is older than rollout.staleness_cap allows")
+            raise TrajectoryRefused("stale", f"version {version} is older than rollout.staleness_cap allows")
 
 
 def _check_numbers(given: PushedTrajectory) -> None:
     rewards = [] if given.reward is None else [given.reward]
     if not all(map(math.isfinite, (*given.logprobs, *rewards, *given.metrics.values(), *given.reward_parts.values()))):
-        raise Refused("non_finite", "log-probs, reward and metrics are finite numbers")
+        raise TrajectoryRefused("non_finite", "log-probs, reward and metrics are finite numbers")
     for value, acts in zip(given.logprobs, given.mask, strict=True):
         if value < _LEAST:
-            raise Refused("non_finite", f"{value} is no number of 32 bits")
+            raise TrajectoryRefused("non_finite", f"{value} is no number of 32 bits")
         if value > _SLACK or (value and not acts):
-            raise Refused("invalid_logprob", "a log-prob is not above 0, and 0 where the mask is false")
+            raise TrajectoryRefused("invalid_logprob", "a log-prob is not above 0, and 0 where the mask is false")
     if given.reward is not None and not given.stop_reason.has_reward:
-        raise Refused("invalid_outcome", f"an episode that ended as {given.stop_reason} has no reward")
+        raise TrajectoryRefused("invalid_outcome", f"an episode that ended as {given.stop_reason} has no reward")
 
 
 def _cut(

@@ -17,7 +17,7 @@ from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.spec import JobSpec
 from services.files.job_dir import JobsDir
 from services.files.weights import WeightStore
-from services.state.jobs import Job
+from services.state.jobs import JobRecord
 
 MAX_CODECS = 8
 
@@ -30,7 +30,7 @@ class Codecs:
         self._held: OrderedDict[str, ChatCodec] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, job: Job) -> tuple[ChatCodec | None, str | None]:
+    def of(self, job: JobRecord) -> tuple[ChatCodec | None, str | None]:
         """The codec, or why there is none."""
         with self._lock:
             if job.id in self._held:
@@ -46,7 +46,7 @@ class Codecs:
                 self._held.popitem(last=False)
         return codec, None
 
-    def _load(self, job: Job) -> ChatCodec:
+    def _load(self, job: JobRecord) -> ChatCodec:
         try:
             spec = JobSpec.model_validate(job.spec_data)
         except ValidationError as error:

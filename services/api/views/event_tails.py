@@ -12,7 +12,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from services.state.store import Event, Store
+from services.state.store import JobEvent, Store
 
 # How long one read waits for news.
 BLOCK_MS = 500
@@ -28,11 +28,11 @@ def position_of(event_id: str) -> Position:
     return int(milliseconds), int(number or 0)
 
 
-class Tail:
+class EventTail:
     """Take ``generation`` before ``since``, and wait for another one if there was nothing."""
 
     def __init__(
-        self, store: Store, job: str, after: str, render: Callable[[Event], bytes], stopping: asyncio.Event
+        self, store: Store, job: str, after: str, render: Callable[[JobEvent], bytes], stopping: asyncio.Event
     ) -> None:
         self._store = store
         self._job = job
@@ -87,7 +87,7 @@ class Tail:
             pieces.append(piece)
         return b"".join(reversed(pieces)), newest
 
-    def _hold(self, events: list[Event]) -> None:
+    def _hold(self, events: list[JobEvent]) -> None:
         for event in events:
             if event.type == "gap":  # not the readers' gap: each has a position of its own
                 self._held.clear()
@@ -118,21 +118,21 @@ class Tail:
         return self.generation != generation
 
 
-class Tails:
+class EventTails:
     """The look-outs of this process, one for each job that somebody follows. They end when it is ``stopping``."""
 
-    def __init__(self, store: Store, render: Callable[[Event], bytes], stopping: asyncio.Event) -> None:
+    def __init__(self, store: Store, render: Callable[[JobEvent], bytes], stopping: asyncio.Event) -> None:
         self._store = store
         self._render = render
         self._stopping = stopping
-        self._held: dict[str, tuple[Tail, asyncio.Task[None]]] = {}
+        self._held: dict[str, tuple[EventTail, asyncio.Task[None]]] = {}
 
     @contextlib.contextmanager
-    def of(self, job: str, after: str) -> Iterator[Tail]:
+    def of(self, job: str, after: str) -> Iterator[EventTail]:
         """The look-out of a job; a new one begins at the position ``after``."""
         held = self._held.get(job)
         if held is None or held[1].done():
-            tail = Tail(self._store, job, after, self._render, self._stopping)
+            tail = EventTail(self._store, job, after, self._render, self._stopping)
             tail.num_readers = 1
             self._held[job] = (tail, asyncio.create_task(tail.run(), name=f"tail of {job}"))
         else:

@@ -21,7 +21,7 @@ from gspo_core.types import EpisodeKey, Group
 from services.files.batch_log import BatchLog, BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.files.job_dir import JobDir, JobsDir
 from services.files.trained_log import TrainedLog
-from services.state.jobs import Job
+from services.state.jobs import JobRecord
 from services.state.keys import check_job_id
 
 Value = TypeVar("Value")
@@ -47,7 +47,7 @@ class EpisodeNotKept(LookupError):
         super().__init__(f"group {key.group} of {key.job} holds no episode {key.member}: it was given up, or never was")
 
 
-class History:
+class TrainedHistory:
     """The batch logs of the jobs in ``jobs_dir``. Blocking: call it in a thread."""
 
     def __init__(self, jobs_dir: JobsDir) -> None:
@@ -58,7 +58,7 @@ class History:
     def job_dir(self, job: str) -> JobDir:
         return self._jobs_dir.job(check_job_id(job))
 
-    def positions(self, job: Job) -> list[Position]:
+    def positions(self, job: JobRecord) -> list[Position]:
         """The batches of the job's lineage, the newest first."""
         newest: dict[int, int] = {}
         for epoch, step in BatchLog(self.job_dir(job.id)).steps():
@@ -67,22 +67,22 @@ class History:
                 newest[step] = max(epoch, newest.get(step, epoch))
         return [Position(newest[step], step) for step in sorted(newest, reverse=True)]
 
-    def batch(self, job: Job, position: Position) -> LoggedBatch:
+    def batch(self, job: JobRecord, position: Position) -> LoggedBatch:
         """Raises BatchLogNotFound, DamagedBatchLog."""
         log = BatchLog(self.job_dir(job.id))
         path = log.path(position.epoch, position.step)
         return self._batches.get(path, lambda: _read(log, position), lambda _: _size_of(path))
 
-    def groups_of(self, job: Job, position: Position) -> tuple[int, ...]:
+    def groups_of(self, job: JobRecord, position: Position) -> tuple[int, ...]:
         log = BatchLog(self.job_dir(job.id))
         path = log.path(position.epoch, position.step)
         return self._indexes.get(path, lambda: log.groups_of(position.epoch, position.step), len)
 
-    def trained(self, job: Job, position: Position) -> dict[tuple[int, int], NDArray[np.float32]]:
+    def trained(self, job: JobRecord, position: Position) -> dict[tuple[int, int], NDArray[np.float32]]:
         """By group and member, what the policy made of sampled tokens when they were trained; empty if not known."""
         return TrainedLog(self.job_dir(job.id)).read(position.epoch, position.step)
 
-    def find(self, job: Job, group: int) -> tuple[Position, Group]:
+    def find(self, job: JobRecord, group: int) -> tuple[Position, Group]:
         """Where a group was trained. Raises GroupNotKept."""
         groups_per_step = int(job.spec_data.get("groups_per_step", 1))
         # Groups are trained in about the order of their numbers, so the search begins where it should be.

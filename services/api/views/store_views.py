@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from gspo_core.spec import JobSpec
-from services.state.store import Event, Job, StatusReason
+from services.state.store import JobEvent, JobRecord, StatusReason
 
 Item = TypeVar("Item")
 
@@ -138,7 +138,7 @@ class ReadyView(View):
     degraded: list[str]
 
 
-def job_view(job: Job) -> JobView:
+def job_view(job: JobRecord) -> JobView:
     spec = job.spec_data
     return JobView(
         id=job.id,
@@ -173,14 +173,14 @@ _LINKS = {
 }
 
 
-def _reason(job: Job) -> ReasonView | None:
+def _reason(job: JobRecord) -> ReasonView | None:
     reason = job.status_reason
     if reason is None and not job.status.is_terminal:
         reason = StatusReason("waiting_for_workers", "no trainer has taken this job yet", job.created_at)
     return ReasonView(code=reason.code, message=reason.message, since=reason.since) if reason else None
 
 
-def event_view(event: Event) -> EventView:
+def event_view(event: JobEvent) -> EventView:
     return EventView(id=event.id, type=event.type, created_at=event.created_at, data=event.data)
 
 

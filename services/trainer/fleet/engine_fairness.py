@@ -13,7 +13,7 @@ from services.state.fleet_records import EngineRecord
 from services.state.store import Store
 
 
-class Needs:
+class EngineFairness:
     def __init__(self, store: Store, job: str, num_wanted: int) -> None:
         self._store = store
         self._job = job

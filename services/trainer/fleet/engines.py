@@ -28,7 +28,7 @@ from services.process.telemetry import get_logger
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 from services.state.leases import BeatWatch
 from services.state.store import Store
-from services.trainer.fleet.engine_fairness import Needs
+from services.trainer.fleet.engine_fairness import EngineFairness
 from services.trainer.fleet.engine_switch import BoundEngine, Deadlines, WeightSync, still_holds, switch
 from services.trainer.fleet.staging import Staging
 from services.trainer.fleet.weight_transport import FromDisk, WeightTransport
@@ -46,7 +46,7 @@ Explain = Callable[[str, str], Awaitable[None]]
 """Is given the code and the text of a reason."""
 
 
-class Engines:
+class EnginePool:
     """The engines of one job. ``run`` keeps them; the step loop publishes, waits and asks."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Engines:
         self._transport = transport or FromDisk()
         self._deadlines = deadlines or Deadlines()
         self._presence = BeatWatch(lease_s, time.monotonic)
-        self._needs = Needs(store, job, num_wanted)
+        self._needs = EngineFairness(store, job, num_wanted)
         self._bound: dict[str, BoundEngine] = {}
         self._unfit: dict[str, str] = {}
         """Why an engine cannot serve this model."""

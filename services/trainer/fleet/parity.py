@@ -57,13 +57,13 @@ class Held:
     label: str
 
 
-class Learner(Protocol):
+class ScoringLearner(Protocol):
     """What is used of the learner."""
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]: ...
 
 
-class Engines(Protocol):
+class ProbedEngines(Protocol):
     """What is used of the pool."""
 
     def ready(self) -> list[BoundEngine]: ...
@@ -86,7 +86,7 @@ def k3(trainer: NDArray[np.float32], engine: NDArray[np.float32]) -> float:
 class ParityGate:
     """Of one job. ``check`` and ``remember`` are called between the learner's updates, ``run`` beside them."""
 
-    def __init__(self, engines: Engines, max_k3: float) -> None:
+    def __init__(self, engines: ProbedEngines, max_k3: float) -> None:
         self._engines = engines
         self._max_k3 = max_k3
         self._known: set[str] = set()
@@ -114,7 +114,7 @@ class ParityGate:
         sources = {(one.engine_id, one.version) for trajectory in group for one in trajectory.segments}
         return "dropped_mismatch" if sources & self._distrusted else None
 
-    async def check(self, learner: Learner, groups: Sequence[Group], held: Held) -> None:
+    async def check(self, learner: ScoringLearner, groups: Sequence[Group], held: Held) -> None:
         """Raises JobFailure before anything is trained on tokens whose log-probs are not true."""
         branches = [branch for group in groups for trajectory in group for branch in trajectory.branches]
         for url, of_engine in _fresh_by_engine(branches, held.version).items():
@@ -125,7 +125,7 @@ class ParityGate:
             self._probes = [_probe(branch) for branch in acted[:NUM_PROBES]]
             await self.remember(learner, held)
 
-    async def remember(self, learner: Learner, held: Held) -> None:
+    async def remember(self, learner: ScoringLearner, held: Held) -> None:
         """What engines have to say under this version, which the learner holds now."""
         if self._probes:
             self._expected = await asyncio.to_thread(learner.logprobs, self._probes)
@@ -143,7 +143,7 @@ class ParityGate:
         return engine.label == self._label != "" and self._judged.get(engine.url) != self._label
 
     async def _compare(
-        self, learner: Learner, url: str, fresh: list[tuple[Branch, NDArray[np.bool_]]], held: Held
+        self, learner: ScoringLearner, url: str, fresh: list[tuple[Branch, NDArray[np.bool_]]], held: Held
     ) -> None:
         sequences = [_sequence(branch, branch.segments[0].temperature) for branch, _ in fresh]
         ours = await asyncio.to_thread(learner.logprobs, sequences)

@@ -14,22 +14,22 @@ from gspo_core.types import Group, Split
 from services.files.batch_log import BatchLog
 from services.state.queue import Bus
 from services.state.store import Claim
-from services.trainer.fleet.parity import Held, Learner, ParityGate
+from services.trainer.fleet.parity import Held, ParityGate, ScoringLearner
 from services.trainer.groups.admission import Admission
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.selection import Selection, nothing_to_train, refusal
-from services.trainer.groups.selection_bias import Census
-from services.trainer.groups.staleness import Ages
+from services.trainer.groups.selection_bias import SelectionBias
+from services.trainer.groups.staleness import StalenessTable
 from services.trainer.groups.step_settings import Tuning
 from services.trainer.groups.tasks import FIRST_EVAL_GROUP
-from services.trainer.telling.disk_waits import PatientDisk
+from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.status import JobStatusBoard
 
 # So many batches' worth of groups dropped one after the other: what comes next would be no better.
 MAX_BATCHES_DROPPED_IN_A_ROW = 8
 
 
-class Taking:
+class BatchSelection:
     """Of one job."""
 
     def __init__(
@@ -37,10 +37,10 @@ class Taking:
         claim: Claim,
         tuning: Tuning,
         lineage: Lineage,
-        ages: Ages,
+        ages: StalenessTable,
         admission: Admission,
         gate: ParityGate,
-        disk: PatientDisk,
+        disk: DiskWaits,
         *,
         bus: Bus,
         intake: Intake,
@@ -57,7 +57,7 @@ class Taking:
         self._look = look
         """Raises what ends the waiting for a batch."""
         self._alert = alert
-        self._census = Census(intake, claim.job_id)
+        self._census = SelectionBias(intake, claim.job_id)
         self._dropped_in_a_row: Counter[str] = Counter()
         self._dropped_since: dict[str, list[int]] = {}
         """Groups by reason, since the last batch."""
@@ -68,7 +68,7 @@ class Taking:
         """Since the last call."""
         return self._census.take_metrics() | self._num_dropped
 
-    async def batch(self, learner: Learner, held: Held) -> list[Group]:
+    async def batch(self, learner: ScoringLearner, held: Held) -> list[Group]:
         """The groups that are to be trained next, logged and committed."""
         chosen = await self._choose(learner, held)
         numbers = [group.group for group in chosen]
@@ -91,7 +91,7 @@ class Taking:
         self._dropped_in_a_row.clear()
         return chosen
 
-    async def _choose(self, learner: Learner, held: Held) -> list[Group]:
+    async def _choose(self, learner: ScoringLearner, held: Held) -> list[Group]:
         spec, intake, lineage = self._tuning.spec, self._intake, self._lineage
         selection = Selection(spec, intake, self._status, self._clock, self._admission.dispatched_steps)
         while True:

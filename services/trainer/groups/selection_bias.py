@@ -12,7 +12,7 @@ from gspo_core.types import EpisodeKey, Trajectory
 from services.trainer.groups.intake import Intake
 
 
-class Census:
+class SelectionBias:
     """Of the groups that were settled since the last step."""
 
     def __init__(self, intake: Intake, job: str) -> None:

@@ -15,7 +15,7 @@ from gspo_core.staleness import Position, token_staleness
 from gspo_core.types import Group, WeightsManifest
 
 
-class Ages:
+class StalenessTable:
     """Of one epoch of a job, at the step that its lineage has reached."""
 
     def __init__(self, epoch: int, lineage: Lineage) -> None:

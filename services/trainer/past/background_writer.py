@@ -13,7 +13,7 @@ from typing import Any
 from services.process.cancelling import cancel_all
 
 
-class Behind:
+class BackgroundWriter:
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
 

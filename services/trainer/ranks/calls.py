@@ -35,25 +35,25 @@ class Wire(msgspec.Struct, frozen=True, array_like=True):
     temperature: float
 
 
-class Call(msgspec.Struct, tag=True):
+class RankCall(msgspec.Struct, tag=True):
     """Everything that is said on a line."""
 
 
-class Beat(Call):
+class Beat(RankCall):
     """Nothing is to do, and the first rank lives. Not answered."""
 
 
-class End(Call):
+class End(RankCall):
     """Of the processes. Not answered."""
 
 
-class Look(Call):
+class Look(RankCall):
     """Whether a file is seen here that the first rank has written."""
 
     path: str
 
 
-class Build(Call):
+class Build(RankCall):
     """A learner; the one before is given up."""
 
     model: str
@@ -63,20 +63,20 @@ class Build(Call):
     device: str
 
 
-class Step(Call):
+class Step(RankCall):
     sequences: list[Wire]
 
 
-class Logprobs(Call):
+class Logprobs(RankCall):
     sequences: list[Wire]
 
 
-class Retune(Call):
+class Retune(RankCall):
     config: bytes
     objective: bytes
 
 
-class Keep(Call):
+class Keep(RankCall):
     """Make a copy of this rank's share of the weights or of the state. ``dropped`` are copies that nobody needs."""
 
     kind: str
@@ -84,20 +84,20 @@ class Keep(Call):
     dropped: list[int]
 
 
-class Prepare(Call):
+class Prepare(RankCall):
     """Read this rank's share of a state and check that it fits; ``Load`` follows when all ranks could."""
 
     directory: str
 
 
-class Load(Call): ...
+class Load(RankCall): ...
 
 
-class Close(Call):
+class Close(RankCall):
     """The job is over: nothing of its learner is kept."""
 
 
-class Write(Call):
+class Write(RankCall):
     """This rank's share of a copy into a directory."""
 
     number: int
@@ -108,7 +108,7 @@ AnyCall = Beat | End | Look | Build | Step | Logprobs | Retune | Keep | Prepare 
 _decoder = msgspec.msgpack.Decoder(AnyCall)
 
 
-def encode(call: Call) -> bytes:
+def encode(call: RankCall) -> bytes:
     return msgspec.msgpack.encode(call)
 
 

@@ -34,7 +34,7 @@ from services.trainer.ranks.calls import (
     from_wire,
 )
 from services.trainer.ranks.followers import AFTER_FAILURE_S, PATIENCE_S
-from services.trainer.ranks.lines import Line, Place, Problem
+from services.trainer.ranks.lines import Place, RankLine, RankProblem
 
 
 class FirstRankLost(Exception):
@@ -42,7 +42,7 @@ class FirstRankLost(Exception):
 
 
 class Follower:
-    def __init__(self, lines: Mapping[str, Line], place: Place) -> None:
+    def __init__(self, lines: Mapping[str, RankLine], place: Place) -> None:
         self._lines = lines
         self._place = place
         self._learner: Learner | None = None
@@ -76,21 +76,21 @@ class Follower:
         except RuntimeError as error:
             raise FirstRankLost(f"nothing is heard of rank 0: {error}") from error
 
-    def _answer(self, problem: Problem | None) -> None:
+    def _answer(self, problem: RankProblem | None) -> None:
         try:
             self._lines[COMMANDS].answer(problem)
         except RuntimeError as error:
             raise FirstRankLost(f"rank 0 does not listen: {error}") from error
 
-    def _attempt(self, work: Callable[[Any], None], call: Any) -> Problem | None:
+    def _attempt(self, work: Callable[[Any], None], call: Any) -> RankProblem | None:
         try:
             work(call)
         except Exception as error:
             get_logger().exception("this rank could not do it", rank=self._place.rank, call=type(call).__name__)
-            return Problem.of(error)
+            return RankProblem.of(error)
         return None
 
-    def _write_along(self, line: Line) -> None:
+    def _write_along(self, line: RankLine) -> None:
         """What is lost is noticed by the thread that hears commands."""
         try:
             while isinstance(call := decode(line.hear()), Write):

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from services.files.data_dir import DataDir
 from services.process.telemetry import get_logger
-from services.trainer.ranks.calls import COMMANDS, Beat, Call, End, Look, Write, encode
-from services.trainer.ranks.lines import COLLECTIVE_TIMEOUT_S, Line, Problem, is_of_the_lines
+from services.trainer.ranks.calls import COMMANDS, Beat, End, Look, RankCall, Write, encode
+from services.trainer.ranks.lines import COLLECTIVE_TIMEOUT_S, RankLine, RankProblem, is_of_the_lines
 from services.trainer.telling.failure import RanksLost
 
 T = TypeVar("T")
@@ -37,10 +37,10 @@ class ShareNotWritten(Exception):
 class Followers:
     """All ranks but the first one. ``run`` and ``write`` may be called from any thread."""
 
-    def __init__(self, lines: Mapping[str, Line], *, beat_s: float = BEAT_S) -> None:
+    def __init__(self, lines: Mapping[str, RankLine], *, beat_s: float = BEAT_S) -> None:
         self._lines = lines
         self._beat_s = beat_s
-        self._calls: queue.SimpleQueue[tuple[Call, Callable[[], Any], bool, Future[Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[RankCall, Callable[[], Any], bool, Future[Any]]] = queue.SimpleQueue()
         self._writing = {name: threading.Lock() for name in lines}
         self._lost: RanksLost | None = None
         self._has_ended = False
@@ -57,7 +57,7 @@ class Followers:
         """From now on nothing can be computed together; returns what ``check`` raises."""
         return self._lose(message)
 
-    def run(self, call: Call, own: Callable[[], T], *, together: bool = True) -> T:
+    def run(self, call: RankCall, own: Callable[[], T], *, together: bool = True) -> T:
         """``own`` on this rank while the others do what ``call`` says; its result.
 
         Where it is not done ``together``, a rank that cannot leaves the others as they are: its problem is raised here
@@ -68,7 +68,7 @@ class Followers:
         self._calls.put((call, own, together, done))
         return done.result()
 
-    def send(self, call: Call, own: Callable[[], None]) -> None:
+    def send(self, call: RankCall, own: Callable[[], None]) -> None:
         """As ``run``, and nobody waits for it."""
         self._calls.put((call, own, True, Future()))
 
@@ -127,7 +127,7 @@ class Followers:
             with contextlib.suppress(RanksLost):
                 self._say(Beat())
 
-    def _say(self, call: Call) -> None:
+    def _say(self, call: RankCall) -> None:
         self.check()
         try:
             for name in self._lines if isinstance(call, End) else [COMMANDS]:
@@ -136,7 +136,7 @@ class Followers:
         except RuntimeError as error:
             raise self._lose(f"a rank is gone: {error}") from error
 
-    def _do(self, call: Call, own: Callable[[], T], together: bool) -> T:
+    def _do(self, call: RankCall, own: Callable[[], T], together: bool) -> T:
         self._say(call)
         if isinstance(call, End):
             self._has_ended = True
@@ -171,5 +171,5 @@ class Followers:
         return self._lost
 
 
-def _told(problems: Mapping[int, Problem]) -> str:
+def _told(problems: Mapping[int, RankProblem]) -> str:
     return "; ".join(f"rank {rank}: {one.kind}: {one.message}" for rank, one in problems.items())

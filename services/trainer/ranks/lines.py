@@ -58,7 +58,7 @@ class Place:
         return f"cuda:{self.local_rank}"
 
 
-class Problem(msgspec.Struct, frozen=True):
+class RankProblem(msgspec.Struct, frozen=True):
     """Why a rank has not done what was asked."""
 
     kind: str
@@ -80,7 +80,7 @@ def is_of_the_lines(error: BaseException) -> bool:
     return error.__cause__ is not None and is_of_the_lines(error.__cause__)
 
 
-class Line:
+class RankLine:
     """Raises RuntimeErrors of torch where a rank is gone or does not answer in time; then it is of no more use."""
 
     def __init__(self, group: Any, num_ranks: int) -> None:
@@ -100,11 +100,11 @@ class Line:
         dist.broadcast(message, src=0, group=self._group)
         return message.numpy().tobytes()
 
-    def answer(self, problem: Problem | None) -> None:
+    def answer(self, problem: RankProblem | None) -> None:
         """On the others; None: it is done."""
         dist.gather(_padded(msgspec.msgpack.encode(problem)), dst=0, group=self._group)
 
-    def answers(self, timeout_s: float | None = None) -> dict[int, Problem | None]:
+    def answers(self, timeout_s: float | None = None) -> dict[int, RankProblem | None]:
         """On the first rank: those of the others."""
         found = [torch.zeros(_ANSWER_BYTES, dtype=torch.uint8) for _ in range(self._num_ranks)]
         own = _padded(msgspec.msgpack.encode(None))
@@ -124,9 +124,9 @@ def _padded(answer: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(_ANSWER_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def _read(answer: Tensor) -> Problem | None:
+def _read(answer: Tensor) -> RankProblem | None:
     data = answer.numpy().tobytes()
-    return msgspec.msgpack.decode(data[4 : 4 + int.from_bytes(data[:4], "little")], type=Problem | None)
+    return msgspec.msgpack.decode(data[4 : 4 + int.from_bytes(data[:4], "little")], type=RankProblem | None)
 
 
 def agree_on_round(store: Any, rank: int, num_ranks: int) -> str:
@@ -150,7 +150,7 @@ def agree_on_round(store: Any, rank: int, num_ranks: int) -> str:
         time.sleep(_LOOK_S)
 
 
-def meet(place: Place, names: Iterable[str]) -> dict[str, Line]:
+def meet(place: Place, names: Iterable[str]) -> dict[str, RankLine]:
     """The default group, through which the learner computes, and a line of each name. Returns when all have come."""
     has_gpu = torch.cuda.is_available()
     if has_gpu:
@@ -164,4 +164,4 @@ def meet(place: Place, names: Iterable[str]) -> dict[str, Line]:
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     silent = timedelta(seconds=SILENT_TIMEOUT_S)
-    return {name: Line(dist.new_group(backend="gloo", timeout=silent), place.num_ranks) for name in names}
+    return {name: RankLine(dist.new_group(backend="gloo", timeout=silent), place.num_ranks) for name in names}

@@ -21,7 +21,7 @@ Tell = Callable[[str, str], Awaitable[None]]
 """Is given a kind (``disk_full``, ``disk_has_room``) and a message."""
 
 
-class PatientDisk:
+class DiskWaits:
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
 

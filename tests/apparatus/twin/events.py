@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from services.state.events import Event
+from services.state.events import JobEvent
 from tests.apparatus.twin.world import TwinJob, World
 
 EVENTS_KEPT, EVENTS_STRIDE = 10_000, 500
@@ -19,7 +19,7 @@ async def add_event(world: World, job: TwinJob, kind: str, data: Mapping[str, An
     milliseconds = max(int(now * 1000), last[0])
     number = last[1] + 1 if milliseconds == last[0] else 0
     job.last_event = f"{milliseconds}-{number}"
-    job.events.append(Event(job.last_event, kind, time_of(job.last_event), plain))
+    job.events.append(JobEvent(job.last_event, kind, time_of(job.last_event), plain))
     if len(job.events) >= EVENTS_KEPT + EVENTS_STRIDE:
         trim(job, EVENTS_KEPT)
     async with world.news:
@@ -34,11 +34,11 @@ def trim(job: TwinJob, keep: int) -> None:
         del job.events[:excess]
 
 
-def events_after(job: TwinJob, after: str, count: int) -> list[Event]:
+def events_after(job: TwinJob, after: str, count: int) -> list[JobEvent]:
     found = [event for event in job.events if place_of(event.id) > place_of(after)][:count]
     if job.last_trimmed and place_of(after) < place_of(job.last_trimmed):
         data = {"resumed_after": after, "first_available": found[0].id if found else None}
-        found.insert(0, Event(job.last_trimmed, "gap", time_of(job.last_trimmed), data))
+        found.insert(0, JobEvent(job.last_trimmed, "gap", time_of(job.last_trimmed), data))
     return found
 
 

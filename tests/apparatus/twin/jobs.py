@@ -21,15 +21,15 @@ from services.state.jobs import (
     HANDED_OVER,
     LOST,
     TRANSITIONS,
-    Attempt,
     CancelManner,
     Claim,
     DesiredState,
     IllegalTransition,
     InvalidCursor,
-    Job,
+    JobAttempt,
     JobConflict,
     JobNotFound,
+    JobRecord,
     JobStatus,
     StatusReason,
     default_reason,
@@ -73,7 +73,7 @@ class TwinJobs:
 
     async def create_job(
         self, spec: BaseModel | str, *, idempotency_key: str | None = None, job_id: str | None = None, owner: str = ""
-    ) -> Job:
+    ) -> JobRecord:
         data: Any = json.loads(spec) if isinstance(spec, str) else spec.model_dump(mode="json")
         if not isinstance(data, dict):
             raise TypeError("a job's specification is a JSON object")
@@ -94,9 +94,9 @@ class TwinJobs:
     async def job_under(self, idempotency_key: str) -> str | None:
         return self._world.idempotency.get(_digest(idempotency_key))
 
-    async def get_job(self, job: str) -> Job:
+    async def get_job(self, job: str) -> JobRecord:
         found = self._find(job)
-        record = Job(
+        record = JobRecord(
             id=job,
             spec=found.spec,
             status=found.status,
@@ -118,7 +118,7 @@ class TwinJobs:
 
     async def list_jobs(
         self, limit: int = 20, after: str | None = None, *, before: str | None = None, order: str = "asc"
-    ) -> list[Job]:
+    ) -> list[JobRecord]:
         if order not in ("asc", "desc"):
             raise ValueError(f"order is asc or desc, not {order!r}")
         for cursor in (after, before):
@@ -136,7 +136,7 @@ class TwinJobs:
 
     async def set_status(
         self, job: str, status: JobStatus | str, *, token: str | None = None, reason: StatusReason | None = None
-    ) -> Job:
+    ) -> JobRecord:
         found, target = self._find(job), JobStatus(status)
         if token and not self._world.owns(job, token):
             raise Fenced(f"status {target}")
@@ -159,7 +159,7 @@ class TwinJobs:
 
     async def set_desired_state(
         self, job: str, desired: DesiredState | str, manner: CancelManner = CancelManner.NOW
-    ) -> Job:
+    ) -> JobRecord:
         found, wanted = self._find(job), DesiredState(desired)
         is_over, cancels = found.status.is_terminal, wanted is DesiredState.CANCELLED
         is_new_manner = cancels and found.cancel_manner is not manner
@@ -179,7 +179,7 @@ class TwinJobs:
 
     async def change_settings(
         self, job: str, seen_version: int, values: Mapping[str, Any], changes: Mapping[str, Any]
-    ) -> Job:
+    ) -> JobRecord:
         found, text = self._find(job), json.dumps(dict(values), sort_keys=True, allow_nan=False)
         if (found.settings_version, found.settings) == (seen_version + 1, text):
             return await self.get_job(job)
@@ -217,7 +217,7 @@ class TwinJobs:
             job.trainer, job.beat = uuid4().hex, 0
             job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
             self._end_attempt(job, LOST)
-            job.attempts = [*job.attempts, Attempt(job.attempt, job.epoch, trainer, self._time())][-ATTEMPTS_KEPT:]
+            job.attempts = [*job.attempts, JobAttempt(job.attempt, job.epoch, trainer, self._time())][-ATTEMPTS_KEPT:]
             job.barren_attempts += job.status not in _NOT_COUNTING
             self._watch.forget(name)
             if JobStatus.STARTING in TRANSITIONS[job.status]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gspo_core.types import WeightsManifest
-from services.state.events import Event
+from services.state.events import JobEvent
 from services.state.fleet import Everyone
 from services.state.fleet_records import EngineRecord, EngineReport, ProcessRecord, TrainerRecord, WorkerRecord
 from services.state.jobs import InvalidCursor
@@ -38,7 +38,7 @@ class TwinStore(TwinJobs):
             raise Fenced(f"event {type}")
         return await add_event(self._world, found, type, data, self._now())
 
-    async def read_events(self, job: str, after: str = "0", *, count: int = 100, block_ms: int = 0) -> list[Event]:
+    async def read_events(self, job: str, after: str = "0", *, count: int = 100, block_ms: int = 0) -> list[JobEvent]:
         if not _POSITION.fullmatch(after):
             raise InvalidCursor(f"an event id reads MILLISECONDS-NUMBER, not {after!r}")
         found = self._world.jobs.get(job)

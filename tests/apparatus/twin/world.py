@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gspo_core.types import Split, WeightsManifest
-from services.state.events import Event
+from services.state.events import JobEvent
 from services.state.fleet_records import EngineRecord, EngineReport, TrainerRecord, WorkerRecord
-from services.state.jobs import Attempt, CancelManner, DesiredState, JobStatus, StatusReason
+from services.state.jobs import CancelManner, DesiredState, JobAttempt, JobStatus, StatusReason
 from services.state.queue_records import DeadLetter, Snapshot, Stage
 
 MAX_DEATHS = 3
@@ -100,7 +100,7 @@ class TwinJob:
     cancel_manner: CancelManner | None = None
     settings_version: int = 0
     settings: str = "{}"
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[JobAttempt] = field(default_factory=list)
     reason: StatusReason | None = None
     attempt: int = 0
     epoch: int = 0
@@ -116,7 +116,7 @@ class TwinJob:
     furthest_step: int = -1
     versions: dict[int, WeightsManifest] = field(default_factory=dict)
     next_version: int = 0
-    events: list[Event] = field(default_factory=list)
+    events: list[JobEvent] = field(default_factory=list)
     last_event: str = "0"
     last_trimmed: str | None = None
     environments: dict[int, str] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from services.api.app import create_app
 from services.api.http.context import Backend
 from services.files.data_dir import EnvironmentsDir
 from services.files.job_dir import JobsDir
-from services.hosts.registry import Registry
+from services.hosts.registry import EnvironmentRegistry
 from services.process.children import die_with_parent
 from services.state.queue import Bus
 from services.state.store import Store
@@ -70,7 +70,7 @@ async def application(
     **options: Any,
 ) -> AsyncIterator[FastAPI]:
     """An application on the given store, started."""
-    registry = Registry(EnvironmentsDir(jobs_dir.parent / "environments"))
+    registry = EnvironmentRegistry(EnvironmentsDir(jobs_dir.parent / "environments"))
     redis = store._functions.redis
     backend = Backend(
         store, Bus(redis), JobsDir(jobs_dir), redis, registry=registry, networks=tuple(networks), may_upload=may_upload

@@ -15,8 +15,8 @@ from gspo_core.outbound import parse_networks
 from gspo_core.types import Split
 from services.files.data_dir import EnvironmentsDir
 from services.hosts.named_urls import MAX_HOSTS, AddressNamed, Share, check_urls, urls_in
-from services.hosts.registry import Registry
-from services.hosts.server import ForkServer, HostOrder
+from services.hosts.registry import EnvironmentRegistry
+from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedEnvironment
 from services.hosts.sites import Sites
 from services.state.store import Store
@@ -126,8 +126,8 @@ async def test_the_host_of_a_class_with_a_url_connects_to_nothing_else(tmp_path:
 
     async def play(networks: tuple[str, ...]) -> None:
         order = HostOrder(f"{tmp_path}/probe.py:Probe", {"url": f"https://public.example:{port}"})
-        placed = Sites(Registry(EnvironmentsDir(tmp_path / "environments")), networks).placed(order)
-        environment = await HostedEnvironment.open(placed, boot=ForkServer.boot)
+        placed = Sites(EnvironmentRegistry(EnvironmentsDir(tmp_path / "environments")), networks).placed(order)
+        environment = await HostedEnvironment.open(placed, boot=RunningHost.boot)
         session = environment.session(episode_id="job/0/0")
         try:
             await session.start(await environment.task(Split.TRAIN, 0), seed=0)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from services.files.data_dir import EnvironmentsDir
-from services.hosts.registry import Registry
+from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
-from services.rollout.errands import ErrandRunner
+from services.rollout.errands import RequestRunner
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
-from services.state.worker_requests import Errands
+from services.state.worker_requests import WorkerRequests
 from tests.services.api.api_kit import ApiProcess
 from tests.services.api.recorded_job import record_job, write_model
 
@@ -42,8 +42,8 @@ async def test_no_server_error_and_no_undocumented_answer(
 ):
     with ApiProcess(redis_server.url, **({"GSPO_API_KEYS": KEY} if key else {})) as api:
         # What is asked of rollout workers is answered: without one it is 503, truly.
-        sites = Sites(Registry(EnvironmentsDir(api.jobs_dir.parent / "environments")))
-        runner = ErrandRunner(Errands(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
+        sites = Sites(EnvironmentRegistry(EnvironmentsDir(api.jobs_dir.parent / "environments")))
+        runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
         running = asyncio.create_task(runner.run())
         job = await record_job(store, bus, api.jobs_dir, write_model(tmp_path / "model"), num_steps=2)
         report = tmp_path / "report.txt"

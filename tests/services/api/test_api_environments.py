@@ -21,17 +21,17 @@ from gspo_core.env import InvalidEnvironment
 from gspo_core.outbound import parse_networks
 from services.api.http.key_ring import KeyRing
 from services.files.data_dir import EnvironmentsDir, KeysDir
-from services.hosts.registry import UPLOADS, Registry
-from services.hosts.server import ForkServer, HostOrder
+from services.hosts.registry import UPLOADS, EnvironmentRegistry
+from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedEnvironment
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
-from services.rollout.errands import ErrandRunner
+from services.rollout.errands import RequestRunner
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
-from services.state.worker_requests import Errands
+from services.state.worker_requests import WorkerRequests
 from tests.services.api.api_kit import GUESS, SPEC, ApiProcess, application, error_of, http_to
 
 REF = "environments.calculator:Calculator"
@@ -45,8 +45,8 @@ def jobs_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def registry(jobs_dir: Path) -> Registry:
-    return Registry(EnvironmentsDir(jobs_dir.parent / "environments"))
+def registry(jobs_dir: Path) -> EnvironmentRegistry:
+    return EnvironmentRegistry(EnvironmentsDir(jobs_dir.parent / "environments"))
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ async def http(store: Store, jobs_dir: Path) -> AsyncIterator[httpx.AsyncClient]
 
 
 @pytest.fixture
-async def worker(bus: Bus, registry: Registry, tmp_path: Path) -> AsyncIterator[None]:
+async def worker(bus: Bus, registry: EnvironmentRegistry, tmp_path: Path) -> AsyncIterator[None]:
     """What a rollout worker does of it, in this process."""
     sites = Sites(registry, ("127.0.0.0/8",))
-    runner = ErrandRunner(Errands(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
+    runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
     running = asyncio.create_task(runner.run())
     yield
     running.cancel()
@@ -260,7 +260,9 @@ def zipped(files: dict[str, str]) -> bytes:
 
 
 @pytest.mark.usefixtures("worker")
-async def test_an_uploaded_file_runs_in_hosts_and_is_never_imported_here(http: httpx.AsyncClient, registry: Registry):
+async def test_an_uploaded_file_runs_in_hosts_and_is_never_imported_here(
+    http: httpx.AsyncClient, registry: EnvironmentRegistry
+):
     answer = await post_file(http, "guess", "guess.py:Guess", GUESS.encode(), "text/x-python")
     assert answer.status_code == 201, answer.text
     assert (await settled(http, "guess"))["status"] == "ready"
@@ -269,7 +271,7 @@ async def test_an_uploaded_file_runs_in_hosts_and_is_never_imported_here(http: h
     assert (played["reward"], acted["calls"][0]["arguments"]) == (1.0, {"value": 5})
     assert not [name for name in sys.modules if "guess" in name]
     order = Sites(registry).placed(HostOrder("guess@1"))
-    environment = await HostedEnvironment.open(order, boot=ForkServer.boot)
+    environment = await HostedEnvironment.open(order, boot=RunningHost.boot)
     await environment.close()
     with pytest.raises(InvalidEnvironment, match="only references run"):
         Sites(registry, elsewhere=True).placed(HostOrder("guess@1"))
@@ -299,7 +301,9 @@ async def test_uploads_are_off_unless_they_were_enabled(store: Store, jobs_dir: 
     assert not (jobs_dir.parent / "environments").exists()
 
 
-async def test_uploads_that_cannot_be_taken_leave_nothing_behind(http: httpx.AsyncClient, registry: Registry):
+async def test_uploads_that_cannot_be_taken_leave_nothing_behind(
+    http: httpx.AsyncClient, registry: EnvironmentRegistry
+):
     for ref, content, kind, status, code in (
         ("guess.py:Guess", b"x", "text/html", 415, "unsupported_media_type"),
         ("guess.py:Guess", b"x" * (10 << 20) + b"x", "text/x-python", 413, "body_too_large"),
@@ -317,7 +321,7 @@ async def test_uploads_that_cannot_be_taken_leave_nothing_behind(http: httpx.Asy
 
 
 async def test_an_upload_under_a_name_of_somebody_else_leaves_nothing_behind(
-    store: Store, jobs_dir: Path, registry: Registry, tmp_path: Path
+    store: Store, jobs_dir: Path, registry: EnvironmentRegistry, tmp_path: Path
 ):
     ring = KeyRing(KeysDir(tmp_path / "keys"))
     mine, other = (ring.issue(name, ["env:upload"])[1] for name in ("alice", "bob"))

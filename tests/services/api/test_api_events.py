@@ -14,7 +14,7 @@ import pytest
 
 from gspo_core.spec import JobSpec
 from services.api.http.sse import EventStream, render
-from services.api.views.event_tails import Tails
+from services.api.views.event_tails import EventTails
 from services.state.jobs import JobStatus
 from services.state.server import RedisServer
 from services.state.store import Claim, Store
@@ -266,7 +266,7 @@ async def test_silent_streams_are_pinged(store: Store, job: Claim):
     """Driven by hand, with a clock on which a tenth of a second passes between two looks."""
     stopping = asyncio.Event()
     clock = itertools.count(0.0, 0.1)
-    tails = Tails(store, render, stopping)
+    tails = EventTails(store, render, stopping)
     frames = EventStream(store, tails, job.job_id, stopping, lambda: next(clock), ping_s=0.15).frames("0")
     async with asyncio.timeout(60):
         first, statuses, ping, again = [await anext(frames) for _ in range(4)]
@@ -297,7 +297,7 @@ async def test_readers_from_any_position_see_what_follows_it_once_whatever_the_l
     monkeypatch.setattr("services.api.views.event_tails.MAX_HELD_BYTES", held_bytes)
     generator = random.Random(3)
     stopping = asyncio.Event()
-    tails = Tails(store, render, stopping)
+    tails = EventTails(store, render, stopping)
     ids = [event.id for event in await store.read_events(job.job_id, "0")]
 
     async def read(after: str) -> list[str]:
@@ -322,7 +322,7 @@ async def test_readers_from_any_position_see_what_follows_it_once_whatever_the_l
 async def test_a_reader_from_a_position_that_nothing_has_reached_keeps_nothing_from_others(store: Store, job: Claim):
     """It came first, so the look-out would begin where it stands."""
     stopping = asyncio.Event()
-    tails = Tails(store, render, stopping)
+    tails = EventTails(store, render, stopping)
 
     def stream(after: str) -> AsyncIterator[bytes]:
         return EventStream(store, tails, job.job_id, stopping, time.monotonic).frames(after)
@@ -368,7 +368,7 @@ async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(sto
 
     counting = Counting(store._functions.redis)
     stopping = asyncio.Event()
-    tails = Tails(counting, render, stopping)
+    tails = EventTails(counting, render, stopping)
     streams = [EventStream(counting, tails, job.job_id, stopping, time.monotonic).frames("0") for _ in range(50)]
 
     async def until(stream: AsyncIterator[bytes], needle: bytes) -> None:

@@ -20,17 +20,17 @@ from services.api.http.key_ring import KeyRing
 from services.api.http.repeats import OWN_WAY
 from services.files.data_dir import EnvironmentsDir, KeysDir
 from services.files.job_dir import JobDir, step_name
-from services.hosts.registry import Registry
+from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
-from services.rollout.errands import ErrandRunner
+from services.rollout.errands import RequestRunner
 from services.state.fleet_records import EngineRecord, WorkerRecord
-from services.state.kept_replies import KEPT_S, LEASE_S, Replies
+from services.state.kept_replies import KEPT_S, LEASE_S, KeptReplies
 from services.state.keys import job_key
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
-from services.state.worker_requests import Errands
+from services.state.worker_requests import WorkerRequests
 from tests.services.api.api_kit import SPEC, ApiProcess, application, error_of, http_to
 
 NUM_REPEATS = 100
@@ -122,8 +122,8 @@ async def job(http: httpx.AsyncClient, store: Store, bus: Bus, jobs_dir: Path, t
 
 @pytest.fixture
 async def worker(bus: Bus, jobs_dir: Path, tmp_path: Path) -> AsyncIterator[None]:
-    sites = Sites(Registry(EnvironmentsDir(jobs_dir.parent / "environments")))
-    runner = ErrandRunner(Errands(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
+    sites = Sites(EnvironmentRegistry(EnvironmentsDir(jobs_dir.parent / "environments")))
+    runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
     running = asyncio.create_task(runner.run())
     yield
     running.cancel()
@@ -135,7 +135,7 @@ class Effects:
 
     def __init__(self, app: FastAPI, store: Store, ring: KeyRing, jobs_dir: Path, job: str) -> None:
         self._store, self._ring, self._job = store, ring, job
-        self._registry = Registry(EnvironmentsDir(jobs_dir.parent / "environments"))
+        self._registry = EnvironmentRegistry(EnvironmentsDir(jobs_dir.parent / "environments"))
         context = app.state.context
         self.num_errands = self.num_exports = self.num_wishes = 0
         send, wish = context.errands.send, context.store.set_desired_state
@@ -308,7 +308,7 @@ def test_a_hundred_clients_that_hang_up_at_once_make_one_key(redis_server: Redis
 
 async def test_who_falls_silent_loses_the_work_and_keeps_no_answer(bus: Bus):
     now = [1000.0]
-    replies = Replies(bus._redis, lambda: now[0])
+    replies = KeptReplies(bus._redis, lambda: now[0])
     assert await replies.begin("n", "r", "a") is None
     begun = await replies.begin("n", "r", "b")
     assert begun is not None
@@ -328,7 +328,7 @@ async def test_who_falls_silent_loses_the_work_and_keeps_no_answer(bus: Bus):
 
 async def test_answers_end_with_their_time_and_are_bounded_in_bytes(bus: Bus):
     now = [1e9]
-    replies = Replies(bus._redis, lambda: now[0])
+    replies = KeptReplies(bus._redis, lambda: now[0])
     redis: Any = bus._redis
     held, meta = "gspo:{service}:replies", "gspo:{service}:replies_held"
     for number in range(300):

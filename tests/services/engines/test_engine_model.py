@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.engine.kv_cache import KVCache, KVPrefix
-from services.engine.model import Batch, Decoder, Prefill, UnsupportedModel
+from services.engine.model import Batch, Decoder, Prefill, UnservableModel
 from services.engine.prefix_cache import PrefixCache
 from services.engines.errors import EngineUnavailable
 from services.engines.sglang import EngineClient
@@ -104,7 +104,7 @@ def batch_of(decoding: list[tuple[int, int, Any]], joining: list[tuple[int, int,
 )
 def test_a_model_that_is_not_understood_is_refused(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     save_model(tmp_path, family, **changes)
-    with pytest.raises(UnsupportedModel):
+    with pytest.raises(UnservableModel):
         load(tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_a_forward_that_is_off_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         return cos, sin.roll(1, 0)
 
     monkeypatch.setattr(Decoder, "_rope_tables", shifted)
-    with pytest.raises(UnsupportedModel, match="off those of transformers"):
+    with pytest.raises(UnservableModel, match="off those of transformers"):
         load(tmp_path)
 
 

@@ -118,7 +118,7 @@ class Far:
 
     @staticmethod
     def as_environment(name: str) -> Any:
-        from environments.adapters.remote import Answer, RemoteEnvironment
+        from environments.adapters.remote import RemoteAnswer, RemoteEnvironment
         from gspo_core.types import Split
 
         class Line:
@@ -130,7 +130,7 @@ class Far:
 
             async def call(self, name: str, arguments: Any) -> Any:
                 await asyncio.sleep(arguments["seconds"])
-                return Answer("rested")
+                return RemoteAnswer("rested")
 
             async def score(self, messages: Any) -> Any:
                 return 1.0, {}

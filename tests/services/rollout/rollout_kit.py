@@ -29,7 +29,7 @@ from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
 from services.episodes.retry import Backoff, Retrier
-from services.rollout.setting import Order, Setting
+from services.rollout.setting import EpisodeSetting, Order
 from services.state.keys import job_key
 from services.state.queue import Bus, EpisodeLease
 
@@ -196,10 +196,10 @@ class Table:
         return [decode(payload) for payload in await self.bus.read_episode(key)]
 
 
-def make_setting(table: Table, codec: HermesCodec, policy: Any) -> Setting:
+def make_setting(table: Table, codec: HermesCodec, policy: Any) -> EpisodeSetting:
     counters = Counters()
     retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.002))
-    return Setting(
+    return EpisodeSetting(
         codec=codec,
         policy=policy,
         outbox=Outbox(table.bus, JOB, table.token, retrier),

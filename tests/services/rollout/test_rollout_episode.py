@@ -16,7 +16,7 @@ from gspo_core.types import Outcome, Segment, Split, StopReason, Trajectory
 from services.engines.errors import EngineRejected
 from services.episodes.policy import Drained, Sampled
 from services.rollout.episode import Episode
-from services.rollout.setting import Order, Setting, episode_seed
+from services.rollout.setting import EpisodeSetting, Order, episode_seed
 from services.state.away import Away, AwayReason
 from services.state.queue import Append, Fenced, Gap
 from tests.services.rollout.rollout_kit import (
@@ -55,7 +55,7 @@ def speech(codec: HermesCodec) -> Speech:
 class Play:
     """One episode, leased and ready to run."""
 
-    def __init__(self, table: Table, setting: Setting, order: Order, policy: ScriptedPolicy) -> None:
+    def __init__(self, table: Table, setting: EpisodeSetting, order: Order, policy: ScriptedPolicy) -> None:
         self.table, self.setting, self.order, self.policy = table, setting, order, policy
 
     @classmethod
@@ -262,7 +262,9 @@ async def test_the_clock_of_an_episode_stands_still_while_no_engine_can_answer(
     limits = {"episode_timeout_s": 50.0}
     for held_s, expected in ((99.0, StopReason.MAX_TURNS), (0.0, StopReason.EPISODE_TIMEOUT)):
         play = await Play.prepare(table, codec, [slow(held_s)] * 2, limits={**limits, "max_turns": 2})
-        setting = Setting(**{name: getattr(play.setting, name) for name in Setting.__slots__} | {"clock": lambda: now})
+        setting = EpisodeSetting(
+            **{name: getattr(play.setting, name) for name in EpisodeSetting.__slots__} | {"clock": lambda: now}
+        )
         assert await Episode(setting, play.order).run() is expected
         await table.bus.commit(JOB, TRAINER, 1, [0])
 

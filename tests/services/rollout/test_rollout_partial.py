@@ -14,10 +14,10 @@ from gspo_core.chat import HermesCodec
 from gspo_core.env import Environment, EnvironmentFailed
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Interrupted, Sampled
-from services.episodes.worlds import MAX_WORLD_BYTES, World
+from services.episodes.worlds import MAX_WORLD_BYTES, WorldSnapshot
 from services.rollout.episode import Episode
 from services.rollout.quarantine import MOST_FAILURES, Quarantine
-from services.rollout.setting import Setting
+from services.rollout.setting import EpisodeSetting
 from services.rollout.timings import Timings
 from services.state.queue import EpisodeLease, Snapshot
 from tests.services.rollout.rollout_kit import (
@@ -88,11 +88,11 @@ async def always() -> bool:
     return True
 
 
-def setting_for(table: Table, codec: HermesCodec, *answers: Any) -> Setting:
+def setting_for(table: Table, codec: HermesCodec, *answers: Any) -> EpisodeSetting:
     return make_setting(table, codec, ScriptedPolicy(list(answers)))
 
 
-async def played_and_left(table: Table, setting: Setting, environment: Environment) -> EpisodeLease:
+async def played_and_left(table: Table, setting: EpisodeSetting, environment: Environment) -> EpisodeLease:
     """An episode that a worker began and handed back, as it is leased again."""
     await table.dispatch()
     (lease,) = await table.lease()
@@ -342,5 +342,5 @@ def test_a_note_that_cannot_be_read_is_a_clock_at_zero(note: str) -> None:
 
 
 def test_what_another_release_wrote_is_no_world() -> None:
-    assert World.decode(b"\x81\xa4turn\x01") is None
-    assert World.decode(b"not msgpack") is None
+    assert WorldSnapshot.decode(b"\x81\xa4turn\x01") is None
+    assert WorldSnapshot.decode(b"not msgpack") is None

@@ -31,7 +31,7 @@ from services.state.queue import Append, Bus, Snapshot
 from services.state.roles import USERS, WRITING, UnsuitablePassword, acl_file, main
 from services.state.server import RedisServer
 from services.state.store import Claim, Store
-from services.state.worker_requests import Errands
+from services.state.worker_requests import WorkerRequests
 
 pytestmark = pytest.mark.every_server
 
@@ -141,7 +141,7 @@ FORBIDDEN = {
 
 
 async def test_the_api_asks_and_a_rollout_worker_answers_under_their_roles(as_user: As) -> None:
-    asking, doing = Errands(as_user("gspo-api")), Errands(as_user("gspo-rollout"))
+    asking, doing = WorkerRequests(as_user("gspo-api")), WorkerRequests(as_user("gspo-rollout"))
     asked = asyncio.create_task(asking.ask({"environment": "a@1", "do": "schema"}, 30.0))
     position, errand = "0", None
     while errand is None:

@@ -16,7 +16,7 @@ from services.state.functions import LIBRARY_VERSION, Functions, LibraryTooNew, 
 from services.state.keys import InvalidJobId, job_key, job_keys, service_key, service_keys
 from services.state.queue import Bus, Fenced
 from services.state.refusals import Conflict, Missing
-from services.state.store import Claim, Event, InvalidCursor, JobNotFound, Store, Version
+from services.state.store import Claim, InvalidCursor, JobEvent, JobNotFound, Store, Version
 
 if TYPE_CHECKING:
     from tests.services.conftest import LossyProxy
@@ -67,7 +67,7 @@ async def test_trimmed_history_is_announced_exactly(store: Store, claim: Claim) 
     ids = [await store.add_event(job, "log", {"n": n}) for n in range(10)]
     await store.trim_events(job, 4)
 
-    def of(events: list[Event]) -> list[tuple[str, str]]:
+    def of(events: list[JobEvent]) -> list[tuple[str, str]]:
         return [(event.type, event.id) for event in events]
 
     rest = [("log", event_id) for event_id in ids[6:]]

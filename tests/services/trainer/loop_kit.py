@@ -42,7 +42,7 @@ from services.files.weights import WeightStore
 from services.state.queue import Append, Bus, EpisodeLease, Fenced
 from services.state.store import Claim, JobNotFound, Store
 from services.trainer.building import make_learner
-from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.engines import EnginePool
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.ranks.learner import AnyLearner
@@ -234,7 +234,7 @@ class Loop:
         """As the trainer's process builds it; ``guard`` may come between the run and what it needs."""
         store, bus = guard(self.store), guard(self.bus)
         weights = guard(WeightStore(JobDir(self.job_dir)))
-        engines = Engines(
+        engines = EnginePool(
             store, claim.job_id, claim.token, weights, [URL], self.client, lease_s=LEASE_S, **changes.pop("engines", {})
         )
         parts: dict[str, Any] = {

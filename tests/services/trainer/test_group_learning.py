@@ -26,7 +26,7 @@ from services.files.weights import WeightStore
 from services.state.queue import Append, Bus, EpisodeLease
 from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
-from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import ThroughGroup
 from services.trainer.groups.intake import Intake
 from services.trainer.run import JobRun, Services
@@ -110,7 +110,7 @@ async def test_a_job_learns_without_a_shared_volume(
     await store.describe_environment(job, 0, {"num_tasks": {"train": 4, "eval": 0}})
     async with httpx.AsyncClient(transport=wire, trust_env=False) as http:
         weights = WeightStore(JobDir(job_dir))
-        engines = Engines(
+        engines = EnginePool(
             store,
             job,
             claim.token,

@@ -21,7 +21,7 @@ from examples.demo.memory import process_tree
 from gspo_core.learner import Learner
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
-from services.state.jobs import CancelManner, Job
+from services.state.jobs import CancelManner, JobRecord
 from services.state.keys import job_key
 from services.state.server import RedisServer
 from services.state.store import Claim
@@ -111,7 +111,7 @@ async def trainer(
                 await working
 
 
-async def at_its_end(loop: Loop, job: str) -> Job:
+async def at_its_end(loop: Loop, job: str) -> JobRecord:
     async with asyncio.timeout(DEADLINE_S):
         while not (record := await loop.store.get_job(job)).status.is_terminal:
             await asyncio.sleep(0.02)

@@ -19,7 +19,7 @@ from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import JobRecords
 from services.state.queue import Bus
 from services.state.store import Store
-from services.trainer.telling.disk_waits import PatientDisk
+from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.event_file import EventFile
 from services.trainer.worker import TrainerWorker
 from tests.core.learner_support import write_model
@@ -95,7 +95,7 @@ async def test_another_failure_is_not_waited_for() -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     with pytest.raises(PermissionError):
-        await PatientDisk(tell).write("a file", forbidden)
+        await DiskWaits(tell).write("a file", forbidden)
     assert told == []
 
 

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from services.files.batch_log import BatchLog
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
-from services.state.jobs import CancelManner, Job
+from services.state.jobs import CancelManner, JobRecord
 from services.trainer import run
 from services.trainer.run import JobRun
 from tests.core.learner_support import write_model
@@ -65,7 +65,7 @@ def loop_of(
     return make
 
 
-async def end_of(loop: Loop) -> Job:
+async def end_of(loop: Loop) -> JobRecord:
     """One trainer's process after the other, until the job is over."""
     end = asyncio.Event()
     worker = loop.worker()
@@ -81,7 +81,7 @@ async def end_of(loop: Loop) -> Job:
     return job
 
 
-def told(job: Job) -> tuple[str, str]:
+def told(job: JobRecord) -> tuple[str, str]:
     assert job.status_reason is not None
     return str(job.status), job.status_reason.code
 

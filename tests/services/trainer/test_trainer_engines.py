@@ -26,7 +26,7 @@ from services.state.fleet_records import EngineRecord, EngineReport
 from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engine_switch import Deadlines
-from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.engines import EnginePool
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
 from tests.apparatus.scripted_engine.engine import Ask
 from tests.services.rollout.rollout_kit import until
@@ -70,7 +70,7 @@ class Place:
 
     def engines_of(self, claim: Claim, *urls: str, **options: Any) -> Job:
         weights = WeightStore(JobDir(self.root / claim.job_id))
-        engines = Engines(
+        engines = EnginePool(
             self.store, claim.job_id, claim.token, weights, urls, self.client, **{"lease_s": LEASE_S, **options}
         )
         self.tasks.append(running := asyncio.create_task(engines.run()))
@@ -93,7 +93,7 @@ class Place:
 class Job:
     claim: Claim
     weights: WeightStore
-    engines: Engines
+    engines: EnginePool
     running: asyncio.Task[None]
 
     async def publish(self, version: int, **changes: Any) -> WeightsManifest:

@@ -18,7 +18,7 @@ from services.process.ports import free_port
 from services.trainer.ranks import calls
 from services.trainer.ranks.calls import COMMANDS, LINES, WEIGHTS, Beat, End, Load, Prepare, Step, Write
 from services.trainer.ranks.followers import AFTER_FAILURE_S, Followers, RanksLost, ShareNotWritten
-from services.trainer.ranks.lines import COLLECTIVE_TIMEOUT_S, Problem, agree_on_round, is_of_the_lines
+from services.trainer.ranks.lines import COLLECTIVE_TIMEOUT_S, RankProblem, agree_on_round, is_of_the_lines
 from tests.core.learner_support import make_sequences
 
 DEADLINE_S = 60.0
@@ -29,7 +29,7 @@ class SpokenTo:
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
-        self.problem: Problem | None = None
+        self.problem: RankProblem | None = None
         self.is_gone = False
         self.waited_s: float | None = -1.0
 
@@ -38,7 +38,7 @@ class SpokenTo:
             raise RuntimeError("connection closed by peer")
         self.heard.append(calls.decode(message))
 
-    def answers(self, timeout_s: float | None = None) -> dict[int, Problem | None]:
+    def answers(self, timeout_s: float | None = None) -> dict[int, RankProblem | None]:
         self.waited_s = timeout_s
         if self.is_gone:
             raise RuntimeError("connection closed by peer")
@@ -66,7 +66,7 @@ def test_a_call_is_said_before_the_first_rank_takes_part() -> None:
 
 def test_what_fails_alike_everywhere_is_raised_and_nothing_is_lost() -> None:
     ranks, lines = followers()
-    lines[COMMANDS].problem = Problem("ValueError", "no")
+    lines[COMMANDS].problem = RankProblem("ValueError", "no")
     with pytest.raises(ValueError, match="as here"):
         ranks.run(Step([]), fails(ValueError("as here")))
     lines[COMMANDS].problem = None
@@ -77,7 +77,7 @@ def test_what_fails_alike_everywhere_is_raised_and_nothing_is_lost() -> None:
 def test_what_one_rank_alone_could_not_do_means_that_all_start_again(who: str) -> None:
     ranks, lines = followers()
     own = fails(MemoryError("too large")) if who == "first" else lambda: None
-    lines[COMMANDS].problem = Problem("MemoryError", "too large") if who == "other" else None
+    lines[COMMANDS].problem = RankProblem("MemoryError", "too large") if who == "other" else None
     with pytest.raises(RanksLost, match="too large"):
         ranks.run(Step([]), own)
     assert lines[COMMANDS].waited_s == (AFTER_FAILURE_S if who == "first" else COLLECTIVE_TIMEOUT_S)
@@ -119,7 +119,7 @@ def test_ranks_that_could_not_reach_each_other_say_nothing_of_the_job() -> None:
     assert is_of_the_lines(silence)
     for own, other in ((silence, silence), (silence, ValueError("no")), (ValueError("no"), silence)):
         ranks, lines = followers()
-        lines[COMMANDS].problem = Problem.of(other)
+        lines[COMMANDS].problem = RankProblem.of(other)
         with pytest.raises(RanksLost):
             ranks.run(Step([]), fails(own))
     assert not is_of_the_lines(RuntimeError("CUDA out of memory")), "that is an answer"
@@ -127,10 +127,10 @@ def test_ranks_that_could_not_reach_each_other_say_nothing_of_the_job() -> None:
 
 def test_what_is_not_done_together_may_fail_on_one_rank() -> None:
     ranks, lines = followers()
-    lines[COMMANDS].problem = Problem("InvalidState", "it is damaged")
+    lines[COMMANDS].problem = RankProblem("InvalidState", "it is damaged")
     with pytest.raises(ValueError, match="rank 1: InvalidState: it is damaged"):
         ranks.run(Prepare("d"), lambda: None, together=False)
-    lines[COMMANDS].problem = Problem.of(PermissionError(13, "may not be read", "d"))
+    lines[COMMANDS].problem = RankProblem.of(PermissionError(13, "may not be read", "d"))
     with pytest.raises(OSError, match="rank 1: PermissionError") as refused:
         ranks.run(Prepare("d"), lambda: None, together=False)
     assert refused.value.errno == 13
@@ -156,11 +156,11 @@ def test_a_rank_that_is_gone_is_noticed_while_nothing_is_to_do() -> None:
 
 def test_what_another_rank_was_told_by_its_disk_is_told_here() -> None:
     ranks, lines = followers()
-    lines[WEIGHTS].problem = Problem("OSError", "no room", 28)
+    lines[WEIGHTS].problem = RankProblem("OSError", "no room", 28)
     with pytest.raises(OSError, match="rank 1: no room") as raised:
         ranks.write(WEIGHTS, Write(0, "d"), lambda: None)
     assert raised.value.errno == 28
-    lines[WEIGHTS].problem = Problem("SafetensorError", "I/O error: (os error 28)")
+    lines[WEIGHTS].problem = RankProblem("SafetensorError", "I/O error: (os error 28)")
     with pytest.raises(ShareNotWritten, match="os error 28"):
         ranks.write(WEIGHTS, Write(0, "d"), lambda: None)
     lines[WEIGHTS].problem = None

@@ -22,7 +22,7 @@ from services.state.store import Claim, Store
 from services.trainer.fleet.parity import Held
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.selection import groups_to_close
-from services.trainer.groups.selection_bias import Census
+from services.trainer.groups.selection_bias import SelectionBias
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.run import JobRun, Services
 from services.trainer.telling.status import JobStatusBoard
@@ -184,7 +184,7 @@ def test_the_oldest_groups_with_members_enough_are_closed_and_no_more_than_the_b
 
 
 def test_a_census_of_nothing_is_no_division_by_zero() -> None:
-    assert Census(cast(Any, None), "j").take_metrics()["selection/trained_share"] == 0.0
+    assert SelectionBias(cast(Any, None), "j").take_metrics()["selection/trained_share"] == 0.0
 
 
 def test_stragglers_can_only_be_cut_off_where_fewer_members_are_enough() -> None:

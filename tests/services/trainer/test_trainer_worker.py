@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gspo_core.spec import JobSpec
 from services.state.away import Away, AwayReason, OutOfMemory, RedisFault
-from services.state.jobs import HANDED_OVER, Job
+from services.state.jobs import HANDED_OVER, JobRecord
 from services.state.queue import Bus
 from services.state.store import Claim, JobStatus, StatusReason, Store
 from services.trainer.device import unfit
@@ -159,7 +159,7 @@ async def test_a_job_that_could_not_be_released_is_released_when_redis_is_back(
     assert [one.code for one in record.attempts] == ["redis_unavailable", "internal"]
 
 
-async def ended(store: Store, worker: TrainerWorker, job: str, stop: asyncio.Event) -> Job:
+async def ended(store: Store, worker: TrainerWorker, job: str, stop: asyncio.Event) -> JobRecord:
     """The job as the worker leaves it, when it is over."""
     running = asyncio.create_task(worker.run(stop))
     async with asyncio.timeout(DEADLINE_S):

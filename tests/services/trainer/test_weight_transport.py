@@ -23,7 +23,7 @@ from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
 from services.state.store import Claim, Store
 from services.trainer.fleet import engines as engines_module
-from services.trainer.fleet.engines import Engines
+from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import ThroughGroup
 from tests.services.engines.engine_kit import (
     NUM_VERSIONS,
@@ -70,7 +70,7 @@ class Place:
     models: Models
     wire: Wire
     client: EngineClient
-    engines: Engines
+    engines: EnginePool
     weights: WeightStore
     claim: Claim
     store: Store
@@ -134,7 +134,7 @@ async def place(
         await before.load_weights(models.paths[0], "default")
         await before.resume()
         weights = WeightStore(JobDir(tmp_path / claim.job_id))
-        engines = Engines(
+        engines = EnginePool(
             store,
             claim.job_id,
             claim.token,
