@@ -20,6 +20,7 @@ from services.files.job_dir import JobsDir
 # Rebuilt from the rest, installed again, or not to be in a backup.
 NOT_SAVED = frozenset({"redis", "venvs", "logs", "secrets"})
 
+UPLOADS = ".uploads"
 _RECORD = re.compile(r"(\d{8})\.json")
 _REPORT = re.compile(r"\d{8}\.report-(\d{4})\.json")
 
@@ -105,7 +106,7 @@ class EnvironmentsDir:
         return self.environment(name) / f"{version:08d}.report-{number:04d}.json"
 
     def upload(self, digest: str) -> Path:
-        return self.path / ".uploads" / digest
+        return self.path / UPLOADS / digest
 
     def versions(self, name: str) -> list[int]:
         """In order."""

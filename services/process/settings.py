@@ -7,6 +7,7 @@ variable, never a silent default. It holds nothing that a job says for itself (t
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from gspo_core.outbound import parse_networks
 
 PREFIX = "GSPO_"
+_ENGINE_URL = re.compile(r"([a-z][a-z0-9-]*\+)?https?://")
 
 
 class SettingsError(ValueError):
@@ -56,7 +58,8 @@ class Settings(BaseSettings):
     """Bearer keys that the API accepts, separated by commas. Without any, only loopback is served."""
 
     engine_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
-    """Base URLs of the inference engines, separated by commas, such as ``http://127.0.0.1:30000``."""
+    """Base URLs of the inference engines, separated by commas, such as ``http://127.0.0.1:30000``; ``KIND+http://``
+    names another kind of engine than the default one."""
 
     env_install: bool = False
     """Whether rollout workers install what an environment's file asks for (``# /// script``), below
@@ -135,8 +138,8 @@ class Settings(BaseSettings):
     @classmethod
     def _engine_scheme(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for url in value:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError("every engine URL starts with http:// or https://")
+            if not _ENGINE_URL.match(url):
+                raise ValueError("every engine URL starts with http:// or https://, or KIND+ before that")
         return tuple(url.rstrip("/") for url in value)
 
     @field_validator("env_hosts")

@@ -20,8 +20,8 @@ from gspo_core.client import ApiError, Client
 from gspo_core.env import InvalidEnvironment
 from gspo_core.outbound import parse_networks
 from services.api.http.key_ring import KeyRing
-from services.files.data_dir import EnvironmentsDir, KeysDir
-from services.hosts.registry import UPLOADS, EnvironmentRegistry
+from services.files.data_dir import UPLOADS, EnvironmentsDir, KeysDir
+from services.hosts.registry import EnvironmentRegistry
 from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedEnvironment
 from services.hosts.sites import Sites
@@ -317,7 +317,7 @@ async def test_uploads_that_cannot_be_taken_leave_nothing_behind(
         answer = await post_file(http, "guess", ref, content, kind)
         assert (answer.status_code, error_of(answer)["code"]) == (status, code), (ref, kind)
     assert registry.all() == []
-    assert [path for path in registry._directory.rglob("*") if path.name != UPLOADS] == []
+    assert [path for path in registry._directory.path.rglob("*") if path.name != UPLOADS] == []
 
 
 async def test_an_upload_under_a_name_of_somebody_else_leaves_nothing_behind(
@@ -331,7 +331,7 @@ async def test_an_upload_under_a_name_of_somebody_else_leaves_nothing_behind(
         async with http_to(app, key=other) as http:
             answer = await post_file(http, "guess", "h.py:H", b"class H: ...", "text/x-python")
     assert (answer.status_code, error_of(answer)["code"]) == (409, "name_taken")
-    assert len(list((registry._directory / UPLOADS).iterdir())) == 1
+    assert len(list((registry._directory.path / UPLOADS).iterdir())) == 1
 
 
 # Others

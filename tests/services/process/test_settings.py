@@ -29,7 +29,7 @@ def test_values_are_read_and_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "DATA_DIR": str(tmp_path),
         "API_PORT": "0",
         "API_KEYS": "first, second",
-        "ENGINE_URLS": "http://a:1/, https://b",
+        "ENGINE_URLS": "http://a:1/, https://b, other+http://c/",
         "LEASE_S": "2.5",
         "MAX_ATTEMPTS": "20",
         "LOG_LEVEL": "DEBUG",
@@ -41,7 +41,7 @@ def test_values_are_read_and_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert settings.redis_url == "redis://:secret@host:6379/1"
     assert settings.data_dir == tmp_path
     assert [key.get_secret_value() for key in settings.api_keys] == ["first", "second"]
-    assert settings.engine_urls == ("http://a:1", "https://b")
+    assert settings.engine_urls == ("http://a:1", "https://b", "other+http://c")
     assert (settings.api_port, settings.lease_s, settings.max_attempts) == (0, 2.5, 20)
     assert (settings.log_level, settings.log_format) == ("debug", "json")
 
@@ -59,6 +59,7 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GSPO_API_PORT", "http"),
         ("GSPO_API_PORT", "65536"),
         ("GSPO_ENGINE_URLS", "http://a,b:3000"),
+        ("GSPO_ENGINE_URLS", "Other+http://a"),
         ("GSPO_LEASE_S", "0"),
         ("GSPO_LEASE_S", "nan"),
         ("GSPO_LOG_LEVEL", "loud"),

@@ -382,7 +382,7 @@ async def test_versions_are_given_back_to_a_job_that_is_known_only(
     await redis_client.flushall()
     rebuild = store._rebuild
     assert rebuild is not None
-    records = JobRecords(JobDir(rebuild._root / claim.job_id)).versions()
+    records = JobRecords(rebuild._jobs_dir.job(claim.job_id)).versions()
     assert records
     await rebuild._restore_versions(claim.job_id, records)
     assert await redis_client.keys() == []

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from gspo_core.spec import JobSpec
+from services.files.data_dir import DataDir
 from services.state.client import connect
 from services.trainer.building import make_ranked_learner
 from services.trainer.groups.step_settings import learner_config
@@ -113,7 +114,7 @@ def problem_of(call: Callable[[], Any]) -> str:
 
 
 async def run(root: Path, redis_url: str, names: list[str], followers: Followers, place: Place) -> None:
-    followers.look(root)
+    followers.look(DataDir(root))
     made = Cases(root, redis_url, followers, place)
     for name in names:
         await getattr(made, name)()

@@ -59,11 +59,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def environment(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of the processes of attempts; sums are formed on as many threads here as there."""
@@ -81,10 +76,15 @@ def environment(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
+def num_layers() -> int:
+    return 2
+
+
+@pytest.fixture
 async def loop(
-    redis_client: Redis, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, environment: None
+    redis_client: Redis, tmp_path: Path, num_layers: int, monkeypatch: pytest.MonkeyPatch, environment: None
 ) -> AsyncIterator[Loop]:
-    spec = loop_spec(model_dir, steps=STEPS)
+    spec = loop_spec(write_model(tmp_path / "model", num_hidden_layers=num_layers), steps=STEPS)
     async with (
         a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop,
         served(loop.transport.engines["engine"]) as url,
@@ -134,10 +134,12 @@ async def loads(loop: Loop, job: str) -> None:
             await asyncio.sleep(0.001)
 
 
+@pytest.mark.parametrize("num_layers", [12])  # loading takes longer than a wish is on its way
 async def test_a_job_begins_with_the_weights_of_its_seed_whatever_was_cancelled_before_it(
-    loop: Loop, model_dir: Path
+    loop: Loop, num_layers: int
 ) -> None:
     """Low-rank additions begin at random: a thread that still loads the job before would draw between them."""
+    model_dir = Path(loop.spec.model)
     given = {"learner": {"lora": {"rank": 4}}}
     await loop.store.set_desired_state(loop.job, "cancelled")
     async with trainer(loop):

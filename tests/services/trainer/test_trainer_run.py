@@ -188,7 +188,7 @@ def test_the_log_of_a_step_that_is_written_while_others_are_removed_stays(tmp_pa
                 trained.write(1, 4, {})
             return found
 
-    log, trained = Meanwhile(tmp_path), TrainedLog(JobDir(tmp_path))
+    log, trained = Meanwhile(JobDir(tmp_path)), TrainedLog(JobDir(tmp_path))
     for step in (1, 2, 3):
         BatchLog(JobDir(tmp_path)).write(1, step, [], {})
         trained.write(1, step, {})

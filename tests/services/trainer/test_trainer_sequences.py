@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gspo_core import advantage
+from gspo_core.advantage import BatchAdvantages
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.types import Group, Segment, Split, Trajectory
 from services.trainer.groups.sequences import group_metrics, staleness_metrics, train_batch
@@ -91,3 +95,17 @@ def test_metrics_say_where_the_time_of_an_episode_went() -> None:
     )
     found = {name: value for name, value in group_metrics([told]).items() if name.startswith("time/")}
     assert found == {"time/episode_engine_s": 2.0, "time/episode_env_s": 0.5, "time/episode_queue_s": 0.25}
+
+
+def test_advantages_are_computed_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, compute = list[int](), advantage.batch_advantages
+
+    def counted(rewards: Sequence[float | None], *rest: Any) -> BatchAdvantages:
+        calls.append(len(rewards))
+        return compute(rewards, *rest)
+
+    monkeypatch.setattr(advantage, "batch_advantages", counted)
+    batch = train_batch([group(0, [1.0, None, 0.0])], ages, AdvantageConfig())
+    found = batch.by_episode([np.zeros(one.num_actions, np.float32) for one in batch.sequences])
+    assert [key.member for key in found] == [0, 2]
+    assert calls == [3]
