@@ -24,8 +24,9 @@ from services.state.queue_records import Append, Snapshot, Stage
 from services.state.refusals import Refused
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
-from tests.apparatus.twin import TwinBus, TwinStore, World
-from tests.apparatus.twin.world import TwinEpisode
+from tests.services.state.twin_jobs import TwinStore
+from tests.services.state.twin_queue import TwinBus
+from tests.services.state.twin_world import TwinEpisode, World
 
 pytestmark = pytest.mark.every_server
 
@@ -107,7 +108,7 @@ class QueueModel:
         self.clock = clock
         self.real = Side(Bus(self.redis, lease_s=LEASE_S, clock=clock), Store(self.redis, clock=clock), [], {})
         twin = TwinBus(self.world, lease_s=LEASE_S, clock=clock)
-        self.twin = Side(twin, TwinStore(self.world, clock=clock), [], {})
+        self.twin = Side(twin, TwinStore(self.world), [], {})
         self.joined: dict[str, list[str]] = {worker: [] for worker in WORKERS}
         self.ever_leased: list[tuple[str, EpisodeKey]] = []
 
