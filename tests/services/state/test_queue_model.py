@@ -185,7 +185,7 @@ class QueueModel:
     def begin(self) -> None:
         self.loop.run_until_complete(self.real.store.load_functions())
         for side in (self.real, self.twin):
-            self.loop.run_until_complete(side.store.create_job("{}", job_id=JOB))
+            self.loop.run_until_complete(side.store.jobs.create("{}", job_id=JOB))
         self._claim()
         self.another_trainer_takes_over()
         for worker in (*WORKERS, *WORKERS):
@@ -193,14 +193,14 @@ class QueueModel:
 
     def _claim(self) -> None:
         for side in (self.real, self.twin):
-            claim = self.loop.run_until_complete(side.store.claim_job(f"trainer-{len(side.claims)}"))
+            claim = self.loop.run_until_complete(side.store.jobs.claim(f"trainer-{len(side.claims)}"))
             assert claim is not None
             side.claims.append(claim)
 
     @rule()
     def another_trainer_takes_over(self) -> None:
         for side in (self.real, self.twin):
-            self.loop.run_until_complete(side.store.release_job(JOB, side.claims[-1].token))
+            self.loop.run_until_complete(side.store.jobs.release(JOB, side.claims[-1].token))
         self._claim()
 
     @rule(

@@ -13,15 +13,20 @@ from tests.services.state.twin_world import World
 
 
 class TwinStore:
-    """What the model test does to jobs, with the signatures of the real store."""
+    def __init__(self, world: World) -> None:
+        self.jobs = TwinJobs(world)
+
+
+class TwinJobs:
+    """What the model test does to jobs, with the signatures of the real table."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def create_job(self, spec: str, *, job_id: str) -> None:
+    async def create(self, spec: str, *, job_id: str) -> None:
         self._world.owners.setdefault(job_id, "")
 
-    async def claim_job(self, trainer: str) -> Claim | None:
+    async def claim(self, trainer: str) -> Claim | None:
         """The first job without an owner."""
         for job, owner in sorted(self._world.owners.items()):
             if not owner:
@@ -29,7 +34,7 @@ class TwinStore:
                 return Claim(job, token, epoch=1, attempt=1)
         return None
 
-    async def release_job(self, job: str, token: str) -> None:
+    async def release(self, job: str, token: str) -> None:
         if not self._world.owns(job, token):
             raise Fenced("release of the job")
         self._world.owners[job] = ""
