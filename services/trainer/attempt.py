@@ -67,7 +67,7 @@ class Attempt:
         run = self._run
         while not stop.is_set():
             self._check()
-            job = await self._store.get_job(self._claim.job_id)
+            job = await self._store.jobs.get(self._claim.job_id)
             run.is_pause_wanted = job.desired_state == "paused"
             if job.desired_state == "cancelled" and not run.wind_up(job.cancel_manner or CancelManner.NOW):
                 raise Cancelled
@@ -124,7 +124,7 @@ async def run_attempt(
         )
         told: list[WandbRun] = []
         try:
-            spec = JobSpec.model_validate_json((await store.get_job(claim.job_id)).spec)
+            spec = JobSpec.model_validate_json((await store.jobs.get(claim.job_id)).spec)
             told = listeners(settings, claim.job_id, spec)
             run = make_run(settings, bus, store, engine_at, claim, spec, told, lambda: make(spec))
         except Exception as error:

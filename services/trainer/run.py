@@ -195,7 +195,7 @@ class JobRun:
 
     async def _excuse(self) -> str:
         """Why nobody else could go on either."""
-        if not await self._services.store.workers():
+        if not await self._services.store.fleet.workers():
             return "no rollout worker is there"
         return "" if self._services.engines.ready() else "no engine is ready"
 
@@ -204,7 +204,7 @@ class JobRun:
 
     async def _alert(self, kind: str, message: str) -> None:
         data = {"step": self._lineage.step, "kind": kind, "message": message}
-        await self._services.store.add_event(self._job, "alert", data, token=self._claim.token)
+        await self._services.store.events.add(self._job, "alert", data, token=self._claim.token)
 
     async def _train(self) -> None:
         status = self._services.status
@@ -222,7 +222,7 @@ class JobRun:
         self._is_recovering = False
         if self.cancelled is not None:  # what was trained is to be kept, and nothing else is wanted
             return
-        self._ages.recall(await services.store.versions(self._job))
+        self._ages.recall(await services.store.versions.all(self._job))
         await self._hold(learner)
         await self._publish(await asyncio.to_thread(learner.copy_weights), self._held.version, self._lineage.step)
         num_tasks = await DescribedEnvironments(services.store, self._job, status).num_tasks(len(spec.environments))
@@ -281,14 +281,14 @@ class JobRun:
 
     async def _is_over(self, learner: AnyLearner) -> bool:
         """At a step boundary: what the user has changed holds from here on, and may end the job. Raises WoundUp."""
-        job = await self._services.store.get_job(self._job)
+        job = await self._services.store.jobs.get(self._job)
         if self._tuning.version != job.settings_version:
             await self._publishing.finish()  # a condition that is new looks at what has been reported
         if self._tuning.version != job.settings_version and await asyncio.to_thread(
             self._tuning.apply, learner, job.settings_version, job.settings
         ):
             data = {"step": self._lineage.step + 1, **self._tuning.logged()}
-            await self._services.store.add_event(self._job, "settings.applied", data, token=self._claim.token)
+            await self._services.store.events.add(self._job, "settings.applied", data, token=self._claim.token)
         self._leave_if_wound_up()
         if self.cancelled is not None:
             await self._services.status.winds_up()
@@ -429,7 +429,7 @@ class JobRun:
         step = await asyncio.to_thread(checkpoints.collect, self._spec.checkpoints.keep, check_state)
         await asyncio.to_thread(self._collect_batches, step)
         data = {"step": position.step, "epoch": position.epoch}
-        await self._services.store.add_event(self._job, "checkpoint", data, token=self._claim.token)
+        await self._services.store.events.add(self._job, "checkpoint", data, token=self._claim.token)
 
     def _collect_batches(self, after_step: int) -> None:
         log = self._services.batch_log
@@ -440,7 +440,7 @@ class JobRun:
 
     async def _hold(self, learner: AnyLearner) -> None:
         """Name what the learner holds now."""
-        version = await self._services.store.next_version(self._job, self._claim.token)
+        version = await self._services.store.versions.next(self._job, self._claim.token)
         self._held = Held(version, f"{self._job}/{self._claim.epoch}/{version}")
         await self._gate.remember(learner, self._held)
 
@@ -451,8 +451,8 @@ class JobRun:
         # Known here before anyone can sample from it.
         self._ages.add(version, step)
         self._newest = manifest
-        await self._disk.wait_for_room(what, lambda: services.store.publish_version(self._job, claim.token, manifest))
-        await services.store.update_progress(self._job, claim.token, step, version)
+        await self._disk.wait_for_room(what, lambda: services.store.versions.publish(self._job, claim.token, manifest))
+        await services.store.jobs.update_progress(self._job, claim.token, step, version)
         await services.engines.publish(manifest)
         newest = self._ages.newest(self._spec.checkpoints.keep_versions)
         await asyncio.to_thread(services.weights.collect, {*newest, *services.engines.versions_in_use()})

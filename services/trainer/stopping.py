@@ -50,7 +50,7 @@ class StopConditions:
         """What was reported of a series before it was watched is in the store."""
         if wanted == self._series.keys():
             return
-        rows = await self._store.read_metrics(self._job)
+        rows = await self._store.metrics.read(self._job)
         self._series = {name: {row["step"]: row[name] for row in rows if name in row} for name in wanted}
 
     def _is_good_enough(self, target: RewardTarget) -> str:

@@ -5,7 +5,7 @@ key is taken before the work begins and the answer is kept before it is sent, so
 lost. Only what was done is kept: a refusal changed nothing, and what is refused now may be right in a minute. An answer
 that must not be stored (a key's secret) is remembered by this process alone.
 
-Submitting a job has its own, stronger way: its key is written down with the job (`Store.create_job`).
+Submitting a job has its own, stronger way: its key is written down with the job (`JobTable.create`).
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ class JobEnvironmentView(View):
 @router.get("/versions")
 async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], context: ContextOf) -> Page[VersionView]:
     """Published versions, the newest first."""
-    job = await context.store.get_job(id)
-    manifests = {one.version: one for one in await context.store.versions(job.id)}
-    engines = await context.store.engines()
+    job = await context.store.jobs.get(id)
+    manifests = {one.version: one for one in await context.store.versions.all(job.id)}
+    engines = await context.store.fleet.engines()
     weights = WeightStore(context.history.job_dir(job.id))
     rows = [
         VersionView(
@@ -75,7 +75,7 @@ async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], conte
             is_kept=False,
             loaded_by=[one.id for one in engines if one.label == manifests[row.version].label],
         )
-        for row in reversed(await context.store.version_table(job.id))
+        for row in reversed(await context.store.versions.table(job.id))
         if row.version in manifests
     ]
     shown = page(after_id(rows, query.after, query.limit), query.limit)
@@ -88,7 +88,7 @@ async def list_checkpoints(
     id: str, query: Annotated[ArtifactQuery, Query()], context: ContextOf
 ) -> Page[CheckpointView]:
     """Checkpoints that are kept, the newest first."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     found = await asyncio.to_thread(checkpoints_of, context.history.job_dir(job.id))
     return page(after_id(found, query.after, query.limit), query.limit)
 
@@ -96,7 +96,7 @@ async def list_checkpoints(
 @router.get("/environments")
 async def list_job_environments(id: str, context: ContextOf) -> Page[JobEnvironmentView]:
     """The environments of a job, in the order of its specification."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     views = [
         JobEnvironmentView(
             id=f"{job.id}/{index}",
@@ -104,7 +104,7 @@ async def list_job_environments(id: str, context: ContextOf) -> Page[JobEnvironm
             ref=str(one.get("ref")),
             config=one.get("config") or {},
             weight=float(one.get("weight", 1.0)),
-            description=await context.store.environment_description(job.id, index),
+            description=await context.store.environments.get(job.id, index),
         )
         for index, one in enumerate(job.spec_data.get("environments", ()))
     ]

@@ -22,14 +22,14 @@ Number = Annotated[int, Path(ge=0, le=2**53)]
 @router.get("")
 async def get_checkpoint(job: str, epoch: Number, step: Number, context: ContextOf) -> CheckpointDetail:
     """One checkpoint with its files, and what became of its export."""
-    await context.store.get_job(job)
+    await context.store.jobs.get(job)
     return await asyncio.to_thread(_detail, context, job, epoch, step)
 
 
 @router.post("/export", status_code=202)
 async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> CheckpointDetail:
     """Write its weights as a plain model directory below the job's. The checkpoint says when it is ready."""
-    await context.store.get_job(job)
+    await context.store.jobs.get(job)
     await asyncio.to_thread(_detail, context, job, epoch, step)
     context.exports.begin(context.history.job_dir(job), Position(epoch, step))
     return await asyncio.to_thread(_detail, context, job, epoch, step)
@@ -38,7 +38,7 @@ async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> C
 @router.delete("", status_code=204, responses=documented(409))
 async def remove_checkpoint(job: str, epoch: Number, step: Number, context: ContextOf) -> None:
     """Remove a checkpoint and its export. The newest one of a job that is not over is what it would go on from."""
-    record = await context.store.get_job(job)
+    record = await context.store.jobs.get(job)
     job_dir = context.history.job_dir(job)
     found = await asyncio.to_thread(_find, job_dir, Position(epoch, step))
     newest = (await asyncio.to_thread(checkpoints_of, job_dir))[:1]

@@ -32,7 +32,7 @@ async def drain_engine(engine: str, context: ContextOf) -> EngineDrainView:
     to its end, then its job gives it back. It stays so, also when it is started again at this address, until it is used
     again (DELETE)."""
     found = await _find(context, engine)
-    await context.store.drain_engine(engine)
+    await context.store.fleet.drain_engine(engine)
     return _view(*found, draining=True)
 
 
@@ -40,7 +40,7 @@ async def drain_engine(engine: str, context: ContextOf) -> EngineDrainView:
 async def use_engine_again(engine: str, context: ContextOf) -> EngineDrainView:
     """Use it again."""
     found = await _find(context, engine)
-    await context.store.drain_engine(engine, False)
+    await context.store.fleet.drain_engine(engine, False)
     return _view(*found, draining=False)
 
 

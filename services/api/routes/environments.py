@@ -295,7 +295,7 @@ async def remove_environment(environment: str, request: Request, context: Contex
         raise RequestRefused(422, "validation_failed", "name the version: name@version", param="environment")
     one = await _get(context, request, environment, to_change=True)
     require_match(if_match, one.digest[:16])
-    for job in await context.store.list_jobs(MAX_JOBS, order="desc"):
+    for job in await context.store.jobs.page(MAX_JOBS, order="desc"):
         refs = [entry.get("ref") for entry in job.spec_data.get("environments", ())]
         if not job.status.is_terminal and one.id in refs:
             raise RequestRefused(409, "environment_in_use", f"the job {job.id} uses {one.id}", headers=FINAL)

@@ -113,7 +113,7 @@ async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, c
     order = query.order if not is_backwards else "desc" if query.order == "asc" else "asc"
     jobs: list[JobRecord] = []
     while len(jobs) <= query.limit:
-        some = await context.store.list_jobs(101, after, order=order)
+        some = await context.store.jobs.page(101, after, order=order)
         seen = [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]
         jobs += [job for job in seen if metadata_filter.fits(job, wanted)]
         if len(some) < 101:
@@ -129,14 +129,14 @@ async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, c
 @router.get("/{id}", response_model=JobView, responses={304: {"description": "As `If-None-Match` says"}})
 async def get_job(id: str, context: ContextOf, if_none_match: IfNoneMatch = None) -> Response:
     """One job. Its `ETag` is for `If-None-Match` here, and for `If-Match` when its settings are changed."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     return tagged(job_view(job), job.settings_version, if_none_match)
 
 
 @router.get("/{id}/config")
 async def get_config(id: str, context: ContextOf) -> ConfigView:
     """Its specification with every default spelled out."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     spec = readable_spec(job)
     warnings = ["it is of another release, which this one cannot read"] if spec is None else spec_warnings(spec)
     return ConfigView(job_id=job.id, config=job.spec_data, warnings=warnings)
@@ -145,15 +145,15 @@ async def get_config(id: str, context: ContextOf) -> ConfigView:
 @router.post("/{id}/pause", responses=documented(409))
 async def pause(id: str, context: ContextOf) -> JobView:
     """Ask a job to pause: it ends the step that it is in, and waits. Episodes that run go on to their end."""
-    await context.store.set_desired_state(id, DesiredState.PAUSED)
-    return job_view(await context.store.get_job(id))
+    await context.store.jobs.set_desired_state(id, DesiredState.PAUSED)
+    return job_view(await context.store.jobs.get(id))
 
 
 @router.post("/{id}/resume", responses=documented(409))
 async def resume(id: str, context: ContextOf) -> JobView:
     """Let a paused job go on."""
-    await context.store.set_desired_state(id, DesiredState.RUNNING)
-    return job_view(await context.store.get_job(id))
+    await context.store.jobs.set_desired_state(id, DesiredState.RUNNING)
+    return job_view(await context.store.jobs.get(id))
 
 
 @router.post("/{id}/cancel", responses=documented(409))
@@ -161,8 +161,8 @@ async def cancel(id: str, query: Annotated[CancelQuery, Query()], context: Conte
     """Ask for the end of a job. Its trainer brings it about; a job that nobody has taken yet ends at once. Ask again
     without `drain` for an end at once."""
     manner = CancelManner.of(drain=query.mode == "drain", checkpoint=query.checkpoint)
-    await context.store.set_desired_state(id, DesiredState.CANCELLED, manner)
-    return job_view(await context.store.get_job(id))
+    await context.store.jobs.set_desired_state(id, DesiredState.CANCELLED, manner)
+    return job_view(await context.store.jobs.get(id))
 
 
 async def _plan(spec: JobSpec, presence: Presence) -> PlanView:

@@ -63,13 +63,13 @@ async def test_what_would_mean_something_else_here_is_refused(http: httpx.AsyncC
 
 async def test_statuses_are_those_that_the_client_knows_and_paused(http: httpx.AsyncClient, store: Store):
     job = (await http.post(JOBS, json=BODY)).json()["id"]
-    claim = await store.claim_job("trainer-0")
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
     for status, shown in (
         *((JobStatus.RUNNING, "running"), (JobStatus.PAUSING, "running"), (JobStatus.PAUSED, "paused")),
         *((JobStatus.RESUMING, "running"), (JobStatus.RUNNING, "running"), (JobStatus.FAILED, "failed")),
     ):
-        await store.set_status(job, status, token=claim.token)
+        await store.jobs.set_status(job, status, token=claim.token)
         found = (await http.get(f"{JOBS}/{job}")).json()
         assert found["status"] == shown
     assert found["error"]["code"]
@@ -79,7 +79,7 @@ async def test_statuses_are_those_that_the_client_knows_and_paused(http: httpx.A
 async def test_events_page_by_the_last_id_until_there_are_no_more(http: httpx.AsyncClient, store: Store):
     job = (await http.post(JOBS, json=BODY)).json()["id"]
     for step in range(24):
-        await store.add_event(job, "step", {"step": step, "reward/mean": 0.5})
+        await store.events.add(job, "step", {"step": step, "reward/mean": 0.5})
     seen: list[dict[str, Any]] = []
     after = None
     while True:

@@ -50,7 +50,7 @@ async def test_the_stored_specification_spells_every_default_out(http: httpx.Asy
     assert config["config"]["rollout"]["staleness_cap"] == 16
     assert config["config"]["sampling"]["temperature"] == 1.0
     assert config["warnings"][0].startswith("objective.minibatches")
-    stored = JobSpec.model_validate_json((await store.get_job(job["id"])).spec)
+    stored = JobSpec.model_validate_json((await store.jobs.get(job["id"])).spec)
     assert stored == JobSpec.model_validate(SPEC | {"objective": {"minibatches": 1}})
 
 
@@ -246,7 +246,7 @@ async def test_a_queued_job_is_cancelled_at_once_and_again_without_harm(http: ht
 async def test_a_running_job_is_asked_to_end(http: httpx.AsyncClient, store: Store):
     job = (await submit(http)).json()
     claim = await claimed(store)
-    await store.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
+    await store.jobs.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
     answer = (await http.post(job["links"]["cancel"])).json()
     assert (answer["status"], answer["desired_state"]) == ("running", "cancelled")
 
@@ -255,7 +255,7 @@ async def test_a_job_that_is_over_cannot_be_cancelled(http: httpx.AsyncClient, s
     job = (await submit(http)).json()
     claim = await claimed(store)
     for status in (JobStatus.RUNNING, JobStatus.SUCCEEDED):
-        await store.set_status(claim.job_id, status, token=claim.token)
+        await store.jobs.set_status(claim.job_id, status, token=claim.token)
     answer = await http.post(job["links"]["cancel"])
     assert answer.status_code == 409
     assert error_of(answer)["code"] == "invalid_transition"
@@ -263,7 +263,7 @@ async def test_a_job_that_is_over_cannot_be_cancelled(http: httpx.AsyncClient, s
 
 
 async def claimed(store: Store) -> Claim:
-    claim = await store.claim_job("trainer-0")
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
     return claim
 
@@ -274,7 +274,7 @@ async def claimed(store: Store) -> Claim:
 async def test_metrics_are_rows_from_a_step_on(http: httpx.AsyncClient, store: Store):
     job = (await submit(http)).json()
     for step in range(1, 6):
-        await store.add_metrics(job["id"], step, {"reward/mean": step / 10, "reward/std": 0.5, "gspo/loss": -1.0})
+        await store.metrics.add(job["id"], step, {"reward/mean": step / 10, "reward/std": 0.5, "gspo/loss": -1.0})
     url = job["links"]["metrics"]
     everything = (await http.get(url)).json()
     assert (everything["object"], everything["has_more"]) == ("job.metrics", False)
@@ -299,9 +299,9 @@ async def test_metrics_of_a_job_without_steps_are_empty(http: httpx.AsyncClient)
 
 
 async def test_workers_and_engines_are_listed_with_whether_they_live(store: Store):
-    await store.register_worker(WorkerRecord(id="rollout-1"))
-    await store.register_worker(WorkerRecord(id="rollout-2"))
-    await store.register_engine(EngineRecord(id="engine-1", url="http://127.0.0.1:1"))
+    await store.fleet.register_worker(WorkerRecord(id="rollout-1"))
+    await store.fleet.register_worker(WorkerRecord(id="rollout-2"))
+    await store.fleet.register_engine(EngineRecord(id="engine-1", url="http://127.0.0.1:1"))
     async with application(store, lease_s=0.5) as app, http_to(app) as http:
         beating = asyncio.create_task(_beat(store, "rollout-1"))
         async with asyncio.timeout(30):
@@ -317,7 +317,7 @@ async def test_workers_and_engines_are_listed_with_whether_they_live(store: Stor
 
 async def _beat(store: Store, worker: str) -> None:
     while True:
-        await store.register_worker(WorkerRecord(id=worker))
+        await store.fleet.register_worker(WorkerRecord(id=worker))
         await asyncio.sleep(0.05)
 
 

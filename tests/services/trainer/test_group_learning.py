@@ -107,7 +107,7 @@ async def test_a_job_learns_without_a_shared_volume(
     job, job_dir = claim.job_id, tmp_path / claim.job_id
     model_dir = make_model(tmp_path / "model", seed=0)
     process, wire = EngineProcess(model_dir), Wire()
-    await store.describe_environment(job, 0, {"num_tasks": {"train": 4, "eval": 0}})
+    await store.environments.describe(job, 0, {"num_tasks": {"train": 4, "eval": 0}})
     async with httpx.AsyncClient(transport=wire, trust_env=False) as http:
         weights = WeightStore(JobDir(job_dir))
         engines = EnginePool(

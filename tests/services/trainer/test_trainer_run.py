@@ -81,9 +81,9 @@ async def test_a_job_whose_last_steps_come_from_logs_alone_ends_whole(
     for step in range(1, STEPS + 1):
         extra = {"num_dispatched": step, "dropped": {}, "staleness": {"0": 0}}
         log.write(1, step, [group(step - 1, [1.0, 0.0])], extra)
-    await store.describe_environment(job, 0, {"num_tasks": {"train": 4, "eval": 1}})
-    await store.release_job(job, claim.token)
-    heir = await store.claim_job("heir")
+    await store.environments.describe(job, 0, {"num_tasks": {"train": 4, "eval": 1}})
+    await store.jobs.release(job, claim.token)
+    heir = await store.jobs.claim("heir")
     assert heir is not None
     played: list[int] = []
 
@@ -96,7 +96,7 @@ async def test_a_job_whose_last_steps_come_from_logs_alone_ends_whole(
     newest = checkpoints.newest_first()[0]
     assert (newest.position, newest.lineage.step) == (Position(2, STEPS), STEPS)
     assert list(newest.lineage.owed()) == []
-    published = await store.current_version(job)
+    published = await store.versions.current(job)
     assert published is not None
     assert published.step == STEPS
     assert WeightStore(JobDir(job_dir)).versions() == [published.version]
@@ -138,7 +138,7 @@ async def test_a_full_disk_costs_no_evaluation_and_no_attempt(
     await run._report_evaluation(3, {"reward/mean": 0.5})
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["eval/reward/mean"] == 0.5
-    alerts = [event.data["kind"] for event in await store.read_events(claim.job_id) if event.type == "alert"]
+    alerts = [event.data["kind"] for event in await store.events.read(claim.job_id) if event.type == "alert"]
     assert alerts == ["disk_full", "disk_has_room"]
 
 
