@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 def after_id(items: Sequence[Item], after: str | None, limit: int) -> Sequence[Item]:
-    """From behind the item ``after`` on, one more than ``limit``. Raises ApiError 400."""
+    """From behind the item ``after`` on, one more than ``limit``. Raises RequestRefused 400."""
     if after is None:
         return items[: limit + 1]
     ids = [id_of(one) for one in items]

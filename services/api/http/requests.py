@@ -119,7 +119,7 @@ class _StrictRequest(Request):
 
 
 async def read_bounded(request: Request, kinds: Sequence[str], most_bytes: int) -> bytes:
-    """A body of one of the media types. Raises ApiError 413, 415."""
+    """A body of one of the media types. Raises RequestRefused 413, 415."""
     # A page in a browser can send other types than ours to any address without asking.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() not in kinds:
         raise RequestRefused(415, "unsupported_media_type", f"send the body with Content-Type: {' or '.join(kinds)}")

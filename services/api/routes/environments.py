@@ -355,7 +355,7 @@ async def _add(
         raise _taken(error) from None
     if is_new:
         with contextlib.suppress(TooManyRequests):  # then it stays unexamined until somebody asks for it
-            await context.errands.send({"environment": one.id, "do": "validate"}, is_awaited=False)
+            await context.worker_requests.send({"environment": one.id, "do": "validate"}, is_awaited=False)
     response.status_code = 201 if is_new else 200
     response.headers["Location"] = f"/v1/environments/{one.id}"
     return await asyncio.to_thread(_view, registry, one)
@@ -367,7 +367,7 @@ def _taken(error: NameTaken) -> RequestRefused:
 
 async def _ask(context: ApiContext, order: Mapping[str, Any], timeout_s: float) -> Any:
     try:
-        return await context.errands.ask(order, timeout_s)
+        return await context.worker_requests.ask(order, timeout_s)
     except WorkerRequestFailed as error:
         raise RequestRefused(422, "environment_invalid", str(error)[:2000], param="environment") from None
     except NoWorkerThere:

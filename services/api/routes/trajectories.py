@@ -151,7 +151,7 @@ async def _push(
     rules: Rules,
     taken: dict[EpisodeKey, EpisodeLease],
 ) -> None:
-    """Raises Refused."""
+    """Raises TrajectoryRefused."""
     key = EpisodeKey(job, item.group, item.member)
     if not rules.steps:
         raise TrajectoryRefused("unknown_version", "the job has published no version yet")
@@ -171,7 +171,7 @@ async def _push(
 
 
 async def _explain(context: ApiContext, job: str, item: PushedTrajectory) -> None:
-    """Why an episode could not be taken. Raises Refused."""
+    """Why an episode could not be taken. Raises TrajectoryRefused."""
     groups = await context.bus.groups(job, after=item.group - 1, limit=1)
     episodes: Mapping[int, EpisodeView] = {}
     if groups and groups[0].group == item.group:

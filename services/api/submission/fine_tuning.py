@@ -109,7 +109,7 @@ class FineTuningEvent(View):
 
 
 def specification(given: FineTuningRequest) -> dict[str, Any]:
-    """What a native client would have submitted. Raises ApiError."""
+    """What a native client would have submitted. Raises RequestRefused."""
     further = {name: value for name, value in (given.model_extra or {}).items() if name in JobSpec.model_fields}
     spec: dict[str, Any] = {name: value for name, value in further.items() if name not in _OWN}
     spec["model"] = given.model

@@ -118,7 +118,7 @@ def vocab_size_of(model: Path) -> int:
 def pieces(
     given: PushedTrajectory, rules: Rules, held: Sequence[Segment], key: EpisodeKey, attempt: int, environment: int
 ) -> list[Segment]:
-    """The segments that continue those that are held. Raises Refused."""
+    """The segments that continue those that are held. Raises TrajectoryRefused."""
     _check(given, rules, held, environment)
     try:
         made = list(_cut(given, rules, held, key, attempt))

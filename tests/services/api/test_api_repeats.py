@@ -23,7 +23,7 @@ from services.files.job_dir import JobDir, step_name
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
-from services.rollout.errands import RequestRunner
+from services.rollout.request_runner import RequestRunner
 from services.state.fleet_records import EngineRecord, WorkerRecord
 from services.state.kept_replies import KEPT_S, LEASE_S, KeptReplies
 from services.state.keys import job_key
@@ -137,11 +137,11 @@ class Effects:
         self._store, self._ring, self._job = store, ring, job
         self._registry = EnvironmentRegistry(EnvironmentsDir(jobs_dir.parent / "environments"))
         context = app.state.context
-        self.num_errands = self.num_exports = self.num_wishes = 0
-        send, wish = context.errands.send, context.store.jobs.set_desired_state
+        self.num_worker_requests = self.num_exports = self.num_wishes = 0
+        send, wish = context.worker_requests.send, context.store.jobs.set_desired_state
 
         async def counted_send(*args: Any, **options: Any) -> str:
-            self.num_errands += 1
+            self.num_worker_requests += 1
             answer: str = await send(*args, **options)
             return answer
 
@@ -152,7 +152,7 @@ class Effects:
             self.num_wishes += 1
             return await wish(*args)
 
-        context.errands.send, context.exports.begin = counted_send, counted_begin
+        context.worker_requests.send, context.exports.begin = counted_send, counted_begin
         context.store.jobs.set_desired_state = counted_wish
 
     async def seen(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Effects:
             "environments": [one.id for one in self._registry.all()],
             "events": [(one.type, one.data) for one in await self._store.events.read(self._job, count=1000)],
             "wishes": self.num_wishes,
-            "errands": self.num_errands,
+            "errands": self.num_worker_requests,
             "segments": await self._store._functions.redis.xlen(job_key(self._job, "segments")),
             "description": await self._store.environments.get(self._job, 0),
             "exports": self.num_exports,

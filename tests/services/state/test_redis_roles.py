@@ -143,10 +143,10 @@ FORBIDDEN = {
 async def test_the_api_asks_and_a_rollout_worker_answers_under_their_roles(as_user: As) -> None:
     asking, doing = WorkerRequests(as_user("gspo-api")), WorkerRequests(as_user("gspo-rollout"))
     asked = asyncio.create_task(asking.ask({"environment": "a@1", "do": "schema"}, 30.0))
-    position, errand = "0", None
-    while errand is None:
-        position, errand = await doing.next(position, "w")
-    await doing.answer(errand, {"result": 7})
+    position, request = "0", None
+    while request is None:
+        position, request = await doing.next(position, "w")
+    await doing.answer(request, {"result": 7})
     assert await asked == 7
     await Drains(as_user("gspo-api")).ask("w")
     stop = asyncio.Event()
