@@ -10,11 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.http.context import ContextOf
 from services.api.http.paging import after_id
+from services.api.http.requests import StrictRoute
 from services.api.views.checkpoint_views import CheckpointView, checkpoints_of
 from services.api.views.store_views import Page, View, page
 from services.files.weights import WeightStore
 
-router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"])
+router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"], route_class=StrictRoute)
 
 
 class ArtifactQuery(BaseModel):

@@ -10,11 +10,12 @@ from fastapi import APIRouter, Path
 from gspo_core.staleness import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
+from services.api.http.requests import StrictRoute
 from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, checkpoints_of, files_of
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 
-router = APIRouter(prefix="/checkpoints/{job}/{epoch}/{step}", tags=["artifacts"])
+router = APIRouter(prefix="/checkpoints/{job}/{epoch}/{step}", tags=["artifacts"], route_class=StrictRoute)
 
 Number = Annotated[int, Path(ge=0, le=2**53)]
 

@@ -8,10 +8,11 @@ from fastapi import APIRouter
 
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import View
 from services.state.fleet_records import EngineRecord
 
-router = APIRouter(prefix="/engines", tags=["workers"])
+router = APIRouter(prefix="/engines", tags=["workers"], route_class=StrictRoute)
 
 
 class EngineDrainView(View):

@@ -20,6 +20,7 @@ from services.api.http import sse
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.episode_stream import frames, happenings, parse_position
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.http.stored_specs import readable_spec
 from services.api.views.episode_views import (
     EpisodeDetail,
@@ -36,7 +37,7 @@ from services.files.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBa
 from services.state.jobs import JobRecord
 from services.state.queue import EpisodeView, GroupView, Stage
 
-router = APIRouter(tags=["episodes"])
+router = APIRouter(tags=["episodes"], route_class=StrictRoute)
 
 Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 

@@ -12,10 +12,11 @@ from starlette.responses import Response, StreamingResponse
 from services.api.http import sse
 from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import EventView, Page, event_view, page
 from services.state.store import JobEvent, Store
 
-router = APIRouter(prefix="/jobs/{id}/events", tags=["events"])
+router = APIRouter(prefix="/jobs/{id}/events", tags=["events"], route_class=StrictRoute)
 
 CHUNK = 1000
 

@@ -39,14 +39,16 @@ JOBS = "/fine_tuning/jobs"
 
 
 class FacadeQuery(BaseModel):
-    """Other parameters are passed over, as OpenAI does."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     """Length of a page."""
     after: str | None = None
     """Id of the item before the page."""
+
+
+class FacadeListQuery(FacadeQuery, metadata_filter.Labelled):
+    """Jobs are also selected by `metadata[k]=v`."""
 
 
 class FineTuningCheckpoint(View):
@@ -93,7 +95,7 @@ async def create(
 
 @router.get(JOBS)
 async def list_jobs(
-    query: Annotated[FacadeQuery, Query()], request: Request, context: ContextOf
+    query: Annotated[FacadeListQuery, Query()], request: Request, context: ContextOf
 ) -> Page[FineTuningJob]:
     """Jobs, the newest first; `metadata[k]=v` selects."""
     found = await _jobs(

@@ -10,10 +10,11 @@ from pydantic import BaseModel
 
 from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import ReadyView
 from services.state.away import Away, AwayReason
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], route_class=StrictRoute)
 
 # Probes are asked every few seconds by something that wants an answer now, whatever retries a client has left.
 PROBE_TIMEOUT_S = 2.0

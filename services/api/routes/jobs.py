@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.spec import JobSpec, spec_warnings
 from services.api.http import metadata_filter
@@ -19,6 +19,7 @@ from services.api.http.etags import IfNoneMatch, tagged
 from services.api.http.presence import Presence
 from services.api.http.requests import StrictRoute
 from services.api.http.stored_specs import readable_spec
+from services.api.submission import preview
 from services.api.submission import submit as submitting
 from services.api.submission.environment_refs import pin
 from services.api.views.store_views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
@@ -43,7 +44,7 @@ class SubmitQuery(BaseModel):
     """Check and estimate; create nothing."""
 
 
-class JobListQuery(BaseModel):
+class JobListQuery(metadata_filter.Labelled):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
@@ -57,8 +58,6 @@ class JobListQuery(BaseModel):
     """By age: oldest or newest first."""
     status: JobStatus | None = None
     """Only jobs in this state."""
-
-    _leave_labels = model_validator(mode="before")(metadata_filter.without_asked)
 
 
 class CancelQuery(BaseModel):
@@ -166,10 +165,12 @@ async def cancel(id: str, query: Annotated[CancelQuery, Query()], context: Conte
 
 
 async def _plan(spec: JobSpec, presence: Presence) -> PlanView:
+    seen = await asyncio.to_thread(preview.look, spec)
     alive = Counter(one.role for one in await presence.members() if one.is_alive)
     return PlanView(
         config=spec.model_dump(mode="json"),
-        warnings=spec_warnings(spec),
+        warnings=[*spec_warnings(spec), *seen.warnings],
+        unchecked=seen.unchecked,
         estimate=estimate(spec),
         capacity={"num_engines": alive["engine"], "num_workers": alive["rollout"]},
     )

@@ -17,9 +17,10 @@ from starlette.responses import Response
 from gspo_core.problems import near
 from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import MetricsView
 
-router = APIRouter(prefix="/jobs/{id}/metrics", tags=["metrics"])
+router = APIRouter(prefix="/jobs/{id}/metrics", tags=["metrics"], route_class=StrictRoute)
 
 CSV, NDJSON = "text/csv", "application/x-ndjson"
 _TEXT = {"schema": {"type": "string"}}

@@ -19,12 +19,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.presence import ROLES
+from services.api.http.requests import StrictRoute
 from services.state.away import Away, AwayReason
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobRecord, JobStatus
 
 Family = GaugeMetricFamily | CounterMetricFamily
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], route_class=StrictRoute)
 
 # A scrape is asked for every few seconds: jobs that are over are counted, not asked about.
 MAX_JOBS = 10_000

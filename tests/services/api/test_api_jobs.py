@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -69,6 +70,35 @@ async def test_dry_run_answers_like_a_submission_and_creates_nothing(http: httpx
     assert (await http.get("/v1/jobs")).json()["data"] == []
     refused = await http.post("/v1/jobs?dry_run=true", json=SPEC | {"steps": 0})
     assert error_of(refused)["param"] == "steps"
+
+
+async def test_dry_run_says_what_is_not_there_and_what_it_cannot_tell(http: httpx.AsyncClient, tmp_path: Path):
+    """Nothing is loaded for it, and what is missing here may be there where jobs run."""
+
+    async def plan(model: str, ref: str) -> tuple[list[str], list[str]]:
+        spec = {"model": model, "environments": [{"ref": ref}]}
+        found = (await http.post("/v1/jobs?dry_run=true", json=spec)).json()
+        return found["warnings"], found["unchecked"]
+
+    warnings, unchecked = await plan("models/nope", "environments.nope:Nope")
+    assert "model: there is no directory models/nope where the API runs" in warnings
+    assert "environments[0].ref: there is no module environments.nope where the API runs" in warnings
+    assert [one.partition(":")[0] for one in unchecked] == ["model", "environments[0].ref"]
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "world.py").write_text("import os\nos.abort()\nclass World: ...\n")
+    for ref, warning in (
+        ("environments.calculator:Calculator", None),
+        ("environments.calculator:Abacus", "calculator.py defines no Abacus"),
+        (f"{tmp_path}/world.py:World", None),
+        (f"{tmp_path}/world.py:Nope", "world.py defines no Nope"),
+        ("nothere.py:Nope", "there is no file nothere.py"),
+    ):
+        warnings, _ = await plan(str(tmp_path), ref)
+        assert (warnings == []) if warning is None else (warning in warnings[0]), (ref, warnings)
+    (tmp_path / "config.json").unlink()
+    warnings, _ = await plan(str(tmp_path), "environments.calculator:Calculator")
+    assert warnings == [f"model: {tmp_path} holds no config.json"]
 
 
 async def test_what_is_wrong_is_named_all_of_it(http: httpx.AsyncClient):
