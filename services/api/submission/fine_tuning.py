@@ -147,7 +147,7 @@ def specification(given: FineTuningRequest) -> dict[str, Any]:
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raises ApiError for the first name that would be passed over."""
+    """Raises RequestRefused for the first name that would be passed over."""
     for name, value in given.items():
         if name in known or value is None:
             continue
@@ -180,7 +180,7 @@ def _of_method(method: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _tune(spec: dict[str, Any], numbers: Mapping[str, Any], where: str) -> None:
-    """Writes hyperparameters where a job has them. Raises ApiError where that place says something else."""
+    """Writes hyperparameters where a job has them. Raises RequestRefused where that place says something else."""
     given = {name: value for name, value in numbers.items() if value is not None and value != "auto"}
     _refuse_unknown(given, _TUNED, where)
     for name, value in given.items():
