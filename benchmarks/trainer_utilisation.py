@@ -42,7 +42,8 @@ from services.state.store import Claim, Store
 from services.trainer.building import make_learner
 from services.trainer.groups.intake import Intake
 from services.trainer.past.background_writer import BackgroundWriter
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 
 WARM_UP = 2

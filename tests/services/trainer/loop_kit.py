@@ -46,7 +46,8 @@ from services.trainer.fleet.engines import EnginePool
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.ranks.learner import AnyLearner
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 from services.trainer.worker import TrainerWorker
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport, language

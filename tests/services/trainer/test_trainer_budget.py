@@ -18,7 +18,8 @@ from services.state.queue import Append, Bus, Fenced
 from services.state.store import CancelManner, Claim, Store
 from services.trainer.groups.admission import BYTES_PER_TOKEN
 from services.trainer.groups.tasks import TaskSchedule
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 
 CONTEXT_TOKENS = 100
 EPISODE_BYTES = CONTEXT_TOKENS * BYTES_PER_TOKEN

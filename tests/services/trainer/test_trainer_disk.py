@@ -19,6 +19,7 @@ from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import JobRecords
 from services.state.queue import Bus
 from services.state.store import Store
+from services.trainer.run_phase import RunPhase
 from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.event_file import EventFile
 from services.trainer.worker import TrainerWorker
@@ -151,7 +152,7 @@ async def test_a_disk_that_is_full_at_the_wrong_moment_is_no_reason_for_a_job_to
     job = (await store.jobs.create(SPEC)).id
 
     class Run:
-        cancelled = ending = None
+        phase = RunPhase()
 
         async def run(self) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

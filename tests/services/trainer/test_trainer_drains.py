@@ -85,9 +85,9 @@ async def test_the_step_is_ended_and_saved_and_another_trainer_goes_on(
     monkeypatch.setattr("services.trainer.run.recover", watched)
 
     async def drain(run: JobRun, step: int) -> None:
-        if step == 2 and not run.is_leaving and len(replayed) == 1:
+        if step == 2 and not run.phase.is_leaving and len(replayed) == 1:
             await Drains(loop.redis).ask("first")
-            while not run.is_leaving:
+            while not run.phase.is_leaving:
                 await asyncio.sleep(0.01)
 
     hook.append(drain)

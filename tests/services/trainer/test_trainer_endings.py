@@ -18,6 +18,7 @@ from services.files.job_dir import JobDir
 from services.state.jobs import CancelManner, JobRecord
 from services.trainer import run
 from services.trainer.run import JobRun
+from services.trainer.run_phase import Phase, RunPhase
 from tests.core.learner_support import write_model
 from tests.services.trainer.loop_kit import (
     Hook,
@@ -152,7 +153,7 @@ async def test_a_running_job_is_cancelled_as_it_was_asked(
         async def cancel(run: JobRun, step: int) -> None:
             if step == 1:
                 await loop.store.jobs.set_desired_state(loop.job, "cancelled", manner)
-                while manner is CancelManner.NOW or run.cancelled is None:  # until the worker has seen it
+                while manner is CancelManner.NOW or run.phase.manner is None:  # until the worker has seen it
                     await asyncio.sleep(0.01)
 
         hook.append(cancel)
@@ -167,26 +168,26 @@ async def test_the_wish_is_seen_again_while_what_shall_be_kept_is_saved(
     loop_of: Any, hook: list[Hook], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen_again = asyncio.Event()
-    wind_up, checkpoint = JobRun.wind_up, JobRun._checkpoint
+    wind_up, checkpoint = RunPhase.cancel, JobRun._checkpoint
 
-    def watched(self: JobRun, manner: CancelManner) -> bool:
-        if self.cancelled is not None and not self._is_stepping:
+    def watched(self: RunPhase, manner: CancelManner) -> None:
+        if self.manner is not None and self.phase is Phase.CLOSING:
             seen_again.set()
-        return wind_up(self, manner)
+        wind_up(self, manner)
 
     async def late(self: JobRun, *args: Any) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await seen_again.wait()
         await checkpoint(self, *args)
 
-    monkeypatch.setattr(JobRun, "wind_up", watched)
+    monkeypatch.setattr(RunPhase, "cancel", watched)
     monkeypatch.setattr(JobRun, "_checkpoint", late)
     async with loop_of(steps=50) as loop:
 
         async def cancel(run: JobRun, step: int) -> None:
             if step == 1:
                 await loop.store.jobs.set_desired_state(loop.job, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
-                while run.cancelled is None:
+                while run.phase.manner is None:
                     await asyncio.sleep(0.01)
 
         hook.append(cancel)
@@ -200,7 +201,7 @@ async def test_a_drain_that_takes_too_long_can_be_cut_short(loop_of: Any, hook: 
         async def cancel_twice(run: JobRun, step: int) -> None:
             for manner in (CancelManner.DRAIN, CancelManner.NOW):
                 await loop.store.jobs.set_desired_state(loop.job, "cancelled", manner)
-                while manner is CancelManner.NOW or run.cancelled is None:
+                while manner is CancelManner.NOW or run.phase.manner is None:
                     await asyncio.sleep(0.01)
 
         hook.append(cancel_twice)
@@ -212,18 +213,18 @@ async def test_a_cancelled_job_whose_trainer_was_lost_is_saved_as_it_was_asked(
     loop_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No checkpoint was due: what was trained is in logs alone. The wish is seen while these are read."""
-    seen, wind_up, recover = threading.Event(), JobRun.wind_up, run.recover
+    seen, wind_up, recover = threading.Event(), RunPhase.cancel, run.recover
 
-    def watched(self: JobRun, manner: CancelManner) -> bool:
+    def watched(self: RunPhase, manner: CancelManner) -> None:
         seen.set()
-        return wind_up(self, manner)
+        wind_up(self, manner)
 
     def late(*args: Any, **options: Any) -> Any:
         assert args[3] == 1 or seen.wait(DEADLINE_S)
         time.sleep(0.2)  # whoever is ended for the wish is ended in here
         return recover(*args, **options)
 
-    monkeypatch.setattr(JobRun, "wind_up", watched)
+    monkeypatch.setattr(RunPhase, "cancel", watched)
     monkeypatch.setattr(run, "recover", late)
     async with loop_of(steps=50) as loop:
         claim = await loop.claim()

@@ -28,7 +28,8 @@ from services.trainer.fleet.parity import Held, engine_mismatch
 from services.trainer.groups.evaluation import Evaluator
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.tasks import TaskSchedule, evaluation_group
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 from services.trainer.telling import reports
 from services.trainer.telling.failure import JobFailure
 from services.trainer.telling.status import JobStatusBoard
@@ -149,8 +150,8 @@ async def test_what_the_parity_gate_refuses_is_not_logged(
     run: Any = run_of(claim, store, bus, tmp_path, model_dir)
     job, schedule = claim.job_id, TaskSchedule(0, [4], [1.0])
     run._ages.add(0, 0)
-    run._held = Held(0, f"{job}/{claim.epoch}/0")
-    run._newest = WeightsManifest(job, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
+    run._context.held = Held(0, f"{job}/{claim.epoch}/0")
+    run._context.newest = WeightsManifest(job, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
     run._admission.schedule = schedule
     await run._admission.admit()
     token = await bus.join("worker")

@@ -19,6 +19,7 @@ from services.state.queue import Bus
 from services.state.store import Claim, JobStatus, StatusReason, Store
 from services.trainer.device import unfit
 from services.trainer.run import JobRun
+from services.trainer.run_phase import RunPhase
 from services.trainer.telling.failure import RanksLost
 from services.trainer.worker import TrainerWorker
 from tests.services.trainer.trainer_kit import InProcess
@@ -41,11 +42,12 @@ class FailingRun(JobRun):
     def __init__(
         self, claim: Claim, store: Store, path: list[JobStatus], error: Exception, stop: asyncio.Event
     ) -> None:
-        self._claim, self._store, self._path, self._error, self._stop = claim, store, path, error, stop
+        self.phase, self._given = RunPhase(), claim
+        self._store, self._path, self._error, self._stop = store, path, error, stop
 
     async def run(self) -> None:
         for status in self._path:
-            await self._store.jobs.set_status(self._claim.job_id, status, token=self._claim.token)
+            await self._store.jobs.set_status(self._given.job_id, status, token=self._given.token)
         self._stop.set()
         raise self._error
 
