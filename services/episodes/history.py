@@ -15,8 +15,8 @@ from gspo_core.messages import ForkReason
 from gspo_core.types import Segment, StopReason
 from services.episodes.counters import Counters
 from services.episodes.ledger import Ledger
+from services.episodes.observations import within
 from services.episodes.worlds import WorldSnapshot
-from services.rollout.observations import within
 
 
 class Conversation:
