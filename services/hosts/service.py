@@ -1,7 +1,8 @@
 """``python -m services.hosts.service``: runs environments for rollout workers elsewhere, on a network of its own.
 
 Rule: it is the far side of a wall. It knows no Redis, no engine and no secret, only the digest of the token that
-workers show; each connection gets one host, which ends with it. It keeps the deadlines and says who broke a process.
+workers show. Each connection gets one host, which ends with it. It keeps the deadlines and names the session that
+broke a process.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import json
 import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import msgspec
 
 from gspo_core.env import InvalidEnvironment
+from gspo_core.json_value import JSON
 from services.files.data_dir import DataDir
 from services.hosts import wire
 from services.hosts.process import Cause, Death, Died, HostProcess, Reply
@@ -34,19 +35,19 @@ from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger
 
-# Of who has not shown the token yet.
+# Before the token has been shown.
 MAX_GREETING_BYTES = 4096
 GREETING_TIMEOUT_S = 5.0
-# For what is under way when it is asked to leave; less than the grace of the process.
+# For calls under way when it is told to stop; less than the grace period of the process.
 LEAVING_S = 20.0
-# The worker that waits knows how long; when it leaves, the host ends.
+# The waiting worker has its own limit; when it disconnects, the host ends.
 BOOT_TIMEOUT_S = 3600.0
 OPERATIONS = frozenset({"start", "act", "score", "restore", "close"})
 _LENGTH = struct.Struct("<I")
 
 
 class ConnectionRefused(Exception):
-    """Whoever connected may not, or does not speak as a worker does."""
+    """The peer showed no valid token, or broke the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,11 @@ class _Request:
     session: int
     operation: str
     budget_s: float
-    given: dict[str, Any]
+    given: dict[str, JSON]
 
 
 class Guest:
-    """One worker's connection, and the host that it asked for."""
+    """A worker's connection and the host that it asked for."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, interpreters: Interpreters) -> None:
         self._reader = reader
@@ -81,11 +82,11 @@ class Guest:
             async for frame in self._frames(MAX_FRAME_BYTES):
                 self._take(frame)
         except (StopAsyncIteration, OSError, TimeoutError):
-            return  # it left; a worker says something every few seconds
+            return  # it left: a worker sends something every few seconds
         finally:
             await self._end()
 
-    async def _frames(self, most_bytes: int) -> AsyncIterator[Mapping[str, Any]]:
+    async def _frames(self, most_bytes: int) -> AsyncIterator[Mapping[str, JSON]]:
         while True:
             try:
                 async with asyncio.timeout(SILENCE_S):
@@ -102,13 +103,13 @@ class Guest:
             yield frame
 
     async def leave(self) -> None:
-        """Ends and answers what is under way. What is asked for from now on is not begun: whoever asked does it
-        elsewhere, and nothing is done twice."""
+        """Finishes and answers the calls under way. It starts no later ones: their callers go elsewhere, so nothing is
+        done twice."""
         self._is_leaving = True
         if self._calls:
             await asyncio.wait(set(self._calls), timeout=LEAVING_S)
 
-    def _take(self, frame: Mapping[str, Any]) -> None:
+    def _take(self, frame: Mapping[str, JSON]) -> None:
         if self._is_leaving:
             return
         match frame:
@@ -137,13 +138,13 @@ class Guest:
                     "networks": (None | list()) as networks,
                 }
             } if self._host is None:
-                self._start(self._boot(HostOrder(ref, config, hosting, networks=networks)))
+                self._start(self._boot(_order(ref, config, hosting, networks)))
             case {"ping": _}:
                 self._say({"pong": True})
             case _:
-                raise ConnectionRefused(f"cannot be understood: {', '.join(sorted(map(str, frame)))[:200]}")
+                raise ConnectionRefused(f"unknown frame: {', '.join(sorted(map(str, frame)))[:200]}")
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -159,7 +160,7 @@ class Guest:
             self._say({"failed": str(error)})
         else:
             get_logger().info("environment loaded", ref=order.ref)
-            self._say({"ready": described(self._host)})
+            self._say({"ready": asdict(self._host.description)})
 
     async def _fork(self, number: int) -> None:
         try:
@@ -191,19 +192,18 @@ class Guest:
     async def _call(self, number: int, process_number: int, request: _Request) -> None:
         process = self._processes.get(process_number)
         if process is None:
-            return  # its death was or is being told
-        with contextlib.suppress(Died):  # told by its own frame
+            return  # its death has been reported, or is about to be
+        with contextlib.suppress(Died):  # reported in a frame of its own
             reply = await process.call(request.session, request.operation, request.budget_s, **request.given)
             self._answer(number, request.operation, reply)
 
     def _answer(self, number: int, operation: str, reply: Reply) -> None:
-        answer = msgspec.structs.asdict(reply) | {"id": number}
         try:
-            self._say({"reply": answer})
+            self._say({"reply": msgspec.structs.asdict(reply) | {"id": number}})
         except wire.FrameTooLong as error:
             self._say({"reply": {"id": number, "failed": [operation, f"the answer is too long: {error}"]}})
 
-    def _say(self, frame: Mapping[str, Any]) -> None:
+    def _say(self, frame: Mapping[str, object]) -> None:
         if not self._writer.is_closing():
             self._writer.write(wire.encode(frame))
 
@@ -216,11 +216,11 @@ class Guest:
             await self._host.close()
 
 
-def described(host: RunningHost) -> dict[str, Any]:
-    """As the host itself said it."""
-    given = msgspec.to_builtins(host.description)
-    assert isinstance(given, dict)
-    return given
+def _order(ref: str, config: dict[str, JSON], hosting: dict[str, JSON], networks: list[JSON] | None) -> HostOrder:
+    bounds = {name: most for name, most in hosting.items() if isinstance(most, int)}
+    if len(bounds) < len(hosting):
+        raise ConnectionRefused("hosting is whole numbers by name")
+    return HostOrder(ref, config, bounds, networks=None if networks is None else [str(one) for one in networks])
 
 
 def is_token(presented: str, sha256: str) -> bool:
@@ -237,21 +237,21 @@ async def serve(settings: Settings, host: str, port: int, stop: asyncio.Event) -
 
     guests: dict[asyncio.Task[None], Guest] = {}
 
-    async def receive(guest: Guest, peer: object) -> None:
+    async def receive(guest: Guest, peer: str) -> None:
         try:
             await guest.serve(sha256)
         except (ConnectionRefused, BadFrame) as error:
-            get_logger().warning("refused", peer=str(peer), reason=str(error))
+            get_logger().warning("refused", peer=peer, reason=str(error))
 
     def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         guest = Guest(reader, writer, interpreters)
-        task = asyncio.create_task(receive(guest, writer.get_extra_info("peername")))
+        task = asyncio.create_task(receive(guest, str(writer.get_extra_info("peername"))))
         guests[task] = guest
         task.add_done_callback(guests.pop)
 
     server = await asyncio.start_server(on_connection, host, port)
     get_logger().info("listening", port=server.sockets[0].getsockname()[1])
-    # Policies start what they like; what they orphan falls to the first process of the container.
+    # Policies start processes as they like; orphaned ones become children of the container's first process.
     burying = asyncio.create_task(bury_orphans(), name="burying")
     async with Health(settings.health_file, stop) as health:
         health.is_ready = True
