@@ -8,4 +8,4 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-JSON: TypeAlias = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None

@@ -1,7 +1,7 @@
-"""What was said in an episode: as messages for the chat format, and as tokens in its ledger.
+"""The conversation of an episode: as messages for the chat format, and as tokens in its ledger.
 
-Rule: the two never come apart. Where new messages cannot be added to what was sampled, a new branch begins with all of
-it rendered anew, and why is counted.
+Rule: the two never come apart. If new messages cannot be appended to the sampled tokens, a new branch begins with the
+whole conversation rendered anew, and the reason is counted.
 """
 
 from __future__ import annotations

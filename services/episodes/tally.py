@@ -1,6 +1,6 @@
-"""What an episode's turns came to so far: calls, mistakes in writing them, rewards; and which turn ends it by itself.
+"""The tally of an episode's turns: calls, mistakes in writing them, rewards; and whether a turn ends the episode.
 
-Rule: plain numbers, kept with the world, so that an episode that moves is judged as one that stayed.
+Rule: plain numbers, kept with the world, so that an episode that moves is judged like one that stayed.
 """
 
 from __future__ import annotations

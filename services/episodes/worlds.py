@@ -1,9 +1,8 @@
-"""A world as it stands between two turns, to be kept beside the segments of its episode and gone on from elsewhere.
+"""Snapshots of a world between two turns, kept beside the segments of its episode so that another worker can resume.
 
-Rule: a world is gone on from in the same attempt only if it holds every action that the segments hold. One that is
-older would have to act again, and nobody knows whether it had acted already: then a new attempt begins where the world
-stands, and what was sampled since is sampled anew; or the episode is replayed where the environment declares that
-harmless.
+Rule: the same attempt resumes from a world only if it holds every action of the segments. An older world would have to
+act again although the action may have had its effect already. Then a new attempt begins at the world and samples the
+later turns anew, or the episode is replayed if the environment declares that harmless.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gspo_core.types import Segment
 from services.episodes.ledger import Ledger
 from services.episodes.tally import TurnTally
 
-# One call with a larger value would hold up everybody else's.
+# A larger value in one call would hold up every other client.
 MAX_WORLD_BYTES = 1024 * 1024
 
 

@@ -22,6 +22,8 @@ _NO_SESSION = -1
 _Yielded = TypeVar("_Yielded", covariant=True)
 _Sent = TypeVar("_Sent", contravariant=True)
 _Result = TypeVar("_Result", covariant=True)
+_Y = TypeVar("_Y")
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 SESSION: contextvars.ContextVar[int] = contextvars.ContextVar("session", default=_NO_SESSION)
 """The session that a task, and every task that it starts, runs for."""
@@ -87,7 +89,7 @@ class _Marked(Coroutine[_Yielded, _Sent, _Result]):
     def close(self) -> None:
         self._inner.close()
 
-    def __await__(self) -> Generator[Any, Any, _Result]:
+    def __await__(self) -> Generator[_Yielded, None, _Result]:
         return self._inner.__await__()
 
 
@@ -96,7 +98,7 @@ def mark_sessions(loop: asyncio.AbstractEventLoop, mark: Mark) -> None:
 
     def make_task(
         loop: asyncio.AbstractEventLoop,
-        coroutine: Coroutine[Any, Any, _T] | Generator[Any, None, _T],
+        coroutine: Coroutine[_Y, _S, _T] | Generator[Any, None, _T],
         *,
         context: contextvars.Context | None = None,
         **options: Any,

@@ -1,8 +1,8 @@
 """Serves one of our environments over OpenEnv's protocol, so that other trainers can use it: a WebSocket per episode.
 
 Rule: it keeps the protocol as `environments.adapters.openenv` describes it: exactly one answer to each request, a
-refusal with the capacity as the first frame if it is full, and the environment ends with its connection. Tools look like
-those of an MCP environment. Two more requests, ``tools`` and ``score``, save our own client from guessing.
+refusal with the capacity as the first frame if it is full, and the environment ends with its connection. Tools look
+like those of an MCP environment. Two more requests, ``tools`` and ``score``, save our own client from guessing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import TypeAlias, TypedDict
+from typing import TypedDict, cast
 
 from gspo_core.env import (
     CallStatus,
@@ -33,6 +33,18 @@ from services.hosts.session import HostedEnvironment, HostedSession
 from services.hosts.venv import Interpreters
 
 MAX_MESSAGE_BYTES = 16 << 20
+_ACTION: JSON = {
+    "type": "object",
+    "description": "Call a tool, or say something.",
+    "properties": {
+        "type": {"type": "string", "enum": ["call_tool", "message", "list_tools"]},
+        "tool_name": {"type": "string"},
+        "arguments": {"type": "object"},
+        "text": {"type": "string"},
+    },
+    "required": ["type"],
+}
+_SCHEMA: JSON = {"action": _ACTION, "observation": {"type": "object"}, "state": {"type": "object"}}
 
 
 class Answer(TypedDict):
@@ -42,8 +54,25 @@ class Answer(TypedDict):
     data: Mapping[str, object]
 
 
-_Data: TypeAlias = Mapping[str, JSON]
-"""Of a request."""
+class RequestData(TypedDict, total=False):
+    """Of a request, not validated."""
+
+    seed: JSON
+    split: JSON
+    index: JSON
+    episode_id: JSON
+    type: JSON
+    tool_name: JSON
+    arguments: JSON
+    text: JSON
+
+
+class ListedTool(TypedDict):
+    """As MCP lists it."""
+
+    name: JSON
+    description: JSON
+    input_schema: JSON
 
 
 class Refusal(Exception):
@@ -66,7 +95,7 @@ class ServedEpisode:
     score: tuple[float, dict[str, float]] | None = None
     num_steps: int = 0
     episode_id: str = ""
-    answers: Mapping[str, Callable[[_Data], Awaitable[Answer]]] = field(init=False)
+    answers: Mapping[str, Callable[[RequestData], Awaitable[Answer]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.answers = {
@@ -97,7 +126,7 @@ class ServedEpisode:
         if self.session is not None:
             await self.session.close()
 
-    async def reset(self, data: _Data) -> Answer:
+    async def reset(self, data: RequestData) -> Answer:
         """``index`` and ``split`` name a task; without them the seed chooses one."""
         await self.close()
         seed, split = _number(data.get("seed") or 0), _split(data.get("split", "train"))
@@ -112,7 +141,7 @@ class ServedEpisode:
         messages = [dict(message) for message in start.messages]
         return _observed({"text": str(messages[-1]["content"]), "messages": messages}, None, False)
 
-    async def step(self, data: _Data) -> Answer:
+    async def step(self, data: RequestData) -> Answer:
         kind, name = data.get("type"), data.get("tool_name")
         if kind == "list_tools":
             return _observed({"tools": [_listed(tool) for tool in self.environment.tools]}, None, False)
@@ -129,13 +158,13 @@ class ServedEpisode:
         observation = await self.session.act(turn)
         return await self._seen(observation, None if kind == "message" else str(name))
 
-    async def state(self, data: _Data) -> Answer:
+    async def state(self, data: RequestData) -> Answer:
         return {"type": "state", "data": {"episode_id": self.episode_id, "step_count": self.num_steps}}
 
-    async def tools(self, data: _Data) -> Answer:
+    async def tools(self, data: RequestData) -> Answer:
         return {"type": "tools", "data": {"tools": [dict(tool) for tool in self.environment.tools]}}
 
-    async def final(self, data: _Data) -> Answer:
+    async def final(self, data: RequestData) -> Answer:
         if self.session is None:
             raise Refusal("EXECUTION_ERROR", "reset first")
         reward, parts = await self._judged()
@@ -193,7 +222,7 @@ async def serve(environment: HostedEnvironment, host: str, port: int, capacity: 
     def answer_http(connection: ServerConnection, request: Request) -> Response | None:
         pages = {
             "/health": {"status": "healthy", "active": num_active, "max": capacity},
-            "/schema": _schema(),
+            "/schema": _SCHEMA,
             "/metadata": {"name": environment.name, "description": environment.describe().get("system_prompt") or ""},
         }
         if request.path == "/ws":
@@ -210,10 +239,10 @@ async def serve(environment: HostedEnvironment, host: str, port: int, capacity: 
         await server.serve_forever()
 
 
-def _parts(request: JSON) -> tuple[str, _Data]:
+def _parts(request: JSON) -> tuple[str, RequestData]:
     kind = request.get("type") if isinstance(request, dict) else None
     data = request.get("data") if isinstance(request, dict) else None
-    return str(kind), data if isinstance(data, dict) else {}
+    return str(kind), cast(RequestData, data) if isinstance(data, dict) else {}
 
 
 def _number(given: JSON) -> int:
@@ -240,28 +269,13 @@ def _observed(observation: Mapping[str, object], reward: float | None, done: boo
     }
 
 
-def _listed(tool: ToolSchema) -> Mapping[str, object]:
+def _listed(tool: ToolSchema) -> ListedTool:
     function = tool["function"]
     return {
         "name": function["name"],
         "description": function["description"],
         "input_schema": function["parameters"],
     }
-
-
-def _schema() -> Mapping[str, JSON]:
-    action: JSON = {
-        "type": "object",
-        "description": "Call a tool, or say something.",
-        "properties": {
-            "type": {"type": "string", "enum": ["call_tool", "message", "list_tools"]},
-            "tool_name": {"type": "string"},
-            "arguments": {"type": "object"},
-            "text": {"type": "string"},
-        },
-        "required": ["type"],
-    }
-    return {"action": action, "observation": {"type": "object"}, "state": {"type": "object"}}
 
 
 async def serve_ref(ref: str, config: Mapping[str, JSON], host: str, port: int, capacity: int, venvs: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from gspo_core.json_value import JSON
 from services.hosts import wire
 from services.hosts.mark import Mark
 from services.hosts.wire import BadFrame
@@ -88,7 +87,7 @@ class _Call:
 
 
 class HostProcess(asyncio.Protocol):
-    """A forked process that holds sessions; made by ``ForkServer.fork``."""
+    """A forked process that holds sessions; made by ``RunningHost.fork``."""
 
     def __init__(self, number: int, mark: Mark, kill: Callable[[int], None], hang_grace_s: float) -> None:
         self.number = number
@@ -109,13 +108,13 @@ class HostProcess(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._concluding: asyncio.Task[None] | None = None
 
-    async def call(self, session: int, operation: str, budget_s: float, **arguments: JSON) -> Reply:
+    async def call(self, session: int, operation: str, budget_s: float, arguments: wire.Arguments) -> Reply:
         """Raises ``Died``; failures of the environment are in the reply."""
         if self.death is not None or self._transport is None:
             raise Died(self.death or Death(Cause.KILLED))
         self._next_id += 1
         number = self._next_id
-        request = {"id": number, "session": session, "op": operation, **arguments}
+        request: wire.Request = {"id": number, "session": session, "op": operation, **arguments}
         call = _Call(session, self._loop.create_future(), budget_s, self._loop.time())
         self._calls[number] = call
         call.overdue = self._loop.call_later(budget_s + self._hang_grace_s, self._is_overdue, number)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 from gspo_core.env import InvalidEnvironment
 from gspo_core.json_value import JSON
@@ -59,6 +60,23 @@ class Registration:
         return f"{self.name}@{self.version}"
 
 
+class CheckRecord(TypedDict):
+    """One finding of an examination, as `gspo_core.testing.report` writes it."""
+
+    id: str
+    status: str
+    message: str
+    data: JSON
+
+
+class ExaminationReport(TypedDict):
+    """Every finding of an examination."""
+
+    name: str
+    ok: bool
+    checks: list[CheckRecord]
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """What a host has to load on this machine."""
@@ -76,9 +94,9 @@ def parse_reference(text: str) -> tuple[str, int | None] | None:
     return (match[1], int(match[2]) if match[2] else None) if match else None
 
 
-def digest_of(ref: str, config: Mapping[str, JSON], upload: str | None, source: Mapping[str, JSON]) -> str:
+def digest_of(one: Registration) -> str:
     """Equal for registrations with the same content."""
-    text = json.dumps([ref, config, upload, source], sort_keys=True, allow_nan=False)
+    text = json.dumps([one.ref, one.config, one.upload, one.source], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -91,7 +109,7 @@ class EnvironmentRegistry:
     def add(self, wanted: Registration) -> tuple[Registration, bool]:
         """The version that holds this content, and whether it is new; ``wanted.version`` and ``digest`` are ignored.
         Raises NameTaken."""
-        digest = digest_of(wanted.ref, wanted.config, wanted.upload, wanted.source)
+        digest = digest_of(wanted)
         while True:
             versions = self._versions(wanted.name)
             held = [self._read(wanted.name, version) for version in versions]
@@ -136,15 +154,15 @@ class EnvironmentRegistry:
         with contextlib.suppress(FileExistsError):
             write_once(self._directory.removed(one.name, one.version), [b"{}"])
 
-    def report(self, one: Registration) -> Mapping[str, JSON] | None:
+    def report(self, one: Registration) -> ExaminationReport | None:
         """The report of the newest examination; None before the first."""
         numbers = self._reports(one)
         if not numbers:
             return None
-        report: Mapping[str, JSON] = json.loads(self._report_path(one, numbers[-1]).read_bytes())
+        report: ExaminationReport = json.loads(self._report_path(one, numbers[-1]).read_bytes())
         return report
 
-    def add_report(self, one: Registration, report: Mapping[str, JSON]) -> None:
+    def add_report(self, one: Registration, report: ExaminationReport) -> None:
         number = max(self._reports(one), default=0) + 1
         if number <= MAX_REPORTS:
             with contextlib.suppress(FileExistsError):  # another worker examined it at the same time

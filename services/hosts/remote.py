@@ -11,11 +11,11 @@ import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import msgspec
 
 from gspo_core.env import InvalidEnvironment
-from gspo_core.json_value import JSON
 from services.hosts import wire
 from services.hosts.process import Cause, Death, Died, Reply
 from services.hosts.server import BootFailed, HostOrder
@@ -45,6 +45,11 @@ class Said(msgspec.Struct):
 
 
 _read = msgspec.json.Decoder(Said).decode
+
+_Call = TypedDict(
+    "_Call",
+    {"process": int, "session": int, "op": str, "budget_s": float, "with": wire.Arguments},
+)
 
 
 @dataclass(frozen=True)
@@ -141,9 +146,7 @@ class RemoteHost(asyncio.Protocol):
     async def load(self, token: str) -> None:
         order = self._order
         self.send({"token": token})
-        networks: JSON = None if order.networks is None else [*order.networks]
-        hosting: dict[str, JSON] = {**order.hosting}
-        self.send({"boot": {"ref": order.ref, "config": {**order.config}, "hosting": hosting, "networks": networks}})
+        self.send({"boot": order.frame()})
         self._pinging = self._loop.create_task(self._ping())
         self.description = await self._ready
 
@@ -173,7 +176,7 @@ class RemoteHost(asyncio.Protocol):
             self._transport.close()
         self._fail(BootFailed(f"{self._order.ref}: closed"))
 
-    def send(self, frame: Mapping[str, JSON]) -> None:
+    def send(self, frame: Mapping[str, object]) -> None:
         if self._transport is not None and not self.is_dead:
             self._transport.write(wire.encode(frame))
 
@@ -241,7 +244,7 @@ class RemoteHost(asyncio.Protocol):
             if not forked.done():
                 forked.set_exception(BootFailed(str(error)))
 
-    async def ask(self, call: Mapping[str, JSON], answered: asyncio.Future[Reply]) -> Reply:
+    async def ask(self, call: _Call, answered: asyncio.Future[Reply]) -> Reply:
         self._next_call += 1
         number = self._next_call
         self._calls[number] = answered
@@ -269,15 +272,21 @@ class RemoteProcess:
         self._owed: dict[asyncio.Future[Reply], int] = {}
         """Outstanding answers, with their sessions."""
 
-    async def call(self, session: int, operation: str, budget_s: float, **arguments: JSON) -> Reply:
+    async def call(self, session: int, operation: str, budget_s: float, arguments: wire.Arguments) -> Reply:
         """Raises ``Died``; failures of the environment are in the reply."""
         if self.death is not None:
             raise Died(self.death)
         answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._owed[answered] = session
-        call: dict[str, JSON] = {"process": self.number, "session": session, "op": operation, "budget_s": budget_s}
+        call: _Call = {
+            "process": self.number,
+            "session": session,
+            "op": operation,
+            "budget_s": budget_s,
+            "with": arguments,
+        }
         try:
-            return await self._host.ask(call | {"with": arguments}, answered)
+            return await self._host.ask(call, answered)
         finally:
             del self._owed[answered]
 

@@ -74,6 +74,11 @@ class HostOrder:
     networks: Sequence[str] | None = None
     """It may connect to public addresses and to these networks only. None: to everything."""
 
+    def frame(self) -> wire.Boot:
+        """What of it a host is told."""
+        networks = None if self.networks is None else list(self.networks)
+        return {"ref": self.ref, "config": dict(self.config), "hosting": dict(self.hosting), "networks": networks}
+
 
 class BootFailed(Exception):
     """The host did not come up, and the environment may or may not be to blame."""
@@ -123,14 +128,7 @@ class RunningHost(asyncio.Protocol):
             async with asyncio.timeout(order.boot_timeout_s):
                 await loop.connect_read_pipe(lambda: server._output, os.fdopen(read_output, "rb"))
                 server._transport, _ = await loop.create_connection(lambda: server, sock=ours)
-                boot: wire.Order = {
-                    "ref": order.ref,
-                    "config": dict(order.config),
-                    "hosting": dict(order.hosting),
-                    "scratch": server._scratch,
-                    "networks": None if order.networks is None else list(order.networks),
-                }
-                server._transport.write(wire.encode(boot))
+                server._transport.write(wire.encode({**order.frame(), "scratch": server._scratch}))
                 server.description = await server._ready
         except TimeoutError:
             await server.close()

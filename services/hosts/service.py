@@ -17,6 +17,7 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 import msgspec
 
@@ -55,7 +56,20 @@ class _Request:
     session: int
     operation: str
     budget_s: float
-    given: dict[str, JSON]
+    given: wire.Arguments
+
+
+class _Boot(msgspec.Struct):
+    """As `wire.Boot`."""
+
+    ref: str
+    config: dict[str, Any]
+    hosting: dict[str, int]
+    networks: list[str] | None
+
+    @property
+    def order(self) -> HostOrder:
+        return HostOrder(self.ref, self.config, self.hosting, networks=self.networks)
 
 
 class Guest:
@@ -76,9 +90,11 @@ class Guest:
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 greeting = await anext(self._frames(MAX_GREETING_BYTES))
-            token = greeting.get("token")
-            if not isinstance(token, str) or not is_token(token, token_sha256):
-                raise ConnectionRefused("a wrong token")
+            match greeting:
+                case {"token": str(token)} if is_token(token, token_sha256):
+                    pass
+                case _:
+                    raise ConnectionRefused("a wrong token")
             async for frame in self._frames(MAX_FRAME_BYTES):
                 self._take(frame)
         except (StopAsyncIteration, OSError, TimeoutError):
@@ -86,20 +102,18 @@ class Guest:
         finally:
             await self._end()
 
-    async def _frames(self, most_bytes: int) -> AsyncIterator[Mapping[str, JSON]]:
+    async def _frames(self, most_bytes: int) -> AsyncIterator[JSON]:
         while True:
             try:
                 async with asyncio.timeout(SILENCE_S):
                     (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
                     if length > most_bytes:
                         raise ConnectionRefused(f"a frame of {length} bytes")
-                    frame = json.loads(await self._reader.readexactly(length))
+                    frame: JSON = json.loads(await self._reader.readexactly(length))
             except asyncio.IncompleteReadError:
                 return
             except (ValueError, RecursionError) as error:
                 raise ConnectionRefused(f"not JSON: {error}") from None
-            if not isinstance(frame, dict):
-                raise ConnectionRefused("a frame is an object")
             yield frame
 
     async def leave(self) -> None:
@@ -109,7 +123,7 @@ class Guest:
         if self._calls:
             await asyncio.wait(set(self._calls), timeout=LEAVING_S)
 
-    def _take(self, frame: Mapping[str, JSON]) -> None:
+    def _take(self, frame: JSON) -> None:
         if self._is_leaving:
             return
         match frame:
@@ -121,7 +135,9 @@ class Guest:
                 "budget_s": float() | int() as budget_s,
                 "with": dict(given),
             } if operation in OPERATIONS:
-                call = self._start(self._call(number, process, _Request(session, operation, budget_s, given)))
+                call = self._start(
+                    self._call(number, process, _Request(session, operation, budget_s, cast(wire.Arguments, given)))
+                )
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
             case {"fork": int(number)}:
@@ -130,19 +146,17 @@ class Guest:
                 process_here = self._processes.pop(number, None)
                 if process_here is not None:
                     process_here.condemn(Death(Cause.CLOSED))
-            case {
-                "boot": {
-                    "ref": str(ref),
-                    "config": dict(config),
-                    "hosting": dict(hosting),
-                    "networks": (None | list()) as networks,
-                }
-            } if self._host is None:
-                self._start(self._boot(_order(ref, config, hosting, networks)))
+            case {"boot": boot} if self._host is None:
+                try:
+                    order = msgspec.convert(boot, _Boot).order
+                except msgspec.ValidationError as error:
+                    raise ConnectionRefused(f"boot: {error}") from None
+                self._start(self._boot(order))
             case {"ping": _}:
                 self._say({"pong": True})
             case _:
-                raise ConnectionRefused(f"unknown frame: {', '.join(sorted(map(str, frame)))[:200]}")
+                found = ", ".join(sorted(frame)) if isinstance(frame, dict) else type(frame).__name__
+                raise ConnectionRefused(f"unknown frame: {found[:200]}")
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -194,7 +208,7 @@ class Guest:
         if process is None:
             return  # its death has been reported, or is about to be
         with contextlib.suppress(Died):  # reported in a frame of its own
-            reply = await process.call(request.session, request.operation, request.budget_s, **request.given)
+            reply = await process.call(request.session, request.operation, request.budget_s, request.given)
             self._answer(number, request.operation, reply)
 
     def _answer(self, number: int, operation: str, reply: Reply) -> None:
@@ -214,13 +228,6 @@ class Guest:
         self._writer.close()
         if self._host is not None:
             await self._host.close()
-
-
-def _order(ref: str, config: dict[str, JSON], hosting: dict[str, JSON], networks: list[JSON] | None) -> HostOrder:
-    bounds = {name: most for name, most in hosting.items() if isinstance(most, int)}
-    if len(bounds) < len(hosting):
-        raise ConnectionRefused("hosting is whole numbers by name")
-    return HostOrder(ref, config, bounds, networks=None if networks is None else [str(one) for one in networks])
 
 
 def is_token(presented: str, sha256: str) -> bool:

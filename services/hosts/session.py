@@ -46,6 +46,7 @@ class HostedTask(dict[str, str | int]):
 
     def __init__(self, split: Split, index: int) -> None:
         super().__init__(split=str(split), index=index)
+        self.place = str(split), index
 
 
 class HostedEnvironment:
@@ -120,7 +121,7 @@ class HostedSession:
         self._episode_id = episode_id
         self._count = count
         self._seat: Seat | None = None
-        self._begin: dict[str, JSON] = {}
+        self._begin: wire.Arguments = {}
         """The arguments that start it, and start it again."""
         self._first: Sequence[Message] | None = None
         self._history: list[tuple[ParsedTurn, Sequence[Message]]] = []
@@ -208,7 +209,7 @@ class HostedSession:
         while True:
             try:
                 await self._be_seated()
-                reply = await self._call("score", self._limits.score_timeout_s)
+                reply = await self._call("score", self._limits.score_timeout_s, {})
             except Died as died:
                 self._leave()
                 if self._is_guilty(died.death):
@@ -238,7 +239,7 @@ class HostedSession:
             return
         try:
             budget_s = self._limits.close_timeout_s + _CANCEL_GRACE_S
-            reply = await seat.process.call(seat.session, "close", budget_s)
+            reply = await seat.process.call(seat.session, "close", budget_s, {})
             seat.process.is_retired |= reply.hung  # its neighbours play on, but it gets no new sessions
             self.close_failure = reply.result if isinstance(reply.result, str) else None
         except Died as died:  # a dead process closes its sessions too; only a hang of this one is a failure
@@ -250,26 +251,23 @@ class HostedSession:
     # one request
 
     def _prepare(self, task: Mapping[str, JSON], seed: int) -> None:
-        is_named = isinstance(task, HostedTask)
-        named: dict[str, JSON] = {"task_at": [task["split"], task["index"]]} if is_named else {"task": dict(task)}
         limits = self._limits
-        phases: list[JSON] = [
-            limits.reset_timeout_s,
-            limits.step_timeout_s,
-            limits.score_timeout_s,
-            limits.close_timeout_s,
-        ]
-        self._begin = {**named, "seed": seed, "limits": phases, "episode": self._episode_id}
+        phases = limits.reset_timeout_s, limits.step_timeout_s, limits.score_timeout_s, limits.close_timeout_s
+        self._begin = {"seed": seed, "limits": phases, "episode": self._episode_id}
+        if isinstance(task, HostedTask):
+            self._begin["task_at"] = task.place
+        else:
+            self._begin["task"] = dict(task)
 
     async def _start(self) -> Start:
         await self.admit()
-        reply = await self._call("start", self._limits.reset_timeout_s * 2, **self._begin)
+        reply = await self._call("start", self._limits.reset_timeout_s * 2, self._begin)
         self._snapshot = reply.snapshot
         return wire.start_from_json(reply.result)
 
     async def _act(self, turn: ParsedTurn) -> Observation:
         budget_s = (self._limits.step_timeout_s + _CANCEL_GRACE_S) * max(1, len(turn.calls))
-        reply = await self._call("act", budget_s, turn=wire.turn_to_json(turn))
+        reply = await self._call("act", budget_s, {"turn": wire.turn_to_json(turn)})
         self._snapshot = reply.snapshot  # one from an earlier turn would bring back another world
         observation = wire.observation_from_json(reply.result)
         if observation.stop_reason is StopReason.TOOL_TIMEOUT:
@@ -277,10 +275,10 @@ class HostedSession:
             self._count("host/broken_by_policy")
         return observation
 
-    async def _call(self, operation: str, budget_s: float, **arguments: JSON) -> Reply:
+    async def _call(self, operation: str, budget_s: float, arguments: wire.Arguments) -> Reply:
         seat = self._seat
         assert seat is not None
-        reply = await seat.process.call(seat.session, operation, budget_s, **arguments)
+        reply = await seat.process.call(seat.session, operation, budget_s, arguments)
         self._metrics = reply.metrics if reply.metrics is not None else self._metrics
         if reply.hung:  # it still runs in there, perhaps for ever
             seat.process.condemn(Death(Cause.HUNG, frozenset({seat.session})))
@@ -351,7 +349,8 @@ class HostedSession:
     async def _bring_back(self) -> None:
         await self.admit()
         if self._snapshot is not None:
-            await self._call("restore", self._limits.reset_timeout_s * 2, **self._begin, state=self._snapshot)
+            arguments: wire.Arguments = {**self._begin, "state": self._snapshot}
+            await self._call("restore", self._limits.reset_timeout_s * 2, arguments)
         else:
             await self._replay()
         self._count("host/sessions_restored")

@@ -83,22 +83,27 @@ class TurnFrame(TypedDict):
     reasoning: str
 
 
-class Request(TypedDict, total=False):
-    """What a session is asked to do; which of the fields after ``op`` are there depends on it."""
+class Arguments(TypedDict, total=False):
+    """Of a request; which of them there are depends on the operation."""
 
-    id: int
-    session: int
-    op: str
     task: Mapping[str, JSON]
     task_at: tuple[str, int]
     """Split and index, in place of ``task``."""
     seed: int
-    limits: tuple[float, float, float, float]
+    limits: Sequence[float]
     """For a new session: the fields of ``Timeouts``."""
     episode: str
     turn: TurnFrame
     state: str
     """A snapshot, in base64."""
+
+
+class Request(Arguments):
+    """What a session is asked to do."""
+
+    id: int
+    session: int
+    op: str
 
 
 @final
@@ -126,14 +131,20 @@ class Reply(TypedDict, total=False):
     snapshot: str
 
 
-class Order(TypedDict):
-    """The first frame to a host: which environment it loads, and with what."""
+class Boot(TypedDict):
+    """Which environment a host loads, and with what."""
 
     ref: str
     config: Mapping[str, JSON]
     hosting: Mapping[str, int]
-    scratch: str
     networks: Sequence[str] | None
+
+
+class Order(Boot):
+    """The first frame to a host."""
+
+    scratch: str
+    """The folder for its temporary files, which it makes."""
 
 
 class ForkRequest(TypedDict, total=False):
@@ -152,10 +163,10 @@ class ForkEvent(TypedDict, total=False):
     how: tuple[str, int]
 
 
-def turn_to_json(turn: ParsedTurn) -> dict[str, JSON]:
+def turn_to_json(turn: ParsedTurn) -> TurnFrame:
     return {
         "text": turn.text,
-        "calls": [[call.name, call.arguments, str(call.status), call.raw, call.start, call.end] for call in turn.calls],
+        "calls": [(call.name, call.arguments, str(call.status), call.raw, call.start, call.end) for call in turn.calls],
         "complete": turn.complete,
         "reasoning": turn.reasoning,
     }

@@ -1,10 +1,9 @@
 """The life of one episode under this worker: attempts until one has an outcome, and that outcome made durable.
 
-Rule: failure is data. What an environment does wrong costs this episode an attempt and, when they are used up, gives it
-an outcome without reward; it never leaves this module. What nobody is charged for costs no token that can be gone on
-from. What leaves: the worker leaves (``Drained``), others have waited
-long enough (``Interrupted``), the lease is lost (``Fenced``), Redis was rolled back (``Gap``), cancellation. How an
-attempt is played is the business of `attempt`.
+Rule: failure is data. A failure of the environment costs this episode an attempt and, once they are used up, gives it
+an outcome without reward; it never leaves this module. A failure without a culprit loses no token that can be resumed
+from. These do leave: ``Drained`` (the worker is leaving), ``Interrupted`` (others have waited long enough), ``Fenced``
+(the lease is lost), ``Gap`` (Redis was rolled back), and cancellation. `attempt` plays an attempt.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from services.rollout.timings import Timings
 from services.state.queue import Snapshot
 from services.state.refusals import Conflict, Refused
 
-# How often an episode may lose its environment through nobody's fault before that counts as a failure too.
+# How often an episode may lose its environment without a culprit before that counts as a failure too.
 MAX_UNCHARGED = 8
-# How often it goes on from what it has in an environment that fails for everybody: it may be what it has.
+# How often it resumes in an environment that fails for every episode: its own state may be the reason.
 MAX_IN_VAIN = 4
 
 
@@ -94,9 +93,9 @@ class Episode:
             self._num_uncharged += 1
             is_charged = False
         elif isinstance(failure, EnvironmentFailed) and self._order.quarantine.is_on:
-            is_charged = False  # it fails for everybody
+            is_charged = False  # it fails for every episode
         elif isinstance(failure, LedgerConflict) and past.record and not self._order.environment.replayable:
-            is_charged = False  # its first observation need not be the same again
+            is_charged = False  # the first observation may differ next time
         self._num_failures += is_charged
         self._setting.counters.add(f"attempts/{phase}_failed")
         self._log.warning("attempt failed", number=self._num_failures, phase=phase, error=str(failure))
@@ -112,7 +111,7 @@ class Episode:
                 if self._is_suspect:
                     session.watch()
                 asked = setting.clock()
-                await session.admit()  # waiting for a place is no time of the episode
+                await session.admit()  # waiting for a place does not count against the episode
                 setting.counters.add_s("time/queue_s", waited_s := setting.clock() - asked)
                 timings.queue_s += waited_s
             attempt = EpisodeAttempt(setting, order, session, ledger, past.record, world=past.world, timings=timings)
@@ -124,7 +123,7 @@ class Episode:
         except EngineRejected as error:
             raise EnvironmentFailed("engine", str(error)) from error
         except Exception as error:
-            # The wall between episodes: a defect that one of them meets must not end the others.
+            # The wall between episodes: a defect met by one of them must not end the others.
             self._log.exception("unexpected failure")
             raise EnvironmentFailed("unexpected", f"{type(error).__name__}: {error}") from error
         finally:
@@ -158,7 +157,7 @@ class Episode:
             if snapshot is not None and not environment.replayable:
                 return await self._rewind(record, snapshot.num_segments, world)
             world = None
-        # Before the environment has acted, its start may be repeated: a new attempt would do nothing else.
+        # Before the environment has acted, its start may be repeated: a new attempt would do the same.
         if world is None and num_finished_turns(record, stop_ids) and not environment.replayable:
             setting.counters.add("episodes/restarted")
             return await self._restart(_num_sampled(record))

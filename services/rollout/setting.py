@@ -1,7 +1,7 @@
-"""What the episodes of one job share, and what is fixed about one of them before it starts.
+"""The setting that the episodes of one job share, and the order for one of them, fixed before it starts.
 
-Rule: all of it is given from outside (clock and queue included), so that an episode can be played anywhere.
-Nothing is decided here.
+Rule: all of it comes from outside (clock and queue included), so that an episode can be played anywhere. It decides
+nothing.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+
 from gspo_core.env import Environment, InvalidEnvironment
 from gspo_core.types import Split
 from services.hosts.wire import HostDescription, HostLimits
