@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from gspo_core.chat import ChatCodec
 from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Start, ToolSchema
@@ -44,12 +45,12 @@ class Conversation:
         return None
 
     def go_on(self, world: WorldSnapshot, record: Sequence[Segment]) -> None:
-        """Stands where ``world`` does, with all of ``record``."""
-        self.messages, self.tools = list(world.messages), world.tools
+        """Resumes from ``world``, with all of ``record``."""
+        self.messages, self.tools = cast(list[Message], world.messages), cast(list[ToolSchema], world.tools)
         world.rebuild(self.ledger, record)
 
     def parse(self) -> ParsedTurn:
-        """The turn that was sampled last."""
+        """The last sampled turn."""
         return self._codec.parse(self.ledger.turns[-1].sampled, self.tools)
 
     def read(self, parsed: ParsedTurn, messages: Sequence[Message]) -> StopReason | None:
@@ -79,7 +80,7 @@ class Conversation:
 
 @contextlib.contextmanager
 def _wording() -> Iterator[None]:
-    """The model's chat format may have no words for what an environment shows."""
+    """Turns errors of the chat format into failures: it may be unable to render what an environment shows."""
     try:
         yield
     except ValueError as error:

@@ -37,7 +37,7 @@ class Turn:
 
 
 class Ledger:
-    """One attempt of one episode; ``prompt`` is what an engine is sent next."""
+    """One attempt of one episode; ``prompt`` is sent to an engine next."""
 
     def __init__(self, key: EpisodeKey, attempt: int, temperature: float) -> None:
         self.key = key
@@ -69,7 +69,7 @@ class Ledger:
 
     @property
     def context(self) -> Sequence[int]:
-        """What the open turn answers: all ids of the branch before its sampled ones."""
+        """The context of the open turn: all ids of the branch before its sampled ones."""
         return self._token_ids.head(len(self._token_ids) - len(self.turns[-1].sampled))
 
     def prompt(self) -> TokenIds:

@@ -21,7 +21,7 @@ class TurnTally(msgspec.Struct):
     turn_rewards: float = 0.0
 
     def judge(self, parsed: ParsedTurn, limits: EpisodeLimits) -> StopReason | None:
-        """What this turn breaks by itself, before anything acts on it: its structure, or a limit."""
+        """Why this turn ends the episode by itself, before anything acts on it: its structure, or a limit."""
         if not parsed.complete:
             return StopReason.PARSE_ERROR
         self.num_calls += len(parsed.calls)

@@ -31,7 +31,7 @@ class WorldSnapshot(msgspec.Struct, frozen=True):
     """That is answered next."""
     branch: int
     observed: list[int]
-    """What that turn begins with."""
+    """The tokens that the turn begins with."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     tally: TurnTally
@@ -50,7 +50,7 @@ class WorldSnapshot(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> WorldSnapshot | None:
-        """None for what another release wrote."""
+        """None if another release wrote it."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
@@ -61,7 +61,7 @@ class WorldSnapshot(msgspec.Struct, frozen=True):
         return self.turn == num_finished_turns(record, stop_ids)
 
     def rebuild(self, ledger: Ledger, record: Sequence[Segment]) -> None:
-        """Brings an empty ``ledger`` to where this world is, with what was sampled since."""
+        """Brings an empty ``ledger`` to where this world is, with the tokens sampled since."""
         for segment in record:
             if segment.turn == len(ledger.turns):
                 observed = segment.token_ids[: segment.num_tokens - segment.num_actions].tolist()

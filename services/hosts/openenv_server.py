@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -21,6 +21,7 @@ from gspo_core.env import (
     CallStatus,
     EnvironmentFailed,
     InvalidEnvironment,
+    Message,
     Observation,
     ParsedTurn,
     ToolCall,
@@ -70,9 +71,28 @@ class RequestData(TypedDict, total=False):
 class ListedTool(TypedDict):
     """As MCP lists it."""
 
-    name: JSON
-    description: JSON
-    input_schema: JSON
+    name: str
+    description: str
+    input_schema: Mapping[str, object]
+
+
+class ToolResult(TypedDict):
+    """As MCP returns it."""
+
+    content: list[Mapping[str, str]]
+    data: str
+    is_error: bool
+
+
+class Seen(TypedDict, total=False):
+    """An observation of a client; which fields there are depends on its request."""
+
+    text: str
+    messages: Sequence[Message]
+    tools: Sequence[ListedTool]
+    tool_name: str
+    result: ToolResult
+    error: str | None
 
 
 class Refusal(Exception):
@@ -138,7 +158,7 @@ class ServedEpisode:
         self.episode_id = str(data.get("episode_id") or "")
         self.session = self.environment.session(episode_id=self.episode_id)
         start = await self.session.start(await self.environment.task(split, index), seed)
-        messages = [dict(message) for message in start.messages]
+        messages: list[Message] = [{**message} for message in start.messages]
         return _observed({"text": str(messages[-1]["content"]), "messages": messages}, None, False)
 
     async def step(self, data: RequestData) -> Answer:
@@ -162,7 +182,7 @@ class ServedEpisode:
         return {"type": "state", "data": {"episode_id": self.episode_id, "step_count": self.num_steps}}
 
     async def tools(self, data: RequestData) -> Answer:
-        return {"type": "tools", "data": {"tools": [dict(tool) for tool in self.environment.tools]}}
+        return {"type": "tools", "data": {"tools": [{**tool} for tool in self.environment.tools]}}
 
     async def final(self, data: RequestData) -> Answer:
         if self.session is None:
@@ -180,7 +200,7 @@ class ServedEpisode:
         if tool is None:
             return _observed({"text": text}, reward, observation.done)
         failed = text.startswith("error: ")
-        result = {"content": [{"type": "text", "text": text}], "data": text, "is_error": failed}
+        result: ToolResult = {"content": [{"type": "text", "text": text}], "data": text, "is_error": failed}
         return _observed({"tool_name": tool, "result": result, "error": None}, reward, observation.done)
 
     async def _judged(self) -> tuple[float, dict[str, float]]:
@@ -262,7 +282,7 @@ def _error(code: str, message: str, **more: int) -> Answer:
     return {"type": "error", "data": {"message": message, "code": code, **more}}
 
 
-def _observed(observation: Mapping[str, object], reward: float | None, done: bool) -> Answer:
+def _observed(observation: Seen, reward: float | None, done: bool) -> Answer:
     return {
         "type": "observation",
         "data": {"observation": {**observation, "metadata": {}}, "reward": reward, "done": done},

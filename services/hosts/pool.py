@@ -1,8 +1,8 @@
 """The processes of one environment and the sessions in them: capacity, placement, recycling, and reviving the host.
 
 Rule: a session waits for its seat, first come first served, and is never refused. A process that died, or that holds
-something which cannot be stopped, is never handed out again. The sessions of a dead process decide for themselves what
-becomes of them (`session`).
+something that cannot be stopped, is never handed out again. The sessions of a dead process decide their own fate
+(`session`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HostPool:
     async def open(
         cls, order: HostOrder, count: Callable[[str], None] = lambda name: None, boot: Boot = RunningHost.boot
     ) -> HostPool:
-        """Raises ``InvalidEnvironment`` with what is wrong with the environment."""
+        """Raises ``InvalidEnvironment`` with the reason."""
         try:
             return cls(order, await boot(order), count, boot)
         except BootFailed as error:

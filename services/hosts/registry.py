@@ -184,7 +184,7 @@ class EnvironmentRegistry:
             return Placed(one.ref, one.config, is_remote=one.is_remote)
         root = self.upload_dir(one.upload)
         if not root.is_dir():
-            raise InvalidEnvironment(f"{one.id}: what was uploaded is not below {self._directory.path}")
+            raise InvalidEnvironment(f"{one.id}: its upload is not below {self._directory.path}")
         is_file = one.ref.rpartition(":")[0].endswith(".py")
         return Placed(f"{root}/{one.ref}" if is_file else one.ref, one.config, (str(root),))
 
@@ -207,4 +207,4 @@ class EnvironmentRegistry:
 def _require_owner(held: Sequence[Registration], owner: str) -> None:
     """A name belongs to the owner of its first version."""
     if held and held[0].owner != owner:
-        raise NameTaken(f"the name {held[0].name} belongs to somebody else; choose another one")
+        raise NameTaken(f"the name {held[0].name} belongs to another owner; choose another one")

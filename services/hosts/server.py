@@ -75,7 +75,7 @@ class HostOrder:
     """It may connect to public addresses and to these networks only. None: to everything."""
 
     def frame(self) -> wire.Boot:
-        """What of it a host is told."""
+        """The part of it that a host is told."""
         networks = None if self.networks is None else list(self.networks)
         return {"ref": self.ref, "config": dict(self.config), "hosting": dict(self.hosting), "networks": networks}
 
@@ -109,7 +109,7 @@ class RunningHost(asyncio.Protocol):
 
     @classmethod
     async def boot(cls, order: HostOrder) -> RunningHost:
-        """Raises ``InvalidEnvironment`` with what is wrong with it, or ``BootFailed``."""
+        """Raises ``InvalidEnvironment`` with the reason, or ``BootFailed``."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         read_output, write_output = os.pipe()

@@ -99,7 +99,7 @@ class Arguments(TypedDict, total=False):
 
 
 class Request(Arguments):
-    """What a session is asked to do."""
+    """A request to a session."""
 
     id: int
     session: int
@@ -237,7 +237,7 @@ def _dicts(given: JSON, name: str) -> list[dict[str, JSON]]:
 
 @dataclass(frozen=True, slots=True)
 class HostDescription:
-    """What a host says of its environment once it has loaded it."""
+    """An environment, as the host that loaded it describes it."""
 
     describe: dict[str, Any]
     num_tasks: Mapping[Split, int]

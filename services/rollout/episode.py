@@ -36,7 +36,7 @@ MAX_IN_VAIN = 4
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What an attempt goes on from."""
+    """The state from which an attempt resumes."""
 
     record: Sequence[Segment] = ()
     world: WorldSnapshot | None = None
@@ -55,7 +55,7 @@ class Episode:
         self._num_in_vain = 0
         self._timings = Timings()
         self._is_suspect = False
-        """It may be what took its last session down."""
+        """It may have taken its last session down."""
         self._log = get_logger().bind(episode=str(order.key))
 
     async def run(self) -> StopReason:
@@ -102,7 +102,7 @@ class Episode:
         return is_charged
 
     async def _play(self, ledger: Ledger, past: Past) -> tuple[Outcome, Spent]:
-        """How it ended, and what went by since its last tokens."""
+        """How it ended, and the time since its last tokens."""
         order, setting = self._order, self._setting
         timings = self._timings = Timings.from_note(past.note)
         session = order.environment.session(limits=order.limits, episode_id=str(order.key))
@@ -133,7 +133,7 @@ class Episode:
                 self._log.warning("environment not closed", error=session.close_failure)
 
     async def _go_on_after(self, failure: EnvironmentFailed, ledger: Ledger, past: Past) -> Past:
-        """Nobody is charged: what is durable is kept, as if another worker went on."""
+        """No charge: the durable segments are kept, as if another worker resumed."""
         self._is_suspect = isinstance(failure, SessionLost) and failure.is_suspect
         self._num_in_vain += not isinstance(failure, SessionLost)
         if self._num_in_vain > MAX_IN_VAIN or not (ledger.num_segments or past.record):
@@ -141,7 +141,7 @@ class Episode:
         return await self._resume()
 
     async def _resume(self) -> Past:
-        """What is durable of this attempt if it can be gone on from, else a new attempt."""
+        """The durable segments of this attempt if it can be resumed from them, else a new attempt."""
         setting, environment = self._setting, self._order.environment
         payloads = await setting.retrier.keep_trying(setting.records.read_episode, self._order.key)
         try:
@@ -176,7 +176,7 @@ class Episode:
         return kept if kept is not None and kept.attempt == self._attempt else None
 
     async def _rewind(self, record: Sequence[Segment], num_kept: int, world: WorldSnapshot) -> Past:
-        """A new attempt that begins where the world stands: what was sampled since may have been acted on or not."""
+        """A new attempt that begins at the world: later turns may or may not have been acted on."""
         if not world.stands_at(record[:num_kept], self._setting.codec.stop_ids):
             return await self._restart(_num_sampled(record))
         self._setting.counters.add("episodes/rewound")

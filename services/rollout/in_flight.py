@@ -30,11 +30,11 @@ class InFlightLimit:
         """Reports in a row."""
 
     def reached(self) -> None:
-        """Somebody waits for this engine."""
+        """Reports that a request waits for this engine."""
         self._is_reached = True
 
     def report(self, *, num_ours: int, num_running: int, num_waiting: int) -> None:
-        """What the engine says of everybody's requests; ``num_ours`` are those of this process among them."""
+        """Takes the engine's report on all requests; ``num_ours`` of them are from this process."""
         if not num_running and num_waiting:
             return  # paused
         if num_waiting > max(1, self.value // _SLACK):

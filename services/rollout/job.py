@@ -116,7 +116,7 @@ class JobRollout:
         return bool(await self._setting.retrier.try_once(self._bus.num_queued, self._job))
 
     async def run(self) -> None:
-        """Cancelled, it hands nothing back: then the lease is lost, or nobody waits for it any more."""
+        """If cancelled, it hands nothing back: the lease is lost, or nothing waits for it any more."""
         try:
             async with asyncio.TaskGroup() as watchers:
                 watching = watchers.create_task(self._engines.watch())

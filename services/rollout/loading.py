@@ -1,6 +1,6 @@
 """Everything that a job needs in this process before an episode can start: its spec, environments and chat codec.
 
-Rule: anything that cannot be loaded is one typed error that says what to change, in the job and not in the worker.
+Rule: anything that cannot be loaded is one typed error that names the change to make, in the job and not in the worker.
 No code of an environment runs in this process: each gets a host (`services.hosts.session`), which ends with the job.
 """
 

@@ -41,7 +41,7 @@ class Quarantine:
         """The last failure, while it is in quarantine."""
         self.num_waiting = 0
         self._door = asyncio.Lock()
-        """Only the first who waits looks; the others wait for the place, at no cost, however many they are."""
+        """Only the first in line looks; the others wait for its place, at no cost, however many they are."""
 
     @property
     def is_on(self) -> bool:

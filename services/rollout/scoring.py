@@ -34,7 +34,7 @@ def without_asking(order: Order, stop: StopReason) -> float | None:
 def with_length(
     order: Order, reward: float, parts: dict[str, float], num_sampled: int
 ) -> tuple[float, dict[str, float]]:
-    """``reward`` and its parts, less what the last tokens before the limit cost."""
+    """``reward`` and its parts, less the cost of the last tokens before the limit."""
     cost = _cost_of_length(order, num_sampled)
     return (reward - cost, {**parts, "overlong": -cost}) if cost else (reward, parts)
 

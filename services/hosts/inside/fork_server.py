@@ -110,7 +110,7 @@ class ForkServer:
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        gc.freeze()  # what is loaded now stays shared with every child
+        gc.freeze()  # everything loaded by now stays shared with every child
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
             selector.register(woken, selectors.EVENT_READ)

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gspo_core.env import Environment, EnvironmentFailed, Session, Timeouts
+from gspo_core.env import Environment, EnvironmentFailed, Message, Session, Timeouts
 from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
 from services.hosts import wire
@@ -145,7 +145,7 @@ def _shortened(reply: wire.Reply, operation: str, reason: str) -> wire.Reply:
         with contextlib.suppress(wire.FrameTooLong):
             wire.encode(reply)
             return reply
-    messages = [{**message, "content": _TOO_LONG} for message in result["messages"]]
+    messages: list[Message] = [{**message, "content": _TOO_LONG} for message in result["messages"]]
     return {"id": reply["id"], "result": {**result, "messages": messages}}
 
 
