@@ -46,7 +46,8 @@ class Conversation:
 
     def go_on(self, world: WorldSnapshot, record: Sequence[Segment]) -> None:
         """Resumes from ``world``, with all of ``record``."""
-        self.messages, self.tools = cast(list[Message], world.messages), cast(list[ToolSchema], world.tools)
+        self.messages = list(cast(list[Message], world.messages))
+        self.tools = cast(list[ToolSchema], world.tools)
         world.rebuild(self.ledger, record)
 
     def parse(self) -> ParsedTurn:
