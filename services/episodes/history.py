@@ -20,7 +20,7 @@ from services.episodes.worlds import WorldSnapshot
 
 
 class Conversation:
-    """Of one attempt; ``ledger`` is empty at first."""
+    """The conversation of one attempt; ``ledger`` is empty at first."""
 
     def __init__(self, codec: ChatCodec, ledger: Ledger, counters: Counters, max_context_tokens: int) -> None:
         self.ledger = ledger
@@ -32,11 +32,11 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """The open one is the last."""
+        """Including the open turn."""
         return len(self.ledger.turns)
 
     def begin(self, start: Start) -> StopReason | None:
-        """Opens the first turn, or says why it cannot be."""
+        """Opens the first turn, or returns why it cannot."""
         self.messages, self.tools = list(start.messages), start.tools
         prompt = self._render()
         if len(prompt) >= self._max_context_tokens:

@@ -64,7 +64,7 @@ class Ledger:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the present branch."""
+        """Tokens of the current branch."""
         return len(self._token_ids)
 
     @property

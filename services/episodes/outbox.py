@@ -49,7 +49,7 @@ class _Parcel:
 
 
 class Outbox:
-    """For the episodes of one job under one worker token."""
+    """Serves the episodes of one job under one worker token."""
 
     def __init__(self, bus: Appends, job: str, token: str, retrier: Retrier) -> None:
         self._bus = bus

@@ -40,7 +40,7 @@ class Retrier:
         self._backoff = backoff or Backoff()
 
     async def keep_trying(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The answer of ``call``, which must be harmless to repeat, once there is one."""
+        """The answer of ``call``, once there is one; ``call`` must be harmless to repeat."""
         attempt = 0
         while True:
             try:

@@ -13,7 +13,7 @@ from gspo_core.types import StopReason
 
 
 class TurnTally(msgspec.Struct):
-    """Of one attempt."""
+    """The tally of one attempt."""
 
     num_calls: int = 0
     num_parse_errors: int = 0

@@ -25,7 +25,7 @@ class WorldSnapshotNotKept(Exception):
 
 
 class WorldSnapshot(msgspec.Struct, frozen=True):
-    """After the environment answered, before the policy does."""
+    """The world after the environment answered and before the policy does."""
 
     turn: int
     """That is answered next."""

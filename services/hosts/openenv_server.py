@@ -56,7 +56,7 @@ class Answer(TypedDict):
 
 
 class RequestData(TypedDict, total=False):
-    """Of a request, not validated."""
+    """The fields of a request, not validated."""
 
     seed: JSON
     split: JSON

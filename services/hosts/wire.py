@@ -84,7 +84,7 @@ class TurnFrame(TypedDict):
 
 
 class Arguments(TypedDict, total=False):
-    """Of a request; which of them there are depends on the operation."""
+    """The arguments of a request; which are present depends on the operation."""
 
     task: Mapping[str, JSON]
     task_at: tuple[str, int]

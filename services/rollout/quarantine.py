@@ -30,7 +30,7 @@ async def tell_nobody(is_well: bool, error: str) -> None:
 
 
 class Quarantine:
-    """Of one environment of one job, at one worker."""
+    """Watches one environment of one job, at one worker."""
 
     def __init__(self, tell: Tell = tell_nobody, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
         self._tell = tell
@@ -49,7 +49,7 @@ class Quarantine:
 
     @contextlib.asynccontextmanager
     async def entry(self, leaving: asyncio.Event) -> AsyncIterator[None]:
-        """Around an attempt. Waits for its turn; raises ``Drained`` when the worker leaves meanwhile."""
+        """Surrounds an attempt. Waits for its turn; raises ``Drained`` if the worker leaves meanwhile."""
         await self._wait(leaving)
         try:
             yield

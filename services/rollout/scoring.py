@@ -25,7 +25,7 @@ be an escape; rewards of earlier turns do not count."""
 
 
 def without_asking(order: Order, stop: StopReason) -> float | None:
-    """The reward that needs no word of the environment; None where it has the word."""
+    """The reward, if it does not depend on the environment's score; otherwise None."""
     if stop in TRUNCATED and order.limits.on_truncation == "zero":
         return 0.0
     return order.broken_reward if stop in PROVOKED else None

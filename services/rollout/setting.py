@@ -26,7 +26,7 @@ from services.state.queue import Append, EpisodeLease, Snapshot
 
 
 class EpisodeRecords(Protocol):
-    """What an episode needs of the queue besides appending."""
+    """The part of the queue that an episode needs besides appending."""
 
     async def read_episode(self, key: EpisodeKey) -> list[bytes]: ...
 
