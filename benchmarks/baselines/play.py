@@ -145,7 +145,7 @@ class _Seat:
         )
         request = Request(list(input_ids), most, self._seed, self._num_drawn)
         answer = await self._round.ask(self._key, version, request, stop_token_ids)
-        self._num_drawn += len(answer.output_ids)
+        self._num_drawn += len(answer.generation.output_ids)
         return answer
 
 

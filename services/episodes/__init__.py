@@ -1,1 +1,1 @@
-"""What plays an episode, whoever drives it: token ledger, history, outbox, retries."""
+"""The parts that play an episode, whatever drives it: token ledger, history, outbox, retries."""

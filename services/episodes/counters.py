@@ -1,4 +1,4 @@
-"""What a worker did, counted by cause, so that no failure is silent.
+"""Counts the events of a worker by cause, so that no failure is silent.
 
 Rule: counters only rise. They are a record for people and metrics; no decision depends on them.
 """

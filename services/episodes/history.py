@@ -1,13 +1,14 @@
-"""What was said in an episode: as messages for the chat format, and as tokens in its ledger.
+"""The conversation of an episode: as messages for the chat format, and as tokens in its ledger.
 
-Rule: the two never come apart. Where new messages cannot be added to what was sampled, a new branch begins with all of
-it rendered anew, and why is counted.
+Rule: the two never come apart. If new messages cannot be appended to the sampled tokens, a new branch begins with the
+whole conversation rendered anew, and the reason is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from gspo_core.chat import ChatCodec
 from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Start, ToolSchema
@@ -20,7 +21,7 @@ from services.episodes.worlds import WorldSnapshot
 
 
 class Conversation:
-    """Of one attempt; ``ledger`` is empty at first."""
+    """The conversation of one attempt; ``ledger`` is empty at first."""
 
     def __init__(
         self,
@@ -40,11 +41,11 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """The open one is the last."""
+        """Including the open turn."""
         return len(self.ledger.turns)
 
     def begin(self, start: Start) -> StopReason | None:
-        """Opens the first turn, or says why it cannot be."""
+        """Opens the first turn, or returns why it cannot."""
         self.messages, self.tools = list(start.messages), start.tools
         prompt = self._render()
         if len(prompt) >= self._max_context_tokens:
@@ -53,12 +54,13 @@ class Conversation:
         return None
 
     def go_on(self, world: WorldSnapshot, record: Sequence[Segment]) -> None:
-        """Stands where ``world`` does, with all of ``record``."""
-        self.messages, self.tools = list(world.messages), world.tools
+        """Resumes from ``world``, with all of ``record``."""
+        self.messages = list(cast(list[Message], world.messages))
+        self.tools = cast(list[ToolSchema], world.tools)
         world.rebuild(self.ledger, record)
 
     def parse(self) -> ParsedTurn:
-        """The turn that was sampled last."""
+        """The last sampled turn."""
         return self._codec.parse(self.ledger.turns[-1].sampled, self.tools)
 
     def read(self, parsed: ParsedTurn, messages: Sequence[Message]) -> StopReason | None:
@@ -91,7 +93,7 @@ class Conversation:
 
 @contextlib.contextmanager
 def _wording() -> Iterator[None]:
-    """The model's chat format may have no words for what an environment shows."""
+    """Turns errors of the chat format into failures: it may be unable to render what an environment shows."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The tokens of one attempt of an episode: what the policy read, what it sampled, and by which version.
+"""The tokens of one attempt of an episode: those that the policy read, those that it sampled, and their versions.
 
 Rule: append-only. The ids sent to the engine are exactly the ids of the ledger, a sampled id is never encoded again,
 and each prompt is checked to begin with the one before. A rewritten history is a new branch, never an edit.
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent
+from services.engines.protocol import Span
 from services.engines.token_ids import TokenIds
-from services.episodes.policy import Sampled, VersionSpan
+from services.episodes.policy import Sampled
 
 
 def _packed(ids: Sequence[int] = ()) -> array[int]:
@@ -31,12 +32,12 @@ class Turn:
     """The tokens of one assistant turn."""
 
     observed: array[int] = field(default_factory=_packed)
-    """Read before it: the first prompt, or the bridge from the turn before."""
+    """Read before it: the first prompt, or the bridge from the previous turn."""
     sampled: array[int] = field(default_factory=_packed)
 
 
 class Ledger:
-    """One attempt of one episode; ``prompt`` is what an engine is sent next."""
+    """One attempt of one episode; ``prompt`` is sent to an engine next."""
 
     def __init__(self, key: EpisodeKey, attempt: int, temperature: float) -> None:
         self.key = key
@@ -51,7 +52,7 @@ class Ledger:
         self._branch = 0
         self._token_ids = TokenIds()
         self._num_sealed = 0
-        """Tokens of the branch that a segment holds; observed tokens wait for the segment that answers them."""
+        """Tokens of the branch that are in a segment; observed tokens wait for the segment that answers them."""
         self._last_prompt = (0, 0)
         """Its length and digest."""
         self._last_version: int | None = None
@@ -63,12 +64,12 @@ class Ledger:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the present branch."""
+        """Tokens of the current branch."""
         return len(self._token_ids)
 
     @property
     def context(self) -> Sequence[int]:
-        """What the open turn answers: all ids of the branch before its sampled ones."""
+        """The context of the open turn: all ids of the branch before its sampled ones."""
         return self._token_ids.head(len(self._token_ids) - len(self.turns[-1].sampled))
 
     def prompt(self) -> TokenIds:
@@ -81,14 +82,14 @@ class Ledger:
         return prompt
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Opens the next turn with what the policy reads before it."""
+        """Opens the next turn with the tokens that the policy reads before it."""
         if not token_ids:
             raise LedgerConflict(f"{self.key}: a turn starts with at least one token to read")
         self.turns.append(Turn(observed=_packed(token_ids)))
         self._token_ids.extend(self.turns[-1].observed)
 
     def fork(self, token_ids: Sequence[int]) -> None:
-        """Opens the next turn on a history that was rendered anew: a new branch, whose tokens are all read."""
+        """Opens the next turn on a newly rendered history: a new branch, all of whose tokens are read."""
         self._branch += 1
         self._token_ids, self._last_prompt, self._num_sealed = TokenIds(), (0, 0), 0
         self.observe(token_ids)
@@ -100,11 +101,12 @@ class Ledger:
         """
         if not self.turns:
             raise LedgerConflict(f"{self.key}: nothing can be sampled before the first prompt")
-        spans = [span for span in sampled.spans if span.end > span.start]
-        return [self._cut(sampled, span, None if place else spent) for place, span in enumerate(spans)]
+        named = zip(sampled.versions, sampled.generation.spans, strict=True)
+        cuts = [(version, span) for version, span in named if span.end > span.start]
+        return [self._cut(sampled, *cut, None if place else spent) for place, cut in enumerate(cuts)]
 
     def restore(self, segment: Segment) -> None:
-        """Adds a segment that is durable already; what it says was read must be what was just observed again."""
+        """Adds a durable segment; its observed tokens must be those that were just observed again."""
         expected = (self.key, self.attempt, self._branch, self.num_segments, len(self.turns) - 1)
         found = (segment.key, segment.attempt, segment.branch, segment.index, segment.turn)
         num_observed = segment.num_tokens - segment.num_actions
@@ -126,13 +128,13 @@ class Ledger:
             spent=spent,
         )
 
-    def _cut(self, sampled: Sampled, span: VersionSpan, spent: Spent | None) -> Segment:
+    def _cut(self, sampled: Sampled, version: int, span: Span, spent: Spent | None) -> Segment:
         num_sealed = self._num_sealed
-        self._sample(sampled.output_ids[span.start : span.end], span.version, sampled.engine_id)
+        self._sample(sampled.generation.output_ids[span.start : span.end], version, sampled.engine_id)
         self._num_sealed = num_sealed
         return self._seal(
-            sampled.logprobs[span.start : span.end],
-            version=span.version,
+            sampled.generation.logprobs[span.start : span.end],
+            version=version,
             engine_id=sampled.engine_id,
             cache_mode=sampled.cache_mode,
             spent=spent,
@@ -148,14 +150,14 @@ class Ledger:
         outcome: Outcome | None = None,
         spent: Spent | None = None,
     ) -> Segment:
-        """What no segment holds yet; ``logprobs`` are those of its last tokens, which were sampled."""
+        """The tokens that are in no segment yet; ``logprobs`` are those of the last ones, which were sampled."""
         token_ids = self._token_ids.since(self._num_sealed)
         num_observed = len(token_ids) - len(logprobs)
         action_mask = np.zeros(len(token_ids), dtype=np.bool_)
         action_mask[num_observed:] = True
         behavior_logprobs = np.zeros(len(token_ids), dtype=np.float32)
         behavior_logprobs[num_observed:] = logprobs
-        # So that the segment need not copy them.
+        # Read-only, so that the segment need not copy them.
         action_mask.flags.writeable = behavior_logprobs.flags.writeable = False
         segment = Segment(
             key=self.key,

@@ -1,10 +1,10 @@
-"""How segments become durable: the appends of many episodes leave together in few atomic calls.
+"""Makes segments durable: the appends of many episodes leave together in few atomic calls.
 
 Rule: ``append`` returns only when the segments are stored, and a failure of one episode is that episode's alone.
-One of those who wait sends everything that waits, the others' too, so there is no task of its own to lose; all whose
-segments went are woken at once, since a busy loop has no time to spare for each in turn.
-Calls follow each other at a distance, in which others can join: a call costs as much as ten segments in it.
-Sending the same append again is harmless, hence a broken connection is answered by sending again.
+One of the waiting callers sends for all of them, so there is no separate task to lose; all callers whose segments went
+out are woken at once, since a busy loop has no time to wake them in turn.
+Calls keep a distance, in which others can join: a call costs as much as ten segments in it.
+Appending the same segment twice is harmless, so a broken connection is answered by sending again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from services.state.queue import Append
 
 # One call blocks the server while it runs; several short ones let others in between.
 MAX_CALL_BYTES = 4 * 1024 * 1024
-# From the end of one call to the beginning of the next. Who appends seldom never waits.
+# From the end of one call to the start of the next. A caller that appends rarely never waits.
 DISTANCE_S = 0.02
 
 
 class Appends(Protocol):
-    """The one method of the bus that is used here."""
+    """The one method of the queue that is used here."""
 
     async def append(self, job: str, token: str, appends: Sequence[Append]) -> None: ...
 
@@ -37,10 +37,10 @@ class _Parcel:
 
     appends: list[Append]
     called: asyncio.Future[None]
-    """Done when it is settled, or when it is its turn to send for all."""
+    """Done when the parcel is settled, or when its caller has to send for all."""
     settled: bool = False
     abandoned: bool = False
-    """Nobody waits for it any more."""
+    """Its caller no longer waits for it."""
     failure: Exception | None = None
 
     @property
@@ -49,7 +49,7 @@ class _Parcel:
 
 
 class Outbox:
-    """For the episodes of one job under one worker token."""
+    """Serves the episodes of one job under one worker token."""
 
     def __init__(self, bus: Appends, job: str, token: str, retrier: Retrier) -> None:
         self._bus = bus
@@ -61,9 +61,9 @@ class Outbox:
         self._next_call = 0.0
 
     async def append(self, segments: Sequence[Segment], note: str = "") -> None:
-        """Returns when ``segments`` of one episode are durable; raises ``Refused``, or what else failed, if not.
+        """Returns when ``segments`` of one episode are durable; otherwise raises ``Refused`` or another failure.
 
-        ``note`` says where the episode stands, to whoever looks at it.
+        ``note`` says where the episode stands, to be read in the queue.
         """
         if not segments:
             return
@@ -98,7 +98,7 @@ class Outbox:
         parcels = self._next_parcels()
         failure = await self._send(parcels)
         if failure is not None and len(parcels) > 1:
-            # One episode fails the whole call: send each alone to find out whose it was.
+            # One episode fails the whole call: send each alone to find out which.
             for parcel in parcels:
                 self._settle([parcel], await self._send([parcel]))
         else:
@@ -133,6 +133,6 @@ class Outbox:
 
 
 def to_append(segment: Segment, note: str) -> Append:
-    """As the queue takes it."""
+    """The segment as the queue takes it."""
     version = segment.version if segment.num_actions else None
     return Append(segment.key, segment.attempt, segment.index, encode(segment), segment.is_final, version, note)

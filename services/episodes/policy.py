@@ -1,8 +1,7 @@
-"""What an episode needs of the policy that samples for it.
+"""The policy as an episode sees it: something that samples, and names the version of every token.
 
-Rule: an answer names for every token the version that sampled it; tokens of an unknown version do not become an answer.
-That spans tile the tokens is checked once, when the ``Generation`` is built. This module holds the shapes only:
-`engines` finds an engine and asks it.
+Rule: tokens of an unknown version never become an answer. Spans tile the tokens: the ``Generation`` checks that once,
+when it is built. This module holds the types only; `services.rollout.engines` finds an engine and asks it.
 """
 
 from __future__ import annotations
@@ -16,50 +15,28 @@ from services.engines.protocol import Generation
 
 
 class Drained(Exception):
-    """The worker is leaving: the episode stops where it stands, durable, and is handed back."""
+    """The worker is leaving: the episode stops where it is, durable, and is handed back."""
 
 
 class Interrupted(Exception):
-    """The episode has had its share while others wait: it goes on later, from what is durable."""
+    """The episode has had its share while others wait: it is resumed later from its durable segments."""
 
 
 class InvalidAnswer(Exception):
-    """An engine's answer breaks the contract: counted, thrown away, asked again; never repaired."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """``output_ids[start:end]`` were sampled by ``version``."""
-
-    version: int
-    start: int
-    end: int
+    """An engine's answer breaks the contract: it is counted, discarded and asked for again, never repaired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One answer of an engine: tokens, their log-probs as sampled, and who sampled them."""
+    """A generation of an engine, with its labels read as versions of the job."""
 
     generation: Generation
     versions: Sequence[int]
-    """The version of each of the generation's spans."""
+    """Of the generation's spans, in their order."""
     engine_id: str
     cache_mode: CacheMode = CacheMode.FRESH
     held_s: float = 0.0
-    """Time in which no engine could take the request; it does not count against the episode."""
-
-    @property
-    def output_ids(self) -> Sequence[int]:
-        return self.generation.output_ids
-
-    @property
-    def logprobs(self) -> Sequence[float]:
-        return self.generation.logprobs
-
-    @property
-    def spans(self) -> list[VersionSpan]:
-        named = zip(self.versions, self.generation.spans, strict=True)
-        return [VersionSpan(version, span.start, span.end) for version, span in named]
+    """How long no engine could take the request; it does not count against the episode."""
 
 
 class Policy(Protocol):
@@ -74,7 +51,7 @@ class Policy(Protocol):
         stop_token_ids: Collection[int],
         prefer_engine: str = "",
     ) -> Sampled:
-        """At least one token. Waits as long as no engine can answer; raises ``Drained`` when the worker leaves then.
+        """At least one token. Waits until an engine can answer; raises ``Drained`` if the worker leaves meanwhile.
 
         ``prefer_engine`` has this history in its prefix cache.
 

@@ -1,7 +1,7 @@
-"""How a rollout worker waits for what is away for a while: Redis restarting, an engine loading, a network that blinks.
+"""Retries while something is away for a moment: Redis restarting, an engine loading, a short network failure.
 
-The rule: only ``Away`` is tried again. Any other answer, a refusal included, is final, and is never asked for twice.
-The wait doubles up to a bound and carries jitter, so that a thousand episodes do not come back in one instant.
+Rule: only ``Away`` is retried. Any other answer, a refusal included, is final. The wait doubles up to a bound and
+carries jitter, so that a thousand episodes do not come back at the same instant.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Retrier:
         self._backoff = backoff or Backoff()
 
     async def keep_trying(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The answer of ``call``, which must be harmless to repeat, once there is one."""
+        """The answer of ``call``, once there is one; ``call`` must be harmless to repeat."""
         attempt = 0
         while True:
             try:

@@ -1,6 +1,6 @@
-"""What an episode's turns came to so far: calls, mistakes in writing them, rewards; and which turn ends it by itself.
+"""The tally of an episode's turns: calls, mistakes in writing them, rewards; and whether a turn ends the episode.
 
-Rule: plain numbers, kept with the world, so that an episode that moves is judged as one that stayed.
+Rule: plain numbers, kept with the world, so that an episode that moves is judged like one that stayed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gspo_core.types import StopReason
 
 
 class TurnTally(msgspec.Struct):
-    """Of one attempt."""
+    """The tally of one attempt."""
 
     num_calls: int = 0
     num_parse_errors: int = 0
@@ -21,7 +21,7 @@ class TurnTally(msgspec.Struct):
     turn_rewards: float = 0.0
 
     def judge(self, parsed: ParsedTurn, limits: EpisodeLimits) -> StopReason | None:
-        """What this turn breaks by itself, before anything acts on it: its structure, or a limit."""
+        """Why this turn ends the episode by itself, before anything acts on it: its structure, or a limit."""
         if not parsed.complete:
             return StopReason.PARSE_ERROR
         self.num_calls += len(parsed.calls)

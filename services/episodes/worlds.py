@@ -1,9 +1,8 @@
-"""A world as it stands between two turns, to be kept beside the segments of its episode and gone on from elsewhere.
+"""Snapshots of a world between two turns, kept beside the segments of its episode so that another worker can resume.
 
-Rule: a world is gone on from in the same attempt only if it holds every action that the segments hold. One that is
-older would have to act again, and nobody knows whether it had acted already: then a new attempt begins where the world
-stands, and what was sampled since is sampled anew; or the episode is replayed where the environment declares that
-harmless.
+Rule: the same attempt resumes from a world only if it holds every action of the segments. An older world would have to
+act again although the action may have had its effect already. Then a new attempt begins at the world and samples the
+later turns anew, or the episode is replayed if the environment declares that harmless.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gspo_core.types import Segment
 from services.episodes.ledger import Ledger
 from services.episodes.tally import TurnTally
 
-# One call with a larger value would hold up everybody else's.
+# A larger value in one call would hold up every other client.
 MAX_WORLD_BYTES = 1024 * 1024
 
 
@@ -26,13 +25,13 @@ class WorldSnapshotNotKept(Exception):
 
 
 class WorldSnapshot(msgspec.Struct, frozen=True):
-    """After the environment answered, before the policy does."""
+    """The world after the environment answered and before the policy does."""
 
     turn: int
     """That is answered next."""
     branch: int
     observed: list[int]
-    """What that turn begins with."""
+    """The tokens that the turn begins with."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     tally: TurnTally
@@ -51,7 +50,7 @@ class WorldSnapshot(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> WorldSnapshot | None:
-        """None for what another release wrote."""
+        """None if another release wrote it."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
@@ -62,7 +61,7 @@ class WorldSnapshot(msgspec.Struct, frozen=True):
         return self.turn == num_finished_turns(record, stop_ids)
 
     def rebuild(self, ledger: Ledger, record: Sequence[Segment]) -> None:
-        """Brings an empty ``ledger`` to where this world is, with what was sampled since."""
+        """Brings an empty ``ledger`` to where this world is, with the tokens sampled since."""
         for segment in record:
             if segment.turn == len(ledger.turns):
                 observed = segment.token_ids[: segment.num_tokens - segment.num_actions].tolist()

@@ -1,7 +1,7 @@
-"""Unpacks what somebody uploaded: a Python file, a zip, or a tar, plain or gzipped.
+"""Unpacks an upload: a Python file, a zip, or a tar, plain or gzipped.
 
-Rule: nothing that an archive says is believed: names, kinds and sizes are judged one by one, bytes are counted while
-they come out, and a refused archive leaves nothing behind. It runs nothing; a directory appears whole or not at all.
+Rule: trust nothing that an archive says. Names, kinds and sizes are judged one by one, bytes are counted as they come
+out, and a refused archive leaves nothing behind. It runs nothing; a directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ MAX_UNPACKED_BYTES = 100 << 20
 MAX_FILES = 2000
 MAX_RATIO = 100
 MAX_NAME_CHARS, MAX_PART_BYTES, MAX_DEPTH = 512, 255, 16
-# Small archives of very regular text may well shrink further than the ratio.
+# Small archives of very regular text may compress better than the ratio.
 RATIO_FREE_BYTES = 1 << 20
 _PIECE = 1 << 16
-# Headers and padding of a tar, besides what is in it.
+# Headers and padding of a tar, besides the content.
 _TAR_OVERHEAD = MAX_FILES * 4096
 
 
 class ArchiveRefused(ValueError):
-    """What was uploaded cannot be taken; the text says why."""
+    """The upload is refused; the text says why."""
 
 
 def unpack(
     packed: bytes, target: Path, *, file_name: str | None = None, check: Callable[[Path], None] = lambda _: None
 ) -> None:
-    """Into the fresh directory ``target``, which may be there already with the same content.
+    """Into a new directory ``target``; if it exists already, it holds the same content.
 
-    ``file_name``: the upload is this one file and no archive. ``check`` looks at the directory before it is there for
-    others; when it raises, nothing is left.
+    ``file_name``: the upload is this one file, not an archive. ``check`` looks at the directory before others see it;
+    if it raises, nothing is left behind.
     """
     if len(packed) > MAX_PACKED_BYTES:
         raise ArchiveRefused(f"an upload has at most {MAX_PACKED_BYTES} bytes")
@@ -63,7 +63,7 @@ def unpack(
         try:
             os.rename(folder, target)
         except OSError:
-            if not target.is_dir():  # else somebody else has unpacked the same
+            if not target.is_dir():  # otherwise another process has unpacked the same
                 raise
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, gzip.BadGzipFile, NotImplementedError) as error:
         raise ArchiveRefused(f"the archive cannot be read: {error}") from None
@@ -76,7 +76,7 @@ def unpack(
 
 
 def _members(packed: bytes) -> Iterator[tuple[str, IO[bytes] | None]]:
-    """Names with what is in them, None for a directory."""
+    """Names with their content, None for a directory."""
     if packed.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         yield from _zip_members(packed)
     elif packed.startswith(b"\x1f\x8b"):
@@ -96,7 +96,7 @@ def _zip_members(packed: bytes) -> Iterator[tuple[str, IO[bytes] | None]]:
             kind = stat.S_IFMT(entry.external_attr >> 16)
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise ArchiveRefused(f"{entry.orig_filename[:80]!r} is neither a file nor a directory")
-            # Others ask for as much memory as the archive says, and fail in ways of their own.
+            # Other methods allocate as much memory as the archive says, and fail in ways of their own.
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ArchiveRefused(f"{entry.orig_filename[:80]!r} is not compressed as zip files usually are")
             if entry.flag_bits & 1:
@@ -125,7 +125,7 @@ def _tar_members(stream: _Counted) -> Iterator[tuple[str, IO[bytes] | None]]:
 
 
 class _Counted:
-    """A stream that ends badly when more comes out than an archive may hold, headers included."""
+    """A stream that refuses to yield more than an archive may hold, headers included."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -145,7 +145,7 @@ class _Unpacking:
         self._most = min(MAX_UNPACKED_BYTES, max(RATIO_FREE_BYTES, packed_bytes * MAX_RATIO))
         self._written = 0
         self._seen: dict[str, tuple[str, bool]] = {}
-        """Folded names: how each is spelled, and whether it is a directory."""
+        """By folded name: its spelling, and whether it is a directory."""
 
     def run(self, members: Iterator[tuple[str, IO[bytes] | None]]) -> None:
         count = 0
@@ -165,7 +165,7 @@ class _Unpacking:
             raise ArchiveRefused("the archive holds no file")
 
     def _claim(self, parts: tuple[str, ...], *, is_directory: bool) -> None:
-        """Names that some file system takes for the same are refused, as are files that are also directories."""
+        """Refuses names that some file system takes for the same, and files that are also directories."""
         for depth in range(1, len(parts) + 1):
             name = "/".join(parts[:depth])
             entry = (name, is_directory or depth < len(parts))

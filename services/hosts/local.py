@@ -1,4 +1,4 @@
-"""Hosts beside this process, each under the interpreter that its environment needs. They speak over socket pairs."""
+"""Hosts on this machine, each under the interpreter that its environment needs, connected by socket pairs."""
 
 from __future__ import annotations
 

@@ -1,34 +1,34 @@
-"""URLs that a caller has written into the config of an environment, whatever its class does with them.
+"""Finds and judges the URLs in the config of an environment, whatever its class does with them.
 
-Rule: what looks like an address of the web is one, at any depth and under any name; each host is judged once, and so
-many hosts, or such slow ones, that judging them would be an attack of its own are refused. It connects to nothing and
-knows no class.
+Rule: any text that looks like a web address counts, at any depth and under any name. Each host is judged once. So many
+hosts, or such slow ones, that judging them would be an attack in itself are refused. It connects to nothing and knows
+no class.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from gspo_core.json_value import JSON
 from gspo_core.outbound import AddressRefused, Network, check_url
 
 MAX_HOSTS = 32
-# A resolver that does not answer holds up whoever asks it, and everybody who waits for the same thread.
+# A resolver that does not answer holds up its caller and everything else that waits for the thread.
 MAX_JUDGING_S = 15.0
-# Texts that go on after a blank are sentences, which begin with an address now and then.
+# A text that goes on after a blank is a sentence that merely begins with an address.
 _URL = re.compile(r"\s*((https?|wss?):\S*)\s*", re.IGNORECASE)
 _HOST = re.compile(r"[^/?#]*//[^/?#]*")
 
 
-def urls_in(value: Any, where: str = "config") -> Iterator[tuple[str, str]]:
-    """Each with the place where it stands: ``config.servers[0].url``."""
+def urls_in(value: JSON | Mapping[str, JSON], where: str = "config") -> Iterator[tuple[str, str]]:
+    """Each with its place, for example ``config.servers[0].url``."""
     match value:
         case str():
             if found := _URL.fullmatch(value):
                 yield where, found[1]
-        case dict():
+        case Mapping():
             for name, item in value.items():
                 yield from urls_in(item, f"{where}.{name}")
         case list() | tuple():
@@ -37,7 +37,7 @@ def urls_in(value: Any, where: str = "config") -> Iterator[tuple[str, str]]:
 
 
 class Share:
-    """What one request may ask of a resolver: ``clock`` counts its seconds from now on."""
+    """The share of the resolver that one request may use; its time starts now."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,8 +52,8 @@ class Share:
             raise AddressNamed(where, "the names before this one took too long to resolve")
 
 
-def check_urls(config: Any, networks: Sequence[Network], share: Share | None = None) -> None:
-    """Raises AddressNamed. It may ask a resolver: call it in a thread. ``share``: of several configs together."""
+def check_urls(config: JSON | Mapping[str, JSON], networks: Sequence[Network], share: Share | None = None) -> None:
+    """Raises AddressNamed. It may ask a resolver: call it in a thread. Configs judged together have one ``share``."""
     share = share or Share()
     for where, url in urls_in(config):
         host = _HOST.match(url)
@@ -69,7 +69,7 @@ def check_urls(config: Any, networks: Sequence[Network], share: Share | None = N
 
 
 class AddressNamed(AddressRefused):
-    """It stands at ``where``."""
+    """A refused address; ``where`` is its place in the config."""
 
     def __init__(self, where: str, message: str) -> None:
         super().__init__(f"{where}: {message}")

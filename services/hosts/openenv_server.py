@@ -1,7 +1,7 @@
 """Serves one of our environments over OpenEnv's protocol, so that other trainers can use it: a WebSocket per episode.
 
-Rule: what `environments.adapters.openenv` says of such servers holds here: strictly one answer to a request, a refusal
-with the capacity as the first frame where there is no room, an environment that is gone with its connection. Tools look
+Rule: it keeps the protocol as `environments.adapters.openenv` describes it: exactly one answer to each request, a
+refusal with the capacity as the first frame if it is full, and the environment ends with its connection. Tools look
 like those of an MCP environment. Two more requests, ``tools`` and ``score``, save our own client from guessing.
 """
 
@@ -11,23 +11,92 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
-from gspo_core.env import CallStatus, EnvironmentFailed, InvalidEnvironment, Observation, ParsedTurn, ToolCall
+from gspo_core.env import (
+    CallStatus,
+    EnvironmentFailed,
+    InvalidEnvironment,
+    Message,
+    Observation,
+    ParsedTurn,
+    ToolCall,
+    ToolSchema,
+)
+from gspo_core.json_value import JSON
 from gspo_core.types import Split
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment, HostedSession
 from services.hosts.venv import Interpreters
 
 MAX_MESSAGE_BYTES = 16 << 20
+_ACTION: JSON = {
+    "type": "object",
+    "description": "Call a tool, or say something.",
+    "properties": {
+        "type": {"type": "string", "enum": ["call_tool", "message", "list_tools"]},
+        "tool_name": {"type": "string"},
+        "arguments": {"type": "object"},
+        "text": {"type": "string"},
+    },
+    "required": ["type"],
+}
+_SCHEMA: JSON = {"action": _ACTION, "observation": {"type": "object"}, "state": {"type": "object"}}
+
+
+class Answer(TypedDict):
+    """A frame to the client."""
+
+    type: str
+    data: Mapping[str, object]
+
+
+class RequestData(TypedDict, total=False):
+    """The fields of a request, not validated."""
+
+    seed: JSON
+    split: JSON
+    index: JSON
+    episode_id: JSON
+    type: JSON
+    tool_name: JSON
+    arguments: JSON
+    text: JSON
+
+
+class ListedTool(TypedDict):
+    """As MCP lists it."""
+
+    name: str
+    description: str
+    input_schema: Mapping[str, object]
+
+
+class ToolResult(TypedDict):
+    """As MCP returns it."""
+
+    content: list[Mapping[str, str]]
+    data: str
+    is_error: bool
+
+
+class Seen(TypedDict, total=False):
+    """An observation of a client; which fields there are depends on its request."""
+
+    text: str
+    messages: Sequence[Message]
+    tools: Sequence[ListedTool]
+    tool_name: str
+    result: ToolResult
+    error: str | None
 
 
 class Refusal(Exception):
-    """A request that gets an error for an answer; the connection stays open."""
+    """A request is answered by an error; the connection stays open."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -36,17 +105,17 @@ class Refusal(Exception):
 
 @dataclass
 class ServedEpisode:
-    """What one connection holds."""
+    """The episode of one connection."""
 
     environment: HostedEnvironment
     session: HostedSession | None = None
     is_done: bool = False
     paid: float = 0.0
-    """By turns, so far."""
+    """The rewards of its turns so far."""
     score: tuple[float, dict[str, float]] | None = None
     num_steps: int = 0
     episode_id: str = ""
-    answers: Mapping[str, Any] = field(init=False)
+    answers: Mapping[str, Callable[[RequestData], Awaitable[Answer]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.answers = {
@@ -57,7 +126,7 @@ class ServedEpisode:
             "score": self.final,
         }
 
-    async def answer(self, text: str | bytes) -> dict[str, Any]:
+    async def answer(self, text: str | bytes) -> Answer:
         """The frame that answers ``text``."""
         try:
             request = json.loads(text)
@@ -67,7 +136,7 @@ class ServedEpisode:
         if kind not in self.answers:
             return _error("UNKNOWN_TYPE", f"unknown type {kind!r}; known: {[*self.answers, 'close']}")
         try:
-            return await self.answers[kind](data)  # type: ignore[no-any-return]
+            return await self.answers[kind](data)
         except Refusal as refusal:
             return _error(refusal.code, str(refusal))
         except EnvironmentFailed as failure:
@@ -77,61 +146,61 @@ class ServedEpisode:
         if self.session is not None:
             await self.session.close()
 
-    async def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """``index`` and ``split`` name a task; without them the seed does."""
+    async def reset(self, data: RequestData) -> Answer:
+        """``index`` and ``split`` name a task; without them the seed chooses one."""
         await self.close()
-        seed, split = int(data.get("seed") or 0), _split(data.get("split", "train"))
+        seed, split = _number(data.get("seed") or 0), _split(data.get("split", "train"))
         num_tasks = self.environment.num_tasks(split)
         if num_tasks == 0:
             raise Refusal("VALIDATION_ERROR", f"there are no {split} tasks")
-        index = int(data["index"]) if "index" in data else seed % num_tasks
+        index = _number(data["index"]) if "index" in data else seed % num_tasks
         self.is_done, self.paid, self.score, self.num_steps = False, 0.0, None, 0
         self.episode_id = str(data.get("episode_id") or "")
         self.session = self.environment.session(episode_id=self.episode_id)
         start = await self.session.start(await self.environment.task(split, index), seed)
-        messages = [dict(message) for message in start.messages]
+        messages: list[Message] = [{**message} for message in start.messages]
         return _observed({"text": str(messages[-1]["content"]), "messages": messages}, None, False)
 
-    async def step(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        kind = data.get("type")
+    async def step(self, data: RequestData) -> Answer:
+        kind, name = data.get("type"), data.get("tool_name")
         if kind == "list_tools":
             return _observed({"tools": [_listed(tool) for tool in self.environment.tools]}, None, False)
         if self.session is None or self.is_done:
             raise Refusal("EXECUTION_ERROR", "reset first" if self.session is None else "the episode is over")
         if kind == "message":
             turn = ParsedTurn(str(data.get("text", "")))
-        elif kind == "call_tool" and isinstance(data.get("tool_name"), str):
-            call = ToolCall(data["tool_name"], data.get("arguments", {}), CallStatus.OK, "", 0, 0)
+        elif kind == "call_tool" and isinstance(name, str):
+            call = ToolCall(name, data.get("arguments", {}), CallStatus.OK, "", 0, 0)
             turn = ParsedTurn("", (call,))
         else:
             raise Refusal("VALIDATION_ERROR", "a step is call_tool with a tool_name, message, or list_tools")
         self.num_steps += 1
         observation = await self.session.act(turn)
-        return await self._seen(observation, None if kind == "message" else str(data["tool_name"]))
+        return await self._seen(observation, None if kind == "message" else str(name))
 
-    async def state(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def state(self, data: RequestData) -> Answer:
         return {"type": "state", "data": {"episode_id": self.episode_id, "step_count": self.num_steps}}
 
-    async def tools(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        return {"type": "tools", "data": {"tools": [dict(tool) for tool in self.environment.tools]}}
+    async def tools(self, data: RequestData) -> Answer:
+        return {"type": "tools", "data": {"tools": [{**tool} for tool in self.environment.tools]}}
 
-    async def final(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def final(self, data: RequestData) -> Answer:
         if self.session is None:
             raise Refusal("EXECUTION_ERROR", "reset first")
         reward, parts = await self._judged()
         return {"type": "score", "data": {"reward": reward, "parts": parts}}
 
-    async def _seen(self, observation: Observation, tool: str | None) -> dict[str, Any]:
+    async def _seen(self, observation: Observation, tool: str | None) -> Answer:
         text = "\n".join(str(message["content"]) for message in observation.messages)
         self.paid += observation.reward or 0.0
         self.is_done = observation.done
         reward = observation.reward
-        if observation.done:  # who sums what the steps pay has the reward of the episode then
+        if observation.done:  # the rewards of all steps then sum to that of the episode
             reward = (await self._judged())[0] - self.paid + (observation.reward or 0.0)
         if tool is None:
             return _observed({"text": text}, reward, observation.done)
         failed = text.startswith("error: ")
-        result = {"content": [{"type": "text", "text": text}], "data": text, "is_error": failed}
+        result: ToolResult = {"content": [{"type": "text", "text": text}], "data": text, "is_error": failed}
         return _observed({"tool_name": tool, "result": result, "error": None}, reward, observation.done)
 
     async def _judged(self) -> tuple[float, dict[str, float]]:
@@ -173,7 +242,7 @@ async def serve(environment: HostedEnvironment, host: str, port: int, capacity: 
     def answer_http(connection: ServerConnection, request: Request) -> Response | None:
         pages = {
             "/health": {"status": "healthy", "active": num_active, "max": capacity},
-            "/schema": _schema(),
+            "/schema": _SCHEMA,
             "/metadata": {"name": environment.name, "description": environment.describe().get("system_prompt") or ""},
         }
         if request.path == "/ws":
@@ -190,31 +259,37 @@ async def serve(environment: HostedEnvironment, host: str, port: int, capacity: 
         await server.serve_forever()
 
 
-def _parts(request: Any) -> tuple[str, Mapping[str, Any]]:
+def _parts(request: JSON) -> tuple[str, RequestData]:
     kind = request.get("type") if isinstance(request, dict) else None
     data = request.get("data") if isinstance(request, dict) else None
-    return str(kind), data if isinstance(data, dict) else {}
+    return str(kind), cast(RequestData, data) if isinstance(data, dict) else {}
 
 
-def _split(name: Any) -> Split:
+def _number(given: JSON) -> int:
+    if isinstance(given, int | float | str):
+        return int(given)
+    raise Refusal("VALIDATION_ERROR", f"not a whole number: {given!r:.80}")
+
+
+def _split(name: JSON) -> Split:
     try:
-        return Split(name)
+        return Split(str(name))
     except ValueError:
         raise Refusal("VALIDATION_ERROR", f"split is train or eval, not {name!r}") from None
 
 
-def _error(code: str, message: str, **more: Any) -> dict[str, Any]:
+def _error(code: str, message: str, **more: int) -> Answer:
     return {"type": "error", "data": {"message": message, "code": code, **more}}
 
 
-def _observed(observation: Mapping[str, Any], reward: float | None, done: bool) -> dict[str, Any]:
+def _observed(observation: Seen, reward: float | None, done: bool) -> Answer:
     return {
         "type": "observation",
         "data": {"observation": {**observation, "metadata": {}}, "reward": reward, "done": done},
     }
 
 
-def _listed(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _listed(tool: ToolSchema) -> ListedTool:
     function = tool["function"]
     return {
         "name": function["name"],
@@ -223,22 +298,7 @@ def _listed(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _schema() -> dict[str, Any]:
-    action = {
-        "type": "object",
-        "description": "Call a tool, or say something.",
-        "properties": {
-            "type": {"type": "string", "enum": ["call_tool", "message", "list_tools"]},
-            "tool_name": {"type": "string"},
-            "arguments": {"type": "object"},
-            "text": {"type": "string"},
-        },
-        "required": ["type"],
-    }
-    return {"action": action, "observation": {"type": "object"}, "state": {"type": "object"}}
-
-
-async def serve_ref(ref: str, config: dict[str, Any], host: str, port: int, capacity: int, venvs: Path) -> None:
+async def serve_ref(ref: str, config: Mapping[str, JSON], host: str, port: int, capacity: int, venvs: Path) -> None:
     """Until it is cancelled. Raises ``InvalidEnvironment``."""
     python = await Interpreters(venvs).for_environment(ref)
     environment = await HostedEnvironment.open(HostOrder(ref, config, python=python))

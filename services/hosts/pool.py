@@ -1,8 +1,8 @@
-"""The processes of one environment and who sits where: capacity, placement, recycling, and a host that comes up again.
+"""The processes of one environment and the sessions in them: capacity, placement, recycling, and reviving the host.
 
-Rule: who wants a seat waits for one, first come first served, and is never refused; a process that died or that holds
-something which cannot be stopped is never given out again. What became of the sessions of a dead process they decide
-themselves (`hosted`).
+Rule: a session waits for its seat, first come first served, and is never refused. A process that died, or that holds
+something that cannot be stopped, is never handed out again. The sessions of a dead process decide their own fate
+(`session`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.hosts.server import BootFailed, HostOrder, RunningHost
 from services.hosts.wire import HostDescription
 from services.process.telemetry import get_logger
 
-# Until so many processes run, sessions are spread instead of packed.
+# Sessions are spread, not packed, until so many processes run.
 NUM_SPREAD = os.cpu_count() or 1
 BOOT_RETRY_S = (0.0, 0.5, 2.0)
 
@@ -36,7 +36,7 @@ class Seat:
     process: Process
     session: int
     is_alone: bool
-    """Nobody else ever sits in this process."""
+    """No other session ever sits in this process."""
 
 
 class HostPool:
@@ -52,7 +52,7 @@ class HostPool:
         self._next_session = 0
         self._limit = server.description.sessions_per_process * server.description.max_processes
         self._surplus = 0
-        """Places that are still to be taken away."""
+        """Places still to be taken away."""
         self._free = asyncio.Semaphore(self._limit)
         self._placing = asyncio.Lock()
         self._is_closed = False
@@ -62,7 +62,7 @@ class HostPool:
     async def open(
         cls, order: HostOrder, count: Callable[[str], None] = lambda name: None, boot: Boot = RunningHost.boot
     ) -> HostPool:
-        """Raises ``InvalidEnvironment`` with what is wrong with the environment."""
+        """Raises ``InvalidEnvironment`` with the reason."""
         try:
             return cls(order, await boot(order), count, boot)
         except BootFailed as error:
@@ -94,7 +94,7 @@ class HostPool:
             await self._free.acquire()
         self.num_seated += 1
         try:
-            async with self._placing:  # who forks is waited for: the next one may sit beside it
+            async with self._placing:  # wait for a fork under way: the next session may share its process
                 process = (None if alone else self._pick()) or await self._fork()
         except BaseException:
             self._give_back()
@@ -113,7 +113,7 @@ class HostPool:
         self._give_back()
 
     def limit_to(self, most: int) -> None:
-        """The world behind the environment holds fewer sessions than its processes would."""
+        """Lowers the capacity: the world behind the environment holds fewer sessions than its processes."""
         surplus = self._limit - max(1, most)
         if surplus > 0:
             self._limit -= surplus
@@ -153,7 +153,7 @@ class HostPool:
         return process
 
     async def _ask_for_process(self) -> Process | None:
-        """None where the host ended in this moment."""
+        """None if the host has just ended."""
         await self._revive()
         try:
             return await self._server.fork()
@@ -161,7 +161,7 @@ class HostPool:
             return None
 
     async def _revive(self) -> None:
-        """A host that was killed comes up again; its sessions notice by themselves."""
+        """Boots a killed host again; its sessions notice by themselves."""
         reason = ""
         for wait_s in BOOT_RETRY_S:
             if self._is_closed:

@@ -1,7 +1,7 @@
-"""A process of a host as its user sees it: it answers requests, or it is found out why it did not.
+"""A process of a host, seen from its user: it answers requests, or this module finds out why it did not.
 
-Rule: whoever asks gets an answer, or ``Died`` with the reason and the sessions that may have caused it, within a
-deadline of this side: a process that neither answers nor keeps its own deadlines is killed (`host_server` does it).
+Rule: a caller gets an answer, or ``Died`` with the reason and the sessions that may have caused it, within a deadline
+of this side: a process that neither answers nor keeps its own deadlines is killed (by `server`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from services.hosts import wire
 from services.hosts.mark import Mark
 from services.hosts.wire import BadFrame
 
-# How long the connection of a process may be closed before the report of its end is there.
+# How long to wait for the report of a process's end once its connection has closed.
 REPORT_S = 2.0
-# Signals that a process gets from outside: the operator's, or those of a kernel that is short of memory.
+# Signals that come from outside: from an operator, or from a kernel that is short of memory.
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 
@@ -32,7 +32,7 @@ class Cause(StrEnum):
     CRASHED = "crashed"
     OVER_MEMORY = "over_memory"
     KILLED = "killed"
-    """From outside: nobody's doing, unless it happens again to the same action."""
+    """From outside: no session is to blame, unless it happens again to the same action."""
     CLOSED = "closed"
 
 
@@ -40,7 +40,7 @@ class Cause(StrEnum):
 class Death:
     cause: Cause
     suspects: frozenset[int] = frozenset()
-    """Sessions whose code was running; exactly one where it is certain who it was."""
+    """Sessions whose code was running; exactly one if the culprit is certain."""
     detail: str = ""
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ _WORDS = {
 
 
 class Died(Exception):
-    """The process that should have answered is gone."""
+    """The process died before it answered."""
 
     def __init__(self, death: Death) -> None:
         super().__init__(str(death))
@@ -87,7 +87,7 @@ class _Call:
 
 
 class HostProcess(asyncio.Protocol):
-    """A forked process that holds sessions; made by ``ForkServer.fork``."""
+    """A forked process that holds sessions; made by ``RunningHost.fork``."""
 
     def __init__(self, number: int, mark: Mark, kill: Callable[[int], None], hang_grace_s: float) -> None:
         self.number = number
@@ -108,13 +108,13 @@ class HostProcess(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._concluding: asyncio.Task[None] | None = None
 
-    async def call(self, session: int, operation: str, budget_s: float, **arguments: Any) -> Reply:
-        """Raises ``Died``; what an environment does wrong is in the reply."""
+    async def call(self, session: int, operation: str, budget_s: float, arguments: wire.Arguments) -> Reply:
+        """Raises ``Died``; failures of the environment are in the reply."""
         if self.death is not None or self._transport is None:
             raise Died(self.death or Death(Cause.KILLED))
         self._next_id += 1
         number = self._next_id
-        request = {"id": number, "session": session, "op": operation} | arguments
+        request: wire.Request = {"id": number, "session": session, "op": operation, **arguments}
         call = _Call(session, self._loop.create_future(), budget_s, self._loop.time())
         self._calls[number] = call
         call.overdue = self._loop.call_later(budget_s + self._hang_grace_s, self._is_overdue, number)
@@ -126,12 +126,12 @@ class HostProcess(asyncio.Protocol):
             self._calls.pop(number, None)
 
     def condemn(self, death: Death) -> None:
-        """End it now; everything that it still owes fails with ``death``."""
+        """Kills it now; every answer that it still owes fails with ``death``."""
         if self.death is None:
             self._conclude(death)
         self._kill(self.number)
 
-    # what the connection says
+    # called by the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -180,7 +180,7 @@ class HostProcess(asyncio.Protocol):
         self._mark.close()
         self.on_death(self)
 
-    # who did it
+    # finding the culprit
 
     def _is_overdue(self, number: int) -> None:
         if self.death is not None or number not in self._calls:
@@ -190,7 +190,7 @@ class HostProcess(asyncio.Protocol):
             allowed_s = max(
                 (call.budget_s for call in self._calls.values() if call.session == holder.session), default=0.0
             )
-            if holder.held_s < allowed_s:  # this one only waits its turn
+            if holder.held_s < allowed_s:  # this call only waits its turn
                 rest_s = allowed_s - holder.held_s
                 self._calls[number].overdue = self._loop.call_later(rest_s, self._is_overdue, number)
                 return

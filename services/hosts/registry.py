@@ -1,7 +1,7 @@
-"""Environments that were registered: names, immutable versions, what was uploaded, and what an examination said.
+"""Registered environments: names, immutable versions, uploads, and the reports of their examinations.
 
-The rule: a version is a write-once file and never changes; the same content registered twice is the same version. It
-runs nothing and imports nothing that it keeps: it says what a host has to load (``order``), in whichever process asks.
+Rule: a version is a write-once file and never changes; the same content registered twice is the same version. It runs
+and imports none of what it keeps: it tells any process what a host has to load (``place``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from gspo_core.env import InvalidEnvironment
+from gspo_core.json_value import JSON
 from services.files.data_dir import EnvironmentsDir
 from services.files.durable import make_directory, write_once
 
@@ -25,33 +26,33 @@ MAX_REPORTS = 50
 
 
 class EnvironmentNotFound(LookupError):
-    """There is no such environment, or it was removed."""
+    """The environment does not exist, or was removed."""
 
     def __init__(self, reference: str) -> None:
         super().__init__(f"no environment {reference[:80]!r} is registered")
 
 
 class NameTaken(Exception):
-    """The name belongs to somebody else."""
+    """The name belongs to another owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One version."""
+    """One version of an environment."""
 
     name: str
     version: int
     owner: str
     created_at: str
-    source: Mapping[str, Any]
-    """As it was registered, without what was uploaded."""
+    source: Mapping[str, JSON]
+    """As it was registered, without the upload."""
     ref: str
     """What a host loads: `package.module:Class`, or a path below the upload."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, JSON] = field(default_factory=dict)
     upload: str | None = None
-    """The digest of what was uploaded."""
+    """The digest of the upload."""
     is_remote: bool = False
-    """It reaches a URL that somebody named: its host connects to allowed addresses only."""
+    """It reaches a URL that a user named: its host may connect to allowed addresses only."""
     digest: str = ""
 
     @property
@@ -59,12 +60,29 @@ class Registration:
         return f"{self.name}@{self.version}"
 
 
+class CheckRecord(TypedDict):
+    """One finding of an examination, as `gspo_core.testing.report` writes it."""
+
+    id: str
+    status: str
+    message: str
+    data: JSON
+
+
+class ExaminationReport(TypedDict):
+    """Every finding of an examination."""
+
+    name: str
+    ok: bool
+    checks: list[CheckRecord]
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What a host has to load, on this machine."""
+    """What a host has to load on this machine."""
 
     ref: str
-    config: Mapping[str, Any]
+    config: Mapping[str, JSON]
     paths: tuple[str, ...] = ()
     """Where its modules are found."""
     is_remote: bool = False
@@ -76,9 +94,9 @@ def parse_reference(text: str) -> tuple[str, int | None] | None:
     return (match[1], int(match[2]) if match[2] else None) if match else None
 
 
-def digest_of(ref: str, config: Mapping[str, Any], upload: str | None, source: Mapping[str, Any]) -> str:
-    """What makes two registrations the same."""
-    text = json.dumps([ref, config, upload, source], sort_keys=True, allow_nan=False)
+def digest_of(one: Registration) -> str:
+    """Equal for registrations with the same content."""
+    text = json.dumps([one.ref, one.config, one.upload, one.source], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -91,7 +109,7 @@ class EnvironmentRegistry:
     def add(self, wanted: Registration) -> tuple[Registration, bool]:
         """The version that holds this content, and whether it is new; ``wanted.version`` and ``digest`` are ignored.
         Raises NameTaken."""
-        digest = digest_of(wanted.ref, wanted.config, wanted.upload, wanted.source)
+        digest = digest_of(wanted)
         while True:
             versions = self._versions(wanted.name)
             held = [self._read(wanted.name, version) for version in versions]
@@ -102,17 +120,17 @@ class EnvironmentRegistry:
             number = max(versions, default=0) + 1
             record = Registration(**{**asdict(wanted), "version": number, "digest": digest})
             make_directory(self._directory.environment(wanted.name))
-            # Another process may have taken the number: then its content is looked at first.
+            # Another process may have taken the number: then look at its content first.
             with contextlib.suppress(FileExistsError):
                 write_once(self._directory.record(wanted.name, number), [json.dumps(asdict(record)).encode()])
                 return record, True
 
     def require_name(self, name: str, owner: str) -> None:
-        """Raises NameTaken, before anything is kept for it."""
+        """Raises NameTaken: to be called before anything is stored under the name."""
         _require_owner([self._read(name, version) for version in self._versions(name)[:1]], owner)
 
     def get(self, reference: str) -> Registration:
-        """The version that `name@version` says, the newest one for `name`. Raises EnvironmentNotFound."""
+        """The version that `name@version` names, or the newest of `name`. Raises EnvironmentNotFound."""
         parsed = parse_reference(reference)
         if parsed is None:
             raise EnvironmentNotFound(reference)
@@ -132,29 +150,29 @@ class EnvironmentRegistry:
         return [one for one in held if not self._is_removed(one)]
 
     def remove(self, one: Registration) -> None:
-        """It is not there any more; its number is never given again."""
+        """Its number is never used again."""
         with contextlib.suppress(FileExistsError):
             write_once(self._directory.removed(one.name, one.version), [b"{}"])
 
-    def report(self, one: Registration) -> dict[str, Any] | None:
-        """What the newest examination said; None before the first."""
+    def report(self, one: Registration) -> ExaminationReport | None:
+        """The report of the newest examination; None before the first."""
         numbers = self._reports(one)
         if not numbers:
             return None
-        report: dict[str, Any] = json.loads(self._report_path(one, numbers[-1]).read_bytes())
+        report: ExaminationReport = json.loads(self._report_path(one, numbers[-1]).read_bytes())
         return report
 
-    def add_report(self, one: Registration, report: Mapping[str, Any]) -> None:
+    def add_report(self, one: Registration, report: ExaminationReport) -> None:
         number = max(self._reports(one), default=0) + 1
         if number <= MAX_REPORTS:
-            with contextlib.suppress(FileExistsError):  # somebody else has examined it in this moment
+            with contextlib.suppress(FileExistsError):  # another worker examined it at the same time
                 write_once(self._report_path(one, number), [json.dumps(dict(report)).encode()])
 
     def upload_dir(self, digest: str) -> Path:
         return self._directory.upload(digest)
 
     def place(self, reference: str) -> Placed:
-        """Raises InvalidEnvironment: no such version, or its upload is not on this machine."""
+        """Raises InvalidEnvironment if there is no such version, or its upload is not on this machine."""
         parsed = parse_reference(reference)
         if parsed is None or parsed[1] is None:
             raise InvalidEnvironment(f"{reference} is neither an import string nor a registered version (name@version)")
@@ -166,7 +184,7 @@ class EnvironmentRegistry:
             return Placed(one.ref, one.config, is_remote=one.is_remote)
         root = self.upload_dir(one.upload)
         if not root.is_dir():
-            raise InvalidEnvironment(f"{one.id}: what was uploaded is not below {self._directory.path}")
+            raise InvalidEnvironment(f"{one.id}: its upload is not below {self._directory.path}")
         is_file = one.ref.rpartition(":")[0].endswith(".py")
         return Placed(f"{root}/{one.ref}" if is_file else one.ref, one.config, (str(root),))
 
@@ -187,6 +205,6 @@ class EnvironmentRegistry:
 
 
 def _require_owner(held: Sequence[Registration], owner: str) -> None:
-    """A name belongs to who registered its first version."""
+    """A name belongs to the owner of its first version."""
     if held and held[0].owner != owner:
-        raise NameTaken(f"the name {held[0].name} belongs to somebody else; choose another one")
+        raise NameTaken(f"the name {held[0].name} belongs to another owner; choose another one")

@@ -1,7 +1,7 @@
-"""Environments that run in a service elsewhere (`host_service`), with the faces of a host and its processes here.
+"""Environments that run in a service elsewhere (`service`), with the interfaces of a host and its processes here.
 
-Rule: whoever asks gets an answer or ``Died``, as from a process beside us; a service that is gone takes its processes
-along, and nobody is blamed for it at once. What it says is data of somebody else: read as JSON of known shape, bounded.
+Rule: a caller gets an answer or ``Died``, as from a local process. A lost service takes its processes along, and no
+session is blamed for that at once. Its frames are foreign data: read as JSON of known shape, bounded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import msgspec
 
@@ -22,16 +22,16 @@ from services.hosts.server import BootFailed, HostOrder
 from services.hosts.wire import BadFrame, HostDescription
 
 PING_S = 5.0
-# Both sides: who says nothing for so long is gone, whatever its kernel says.
+# Both sides: a peer that is silent for so long is gone, whatever its kernel says.
 SILENCE_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 RETRY_S = (0.2, 5.0)
 
 
 class Said(msgspec.Struct):
-    """What a service says; one of these."""
+    """A frame from a service: one of these."""
 
-    ready: Any = None
+    ready: HostDescription | None = None
     invalid: str | None = None
     failed: str | None = None
     forked: int | None = None
@@ -45,6 +45,11 @@ class Said(msgspec.Struct):
 
 
 _read = msgspec.json.Decoder(Said).decode
+
+_Call = TypedDict(
+    "_Call",
+    {"process": int, "session": int, "op": str, "budget_s": float, "with": wire.Arguments},
+)
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,10 @@ async def _connect(addresses: Sequence[str]) -> socket.socket:
 
 
 class RemoteHost(asyncio.Protocol):
-    """An environment that a service has loaded for us; looks like ``host_server.ForkServer``."""
+    """An environment that a service has loaded for us, with the interface of ``server.RunningHost``."""
 
     pid = 0
-    """Its process is on another machine."""
+    """Unknown: its process is on another machine."""
 
     def __init__(self, order: HostOrder) -> None:
         self._order = order
@@ -141,14 +146,12 @@ class RemoteHost(asyncio.Protocol):
     async def load(self, token: str) -> None:
         order = self._order
         self.send({"token": token})
-        networks = None if order.networks is None else list(order.networks)
-        boot = {"ref": order.ref, "config": dict(order.config), "hosting": dict(order.hosting), "networks": networks}
-        self.send({"boot": boot})
+        self.send({"boot": order.frame()})
         self._pinging = self._loop.create_task(self._ping())
         self.description = await self._ready
 
     async def fork(self) -> RemoteProcess:
-        """Raises ``BootFailed`` where the host has ended."""
+        """Raises ``BootFailed`` if the host has ended."""
         self._next_number += 1
         process = RemoteProcess(self._next_number, self)
         forked: asyncio.Future[int] = self._loop.create_future()
@@ -173,7 +176,7 @@ class RemoteHost(asyncio.Protocol):
             self._transport.close()
         self._fail(BootFailed(f"{self._order.ref}: closed"))
 
-    def send(self, frame: Mapping[str, Any]) -> None:
+    def send(self, frame: Mapping[str, object]) -> None:
         if self._transport is not None and not self.is_dead:
             self._transport.write(wire.encode(frame))
 
@@ -184,7 +187,7 @@ class RemoteHost(asyncio.Protocol):
                 self._transport.abort()
             self.send({"ping": True})
 
-    # what the connection says
+    # called by the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -196,7 +199,7 @@ class RemoteHost(asyncio.Protocol):
             for body in self._frames.feed(data):
                 self._hear(_read(body))
         except (BadFrame, msgspec.DecodeError, RecursionError) as error:
-            self.tail = f"it says nothing that can be read: {error}"
+            self.tail = f"it sent a frame that cannot be read: {error}"
             if self._transport is not None:
                 self._transport.abort()
 
@@ -213,7 +216,7 @@ class RemoteHost(asyncio.Protocol):
             elif said.failed is not None:
                 self._ready.set_exception(BootFailed(said.failed))
             elif said.ready is not None:
-                self._ready.set_result(HostDescription.from_json(said.ready))
+                self._ready.set_result(said.ready)
         elif said.forked is not None:
             self._has_forked(said.forked, said)
         elif said.reply is not None:
@@ -236,17 +239,17 @@ class RemoteHost(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # looked at: perhaps nobody waits any more
+            self._ready.exception()  # marked as retrieved: there may be no waiter left
         for forked in self._forking.values():
             if not forked.done():
                 forked.set_exception(BootFailed(str(error)))
 
-    async def ask(self, call: dict[str, Any], answered: asyncio.Future[Reply]) -> Reply:
+    async def ask(self, call: _Call, answered: asyncio.Future[Reply]) -> Reply:
         self._next_call += 1
         number = self._next_call
         self._calls[number] = answered
         try:
-            self.send(call | {"call": number})
+            self.send({**call, "call": number})
             return await answered
         finally:
             self._calls.pop(number, None)
@@ -256,7 +259,7 @@ class RemoteHost(asyncio.Protocol):
 
 
 class RemoteProcess:
-    """Looks like ``host_process.HostProcess``; the service keeps the deadlines and finds out who did it."""
+    """Has the interface of ``process.HostProcess``; the service keeps the deadlines and finds the culprit."""
 
     def __init__(self, number: int, host: RemoteHost) -> None:
         self.number = number
@@ -264,25 +267,31 @@ class RemoteProcess:
         self.num_sessions = 0
         self.is_retired = False
         self.death: Death | None = None
-        self.on_death: Callable[[Any], None] = lambda process: None
+        self.on_death: Callable[[RemoteProcess], None] = lambda process: None
         self._host = host
         self._owed: dict[asyncio.Future[Reply], int] = {}
-        """Answers that are waited for, and whose they are."""
+        """Outstanding answers, with their sessions."""
 
-    async def call(self, session: int, operation: str, budget_s: float, **arguments: Any) -> Reply:
-        """Raises ``Died``; what an environment does wrong is in the reply."""
+    async def call(self, session: int, operation: str, budget_s: float, arguments: wire.Arguments) -> Reply:
+        """Raises ``Died``; failures of the environment are in the reply."""
         if self.death is not None:
             raise Died(self.death)
         answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._owed[answered] = session
-        call = {"process": self.number, "session": session, "op": operation, "budget_s": budget_s, "with": arguments}
+        call: _Call = {
+            "process": self.number,
+            "session": session,
+            "op": operation,
+            "budget_s": budget_s,
+            "with": arguments,
+        }
         try:
             return await self._host.ask(call, answered)
         finally:
             del self._owed[answered]
 
     def condemn(self, death: Death) -> None:
-        """End it now; everything that it still owes fails with ``death``."""
+        """Kills it now; every answer that it still owes fails with ``death``."""
         self._host.send({"kill": self.number})
         self.end(death)
 

@@ -1,7 +1,6 @@
-"""A host as its user sees it: a fork server that loads an environment, makes processes of it and ends them.
+"""A host, seen from its user: a fork server that loads an environment, forks processes from it and ends them.
 
-Rule: nothing of a host outlives its parent, and nothing of ours reaches it but what its order says: no settings, no
-keys.
+Rule: nothing of a host outlives its parent, and nothing of ours reaches it but its order: no settings, no keys.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from gspo_core.env import InvalidEnvironment
+from gspo_core.json_value import JSON
 from services.hosts import wire
 from services.hosts.mark import Mark
 from services.hosts.process import Cause, Death, HostProcess
 from services.hosts.wire import BadFrame, HostDescription
 
 ROOT = Path(__file__).resolve().parents[2]
-# All that a host inherits: no settings, no keys, no addresses of ours.
+# Everything that a host inherits: no settings, no keys, no addresses of ours.
 PASSED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 TAIL_BYTES = 4096
 # A server that is busy forking reads its requests a little later.
@@ -46,7 +45,15 @@ class _Event(msgspec.Struct):
     how: tuple[str, int] = ("signal", 9)
 
 
+class _Loading(msgspec.Struct):
+    """The first frame of a host: one of these."""
+
+    ready: HostDescription | None = None
+    invalid: str | None = None
+
+
 _read_event = msgspec.json.Decoder(_Event).decode
+_read_loading = msgspec.json.Decoder(_Loading).decode
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,8 @@ class HostOrder:
     """Which environment a host loads, and with what."""
 
     ref: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    hosting: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, JSON] = field(default_factory=dict)
+    hosting: Mapping[str, int] = field(default_factory=dict)
     """Fields of ``HostLimits`` that the job sets."""
     python: str = sys.executable
     """The interpreter, e.g. of the environment's own virtual environment."""
@@ -63,13 +70,18 @@ class HostOrder:
     hang_grace_s: float = 3.0
     """Beyond the deadline that a session keeps itself."""
     paths: Sequence[str] = ()
-    """Where its modules are found, besides where ours are."""
+    """Where its modules are found, besides where our own are."""
     networks: Sequence[str] | None = None
-    """It connects to public addresses and to these networks only. None: to everything."""
+    """It may connect to public addresses and to these networks only. None: to everything."""
+
+    def frame(self) -> wire.Boot:
+        """The part of it that a host is told."""
+        networks = None if self.networks is None else list(self.networks)
+        return {"ref": self.ref, "config": dict(self.config), "hosting": dict(self.hosting), "networks": networks}
 
 
 class BootFailed(Exception):
-    """The host did not come up; whether the environment is to blame cannot be said."""
+    """The host did not come up, and the environment may or may not be to blame."""
 
 
 class RunningHost(asyncio.Protocol):
@@ -97,7 +109,7 @@ class RunningHost(asyncio.Protocol):
 
     @classmethod
     async def boot(cls, order: HostOrder) -> RunningHost:
-        """Raises ``InvalidEnvironment`` with what is wrong with it, or ``BootFailed``."""
+        """Raises ``InvalidEnvironment`` with the reason, or ``BootFailed``."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         read_output, write_output = os.pipe()
@@ -116,14 +128,7 @@ class RunningHost(asyncio.Protocol):
             async with asyncio.timeout(order.boot_timeout_s):
                 await loop.connect_read_pipe(lambda: server._output, os.fdopen(read_output, "rb"))
                 server._transport, _ = await loop.create_connection(lambda: server, sock=ours)
-                boot = {
-                    "ref": order.ref,
-                    "config": dict(order.config),
-                    "hosting": dict(order.hosting),
-                    "scratch": server._scratch,
-                    "networks": None if order.networks is None else list(order.networks),
-                }
-                server._transport.write(wire.encode(boot))
+                server._transport.write(wire.encode({**order.frame(), "scratch": server._scratch}))
                 server.description = await server._ready
         except TimeoutError:
             await server.close()
@@ -134,7 +139,7 @@ class RunningHost(asyncio.Protocol):
         return server
 
     async def fork(self) -> HostProcess:
-        """A new process; it answers as soon as it is there."""
+        """A new process; it answers as soon as it has started."""
         self._next_number += 1
         ours, theirs = socket.socketpair()
         mark = Mark.new()
@@ -164,7 +169,7 @@ class RunningHost(asyncio.Protocol):
         self._raw.close()
         loop = asyncio.get_running_loop()
         try:
-            # Before it is ready it may hang in the environment's import and not see that nobody is there any more.
+            # Before it is ready it may hang in the environment's import and not notice that we have left.
             if not (self._ready.done() and not self._ready.cancelled() and self._ready.exception() is None):
                 self._process.kill()
             await loop.run_in_executor(None, self._process.wait, 5.0)
@@ -181,10 +186,10 @@ class RunningHost(asyncio.Protocol):
 
     @property
     def tail(self) -> str:
-        """The last that it and its processes have printed."""
+        """The end of its output and that of its processes."""
         return self._output.tail.decode("utf-8", "replace").strip()
 
-    # what the connection says
+    # called by the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         return
@@ -194,15 +199,17 @@ class RunningHost(asyncio.Protocol):
             for body in self._frames.feed(data):
                 self._hear(body)
         except (BadFrame, msgspec.DecodeError) as error:
-            self._fail(BootFailed(f"{self._order.ref}: its host says nothing that can be read: {error}"))
+            self._fail(BootFailed(f"{self._order.ref}: its host sent a frame that cannot be read: {error}"))
 
     def _hear(self, body: bytes) -> None:
         if not self._ready.done():
-            said = msgspec.json.decode(body)
-            if "invalid" in said:
-                self._fail(InvalidEnvironment(said["invalid"]))
+            said = _read_loading(body)
+            if said.invalid is not None:
+                self._fail(InvalidEnvironment(said.invalid))
+            elif said.ready is not None:
+                self._ready.set_result(said.ready)
             else:
-                self._ready.set_result(HostDescription.from_json(said.get("ready")))
+                raise BadFrame("its first frame is neither ready nor invalid")
             return
         event = _read_event(body)
         if event.forked is not None and event.pid is not None:
@@ -241,11 +248,11 @@ class RunningHost(asyncio.Protocol):
             self._raw.send(wire.encode({"kill": number}))
         except BlockingIOError:
             asyncio.get_running_loop().call_later(FULL_S, self._kill, number)
-        except OSError:  # it is gone itself, and takes its processes along
+        except OSError:  # the server is gone, and took its processes along
             return
 
     def _kill_groups(self) -> None:
-        """What a killed server could not clean up any more."""
+        """Does what a killed server could no longer do."""
         for pid in (*self._pids, self._process.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -253,7 +260,7 @@ class RunningHost(asyncio.Protocol):
 
 
 class _Output(asyncio.Protocol):
-    """Reads what the host prints, so that it never waits, and keeps the end of it."""
+    """Reads the host's output, so that the host never blocks on it, and keeps the end."""
 
     def __init__(self) -> None:
         self.tail = b""
@@ -284,13 +291,13 @@ def _spawn(order: HostOrder, control: socket.socket, output: int) -> subprocess.
 
 
 def child_variables(paths: Sequence[str] = ()) -> dict[str, str]:
-    """The whole environment of a process that runs code of an environment."""
+    """All environment variables of a process that runs code of an environment."""
     variables = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     return variables | {"PYTHONPATH": os.pathsep.join([*_search_path(), *paths])}
 
 
 def _search_path() -> Sequence[str]:
-    """Where this process finds modules that do not belong to its own interpreter."""
+    """Where this process finds modules that are not part of its own interpreter."""
     own = set(sysconfig.get_paths().values())
     given = [str(Path(entry or ".").absolute()) for entry in sys.path]
     foreign = [entry for entry in given if entry not in own and not entry.endswith("lib-dynload")]

@@ -1,7 +1,8 @@
 """``python -m services.hosts.service``: runs environments for rollout workers elsewhere, on a network of its own.
 
 Rule: it is the far side of a wall. It knows no Redis, no engine and no secret, only the digest of the token that
-workers show; each connection gets one host, which ends with it. It keeps the deadlines and says who broke a process.
+workers show. Each connection gets one host, which ends with it. It keeps the deadlines and names the session that
+broke a process.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import json
 import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 import msgspec
 
 from gspo_core.env import InvalidEnvironment
+from gspo_core.json_value import JSON
 from services.files.data_dir import DataDir
 from services.hosts import wire
 from services.hosts.process import Cause, Death, Died, HostProcess, Reply
@@ -34,19 +36,19 @@ from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger
 
-# Of who has not shown the token yet.
+# Before the token has been shown.
 MAX_GREETING_BYTES = 4096
 GREETING_TIMEOUT_S = 5.0
-# For what is under way when it is asked to leave; less than the grace of the process.
+# For calls under way when it is told to stop; less than the grace period of the process.
 LEAVING_S = 20.0
-# The worker that waits knows how long; when it leaves, the host ends.
+# The waiting worker has its own limit; when it disconnects, the host ends.
 BOOT_TIMEOUT_S = 3600.0
 OPERATIONS = frozenset({"start", "act", "score", "restore", "close"})
 _LENGTH = struct.Struct("<I")
 
 
 class ConnectionRefused(Exception):
-    """Whoever connected may not, or does not speak as a worker does."""
+    """The peer showed no valid token, or broke the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,24 @@ class _Request:
     session: int
     operation: str
     budget_s: float
-    given: dict[str, Any]
+    given: wire.Arguments
+
+
+class _Boot(msgspec.Struct):
+    """As `wire.Boot`."""
+
+    ref: str
+    config: dict[str, Any]
+    hosting: dict[str, int]
+    networks: list[str] | None
+
+    @property
+    def order(self) -> HostOrder:
+        return HostOrder(self.ref, self.config, self.hosting, networks=self.networks)
 
 
 class Guest:
-    """One worker's connection, and the host that it asked for."""
+    """A worker's connection and the host that it asked for."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, interpreters: Interpreters) -> None:
         self._reader = reader
@@ -75,40 +90,40 @@ class Guest:
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 greeting = await anext(self._frames(MAX_GREETING_BYTES))
-            token = greeting.get("token")
-            if not isinstance(token, str) or not is_token(token, token_sha256):
-                raise ConnectionRefused("a wrong token")
+            match greeting:
+                case {"token": str(token)} if is_token(token, token_sha256):
+                    pass
+                case _:
+                    raise ConnectionRefused("a wrong token")
             async for frame in self._frames(MAX_FRAME_BYTES):
                 self._take(frame)
         except (StopAsyncIteration, OSError, TimeoutError):
-            return  # it left; a worker says something every few seconds
+            return  # it left: a worker sends something every few seconds
         finally:
             await self._end()
 
-    async def _frames(self, most_bytes: int) -> AsyncIterator[Mapping[str, Any]]:
+    async def _frames(self, most_bytes: int) -> AsyncIterator[JSON]:
         while True:
             try:
                 async with asyncio.timeout(SILENCE_S):
                     (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
                     if length > most_bytes:
                         raise ConnectionRefused(f"a frame of {length} bytes")
-                    frame = json.loads(await self._reader.readexactly(length))
+                    frame: JSON = json.loads(await self._reader.readexactly(length))
             except asyncio.IncompleteReadError:
                 return
             except (ValueError, RecursionError) as error:
                 raise ConnectionRefused(f"not JSON: {error}") from None
-            if not isinstance(frame, dict):
-                raise ConnectionRefused("a frame is an object")
             yield frame
 
     async def leave(self) -> None:
-        """Ends and answers what is under way. What is asked for from now on is not begun: whoever asked does it
-        elsewhere, and nothing is done twice."""
+        """Finishes and answers the calls under way. It starts no later ones: their callers go elsewhere, so nothing is
+        done twice."""
         self._is_leaving = True
         if self._calls:
             await asyncio.wait(set(self._calls), timeout=LEAVING_S)
 
-    def _take(self, frame: Mapping[str, Any]) -> None:
+    def _take(self, frame: JSON) -> None:
         if self._is_leaving:
             return
         match frame:
@@ -120,7 +135,9 @@ class Guest:
                 "budget_s": float() | int() as budget_s,
                 "with": dict(given),
             } if operation in OPERATIONS:
-                call = self._start(self._call(number, process, _Request(session, operation, budget_s, given)))
+                call = self._start(
+                    self._call(number, process, _Request(session, operation, budget_s, cast(wire.Arguments, given)))
+                )
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
             case {"fork": int(number)}:
@@ -129,21 +146,19 @@ class Guest:
                 process_here = self._processes.pop(number, None)
                 if process_here is not None:
                     process_here.condemn(Death(Cause.CLOSED))
-            case {
-                "boot": {
-                    "ref": str(ref),
-                    "config": dict(config),
-                    "hosting": dict(hosting),
-                    "networks": (None | list()) as networks,
-                }
-            } if self._host is None:
-                self._start(self._boot(HostOrder(ref, config, hosting, networks=networks)))
+            case {"boot": boot} if self._host is None:
+                try:
+                    order = msgspec.convert(boot, _Boot).order
+                except msgspec.ValidationError as error:
+                    raise ConnectionRefused(f"boot: {error}") from None
+                self._start(self._boot(order))
             case {"ping": _}:
                 self._say({"pong": True})
             case _:
-                raise ConnectionRefused(f"cannot be understood: {', '.join(sorted(map(str, frame)))[:200]}")
+                found = ", ".join(sorted(frame)) if isinstance(frame, dict) else type(frame).__name__
+                raise ConnectionRefused(f"unknown frame: {found[:200]}")
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -159,7 +174,7 @@ class Guest:
             self._say({"failed": str(error)})
         else:
             get_logger().info("environment loaded", ref=order.ref)
-            self._say({"ready": described(self._host)})
+            self._say({"ready": asdict(self._host.description)})
 
     async def _fork(self, number: int) -> None:
         try:
@@ -191,19 +206,18 @@ class Guest:
     async def _call(self, number: int, process_number: int, request: _Request) -> None:
         process = self._processes.get(process_number)
         if process is None:
-            return  # its death was or is being told
-        with contextlib.suppress(Died):  # told by its own frame
-            reply = await process.call(request.session, request.operation, request.budget_s, **request.given)
+            return  # its death has been reported, or is about to be
+        with contextlib.suppress(Died):  # reported in a frame of its own
+            reply = await process.call(request.session, request.operation, request.budget_s, request.given)
             self._answer(number, request.operation, reply)
 
     def _answer(self, number: int, operation: str, reply: Reply) -> None:
-        answer = msgspec.structs.asdict(reply) | {"id": number}
         try:
-            self._say({"reply": answer})
+            self._say({"reply": msgspec.structs.asdict(reply) | {"id": number}})
         except wire.FrameTooLong as error:
             self._say({"reply": {"id": number, "failed": [operation, f"the answer is too long: {error}"]}})
 
-    def _say(self, frame: Mapping[str, Any]) -> None:
+    def _say(self, frame: Mapping[str, object]) -> None:
         if not self._writer.is_closing():
             self._writer.write(wire.encode(frame))
 
@@ -214,13 +228,6 @@ class Guest:
         self._writer.close()
         if self._host is not None:
             await self._host.close()
-
-
-def described(host: RunningHost) -> dict[str, Any]:
-    """As the host itself said it."""
-    given = msgspec.to_builtins(host.description)
-    assert isinstance(given, dict)
-    return given
 
 
 def is_token(presented: str, sha256: str) -> bool:
@@ -237,21 +244,21 @@ async def serve(settings: Settings, host: str, port: int, stop: asyncio.Event) -
 
     guests: dict[asyncio.Task[None], Guest] = {}
 
-    async def receive(guest: Guest, peer: object) -> None:
+    async def receive(guest: Guest, peer: str) -> None:
         try:
             await guest.serve(sha256)
         except (ConnectionRefused, BadFrame) as error:
-            get_logger().warning("refused", peer=str(peer), reason=str(error))
+            get_logger().warning("refused", peer=peer, reason=str(error))
 
     def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         guest = Guest(reader, writer, interpreters)
-        task = asyncio.create_task(receive(guest, writer.get_extra_info("peername")))
+        task = asyncio.create_task(receive(guest, str(writer.get_extra_info("peername"))))
         guests[task] = guest
         task.add_done_callback(guests.pop)
 
     server = await asyncio.start_server(on_connection, host, port)
     get_logger().info("listening", port=server.sockets[0].getsockname()[1])
-    # Policies start what they like; what they orphan falls to the first process of the container.
+    # Policies start processes as they like; orphaned ones become children of the container's first process.
     burying = asyncio.create_task(bury_orphans(), name="burying")
     async with Health(settings.health_file, stop) as health:
         health.is_ready = True

@@ -1,10 +1,10 @@
 """An environment that runs in processes of its own, behind the same interface as one that runs here.
 
-Rule: only the session that acted is blamed. What its own action did to its process is its outcome (``tool_timeout``,
-``env_crash``); a session that merely sat beside it goes on elsewhere, from its snapshot or by replay, and notices
-nothing. Where several are suspects, each goes on alone, so that the guilty one is found and nobody else pays.
-Who was acting acts again only where the environment declares that harmless (``replayable``): else nobody knows whether
-it had acted, and the session is lost.
+Rule: only the session that acted is blamed. If its own action broke its process, that is its outcome
+(``tool_timeout``, ``env_crash``); a session that merely shared the process goes on elsewhere, from its snapshot or by
+replay, and notices nothing. Several suspects each go on alone, so that the guilty one is found and no other pays.
+An interrupted action is repeated only if the environment declares that harmless (``replayable``): otherwise it may
+already have had its effect, and the session is lost.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ import asyncio
 import base64
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 from gspo_core.env import AtCapacity, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
 from gspo_core.env.contract import PhaseLimits
+from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
 from services.hosts import wire
 from services.hosts.pool import Boot, HostPool, Seat
 from services.hosts.process import Cause, Death, Died, Reply
 from services.hosts.server import HostOrder, RunningHost
 
-# How often one session may lose its process through no fault of its own before its episode starts again.
+# How often a session may lose its process through no fault of its own before its episode starts again.
 MAX_LOSSES = 8
-# How long who was refused by a full world waits before it asks again.
+# How long a session that a full world refused waits before it asks again.
 REFUSED_S = (0.1, 0.5)
 # An async member that is cancelled gets so long to clean up (`gspo_core.env.calls`).
 _CANCEL_GRACE_S = 1.0
 
 
 class SessionLost(EnvironmentFailed):
-    """The session is gone, and neither its policy nor its environment is known to be the cause: nobody is charged."""
+    """The session is gone, and neither its policy nor its environment is known to be the cause: neither is charged."""
 
     def __init__(self, phase: str, reason: str, *, is_suspect: bool = False) -> None:
         super().__init__(phase, reason)
         self.is_suspect = is_suspect
-        """It may have been this one: what comes after it is to be watched (``HostedSession.watch``)."""
+        """This session may be the culprit: its successor is to be watched (``HostedSession.watch``)."""
 
 
-class HostedTask(dict[str, Any]):
-    """Names a task by its place; the task itself stays in the environment's process, so it may hold anything."""
+class HostedTask(dict[str, str | int]):
+    """Names a task by its place. The task itself stays in the environment's process, so it may hold anything."""
 
     def __init__(self, split: Split, index: int) -> None:
         super().__init__(split=str(split), index=index)
+        self.place = str(split), index
 
 
 class HostedEnvironment:
@@ -71,7 +73,7 @@ class HostedEnvironment:
         return self.pool.capacity
 
     @property
-    def limits(self) -> Mapping[str, Any]:
+    def limits(self) -> Mapping[str, JSON]:
         return self.pool.description.limits
 
     @property
@@ -88,12 +90,12 @@ class HostedEnvironment:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        return self.pool.description.tools
+        return cast(list[ToolSchema], self.pool.description.tools)
 
     def num_tasks(self, split: Split) -> int:
         return self.pool.description.num_tasks[split]
 
-    async def task(self, split: Split, index: int) -> Mapping[str, Any]:
+    async def task(self, split: Split, index: int) -> HostedTask:
         if not 0 <= index < self.num_tasks(split):
             raise EnvironmentFailed(
                 "task", f"{self.name} has {self.num_tasks(split)} {split} tasks, not one at {index}"
@@ -103,7 +105,7 @@ class HostedEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> HostedSession:
         return HostedSession(self, limits or Timeouts(), episode_id, self._count)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, JSON]:
         return dict(self.pool.description.describe)
 
 
@@ -119,23 +121,23 @@ class HostedSession:
         self._episode_id = episode_id
         self._count = count
         self._seat: Seat | None = None
-        self._begin: dict[str, Any] = {}
-        """What starts it, and starts it again."""
+        self._begin: wire.Arguments = {}
+        """The arguments that start it, and start it again."""
         self._first: Sequence[Message] | None = None
-        self._history: list[tuple[dict[str, Any], Sequence[Message]]] = []
-        """Turns and what they were answered, for a replay."""
+        self._history: list[tuple[ParsedTurn, Sequence[Message]]] = []
+        """Turns and their answers, for a replay."""
         self._snapshot: str | None = None
         self._is_alone = False
         self._is_broken = False
-        """The policy broke it: it cannot act any more, and has the lowest reward."""
+        """The policy broke it: it cannot act again, and has the lowest reward."""
         self._num_losses = 0
         self._is_suspect = False
         """Its process was killed from outside while it acted: once may be chance."""
         self._is_watched = False
-        """It is a suspect as soon as it acts: what brings it back is no action of its policy."""
+        """It becomes a suspect once it acts; bringing it back is no action of its policy."""
         self._metrics: dict[str, float] = {}
         self.held_s = 0.0
-        """Seconds in which it was brought back after its process had died: no time of the episode."""
+        """Seconds spent bringing it back after its process had died; they do not count against the episode."""
         self.close_failure: str | None = None
 
     @property
@@ -144,19 +146,19 @@ class HostedSession:
 
     @property
     def is_stuck(self) -> bool:
-        """Never: whatever hangs is ended with its process."""
+        """Never: a hanging process is killed."""
         return False
 
     def watch(self) -> None:
-        """A session of the same episode before this one was a suspect: this one sits alone, and once was chance."""
+        """An earlier session of the same episode was a suspect: this one sits alone, and a second kill is its fault."""
         self._is_alone = self._is_watched = True
 
     async def admit(self) -> None:
-        """Waits until there is room. ``start`` does it too; whoever measures time calls it before."""
+        """Waits until there is room. ``start`` does so too; a caller that measures time calls this first."""
         if self._seat is None:
             self._seat = await self._pool.seat(alone=self._is_alone)
 
-    async def start(self, task: Mapping[str, Any], seed: int) -> Start:
+    async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         if self._first is not None:
             raise RuntimeError("a session starts once")
         self._prepare(task, seed)
@@ -180,14 +182,13 @@ class HostedSession:
     async def act(self, turn: ParsedTurn) -> Observation:
         if self._is_broken or self._first is None:
             raise RuntimeError("this session cannot act: it has not started, or its policy broke it")
-        given = wire.turn_to_json(turn)
         self._is_suspect, self._is_watched = self._is_suspect or self._is_watched, False
         while True:
             may_have_acted = False
             try:
                 await self._be_seated()
                 may_have_acted = True
-                observation = await self._act(given)
+                observation = await self._act(turn)
             except Died as died:
                 self._leave()
                 if self._is_guilty(died.death):
@@ -199,7 +200,7 @@ class HostedSession:
             else:
                 self._is_suspect = False
                 if self._environment.replayable:
-                    self._history.append((given, observation.messages))
+                    self._history.append((turn, observation.messages))
                 return observation
 
     async def score(self) -> tuple[float, dict[str, float]]:
@@ -208,7 +209,7 @@ class HostedSession:
         while True:
             try:
                 await self._be_seated()
-                reply = await self._call("score", self._limits.score_timeout_s)
+                reply = await self._call("score", self._limits.score_timeout_s, {})
             except Died as died:
                 self._leave()
                 if self._is_guilty(died.death):
@@ -220,7 +221,7 @@ class HostedSession:
     async def snapshot(self) -> bytes | None:
         return base64.b64decode(self._snapshot) if self._snapshot is not None and not self._is_broken else None
 
-    async def restore(self, task: Mapping[str, Any], seed: int, state: bytes) -> None:
+    async def restore(self, task: Mapping[str, JSON], seed: int, state: bytes) -> None:
         if self._first is not None:
             raise RuntimeError("a session starts once")
         self._prepare(task, seed)
@@ -238,10 +239,10 @@ class HostedSession:
             return
         try:
             budget_s = self._limits.close_timeout_s + _CANCEL_GRACE_S
-            reply = await seat.process.call(seat.session, "close", budget_s)
-            seat.process.is_retired |= reply.hung  # its neighbours play on, but nobody else is put there
+            reply = await seat.process.call(seat.session, "close", budget_s, {})
+            seat.process.is_retired |= reply.hung  # its neighbours play on, but it gets no new sessions
             self.close_failure = reply.result if isinstance(reply.result, str) else None
-        except Died as died:  # with its process it is closed too; only its own hanging is a failure
+        except Died as died:  # a dead process closes its sessions too; only a hang of this one is a failure
             if died.death.cause is Cause.HUNG and seat.session in died.death.suspects:
                 self.close_failure = str(died.death)
         finally:
@@ -249,21 +250,24 @@ class HostedSession:
 
     # one request
 
-    def _prepare(self, task: Mapping[str, Any], seed: int) -> None:
-        named = {"task_at": [task["split"], task["index"]]} if isinstance(task, HostedTask) else {"task": dict(task)}
+    def _prepare(self, task: Mapping[str, JSON], seed: int) -> None:
         limits = self._limits
-        phases = [limits.reset_timeout_s, limits.step_timeout_s, limits.score_timeout_s, limits.close_timeout_s]
-        self._begin = {**named, "seed": seed, "limits": phases, "episode": self._episode_id}
+        phases = limits.reset_timeout_s, limits.step_timeout_s, limits.score_timeout_s, limits.close_timeout_s
+        self._begin = {"seed": seed, "limits": phases, "episode": self._episode_id}
+        if isinstance(task, HostedTask):
+            self._begin["task_at"] = task.place
+        else:
+            self._begin["task"] = dict(task)
 
     async def _start(self) -> Start:
         await self.admit()
-        reply = await self._call("start", self._limits.reset_timeout_s * 2, **self._begin)
+        reply = await self._call("start", self._limits.reset_timeout_s * 2, self._begin)
         self._snapshot = reply.snapshot
         return wire.start_from_json(reply.result)
 
-    async def _act(self, given: dict[str, Any]) -> Observation:
-        budget_s = (self._limits.step_timeout_s + _CANCEL_GRACE_S) * max(1, len(given["calls"]))
-        reply = await self._call("act", budget_s, turn=given)
+    async def _act(self, turn: ParsedTurn) -> Observation:
+        budget_s = (self._limits.step_timeout_s + _CANCEL_GRACE_S) * max(1, len(turn.calls))
+        reply = await self._call("act", budget_s, {"turn": wire.turn_to_json(turn)})
         self._snapshot = reply.snapshot  # one from an earlier turn would bring back another world
         observation = wire.observation_from_json(reply.result)
         if observation.stop_reason is StopReason.TOOL_TIMEOUT:
@@ -271,12 +275,12 @@ class HostedSession:
             self._count("host/broken_by_policy")
         return observation
 
-    async def _call(self, operation: str, budget_s: float, **arguments: Any) -> Reply:
+    async def _call(self, operation: str, budget_s: float, arguments: wire.Arguments) -> Reply:
         seat = self._seat
         assert seat is not None
-        reply = await seat.process.call(seat.session, operation, budget_s, **arguments)
+        reply = await seat.process.call(seat.session, operation, budget_s, arguments)
         self._metrics = reply.metrics if reply.metrics is not None else self._metrics
-        if reply.hung:  # it runs on in there, for ever perhaps
+        if reply.hung:  # it still runs in there, perhaps for ever
             seat.process.condemn(Death(Cause.HUNG, frozenset({seat.session})))
             self._leave()
         if reply.failed is not None:
@@ -287,10 +291,10 @@ class HostedSession:
     # when its process is gone
 
     def _is_guilty(self, death: Death) -> bool:
-        """Certainly this one. It has left the seat that died with ``death``."""
+        """Whether it was certainly this one. It has left the seat that died with ``death``."""
         me = self._died_as in death.suspects
         if death.cause is Cause.OVER_MEMORY and not self._sat_alone and (self._may_go_on or self._first is None):
-            self._is_alone |= me  # all that sat there filled the memory, and it merely acted when it was full
+            self._is_alone |= me  # all sessions there filled the memory; this one merely acted when it was full
             return False
         if death.cause is Cause.KILLED:
             known, self._is_suspect = self._is_suspect and len(death.suspects) == 1, me
@@ -305,7 +309,7 @@ class HostedSession:
         hung = death.cause is Cause.HUNG
         text = "error: timed out" if hung else "error: the environment's process ended"
         names = [call.name or "" for call in turn.calls] or [""]
-        messages = [{"role": "tool", "content": text, "name": names[-1], "tool_call_id": "call_last"}]
+        messages: list[Message] = [{"role": "tool", "content": text, "name": names[-1], "tool_call_id": "call_last"}]
         reason = StopReason.TOOL_TIMEOUT if hung else StopReason.ENV_CRASH
         return Observation(messages if turn.calls else (), done=True, stop_reason=reason)
 
@@ -345,7 +349,8 @@ class HostedSession:
     async def _bring_back(self) -> None:
         await self.admit()
         if self._snapshot is not None:
-            await self._call("restore", self._limits.reset_timeout_s * 2, **self._begin, state=self._snapshot)
+            arguments: wire.Arguments = {**self._begin, "state": self._snapshot}
+            await self._call("restore", self._limits.reset_timeout_s * 2, arguments)
         else:
             await self._replay()
         self._count("host/sessions_restored")
@@ -354,8 +359,8 @@ class HostedSession:
         start = await self._start()
         if list(start.messages) != list(self._first or ()):
             self._differs()
-        for given, messages in self._history:
-            if list((await self._act(given)).messages) != list(messages):
+        for turn, messages in self._history:
+            if list((await self._act(turn)).messages) != list(messages):
                 self._differs()
 
     def _differs(self) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Hosts of registered environments: what `name@version` stands for is looked up where the host is started.
+"""Hosts of registered environments: `name@version` is resolved where the host is started.
 
-Rule: a job holds the name of a version and nothing of its content, and a host that reaches a URL which somebody named,
-when it was registered or in a job, connects to public addresses and to the operator's networks only.
+Rule: a job holds the name of a version and nothing of its content. If an environment's registration or a job names a
+URL, the host connects to public addresses and the operator's networks only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Host = TypeVar("Host")
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Where registered environments are, and where those of them may connect to that reach a URL."""
+    """Where registered environments are kept, and which networks those that reach a URL may connect to."""
 
     registry: EnvironmentRegistry
     networks: tuple[str, ...] = ()
     elsewhere: bool = False
-    """Hosts run in services of their own, which do not have what was uploaded."""
+    """Hosts run in services elsewhere, which lack the uploaded files."""
 
     def placed(self, order: HostOrder) -> HostOrder:
-        """The order with what its host has to load; an import string stays. Raises ``InvalidEnvironment``."""
+        """The order with its reference resolved; an import string stays. Raises ``InvalidEnvironment``."""
         if ":" in order.ref:
             return replace(order, networks=self.networks) if any(urls_in(order.config)) else order
         found = self.registry.place(order.ref)
@@ -41,7 +41,7 @@ class Sites:
         return replace(order, ref=found.ref, config=found.config, paths=found.paths, networks=networks)
 
     def booting(self, boot: Callable[[HostOrder], Awaitable[Host]]) -> Callable[[HostOrder], Awaitable[Host]]:
-        """The same for registered ones as well."""
+        """``boot``, for registered environments as well."""
 
         async def boot_placed(order: HostOrder) -> Host:
             return await boot(await asyncio.to_thread(self.placed, order))

@@ -1,8 +1,8 @@
-"""The interpreter that an environment runs under: ours, or one of a virtual environment with what its file asks for.
+"""The interpreter that an environment runs under: ours, or that of a virtual environment with its requirements.
 
-Rule: an environment says what it needs in its own file, as inline metadata of scripts (PEP 723), and is never imported
-to find out. What is pinned and installed here already needs nothing. Installing is code from elsewhere: it happens only
-where the operator allows it, once for each set of requirements, and either wholly or not at all.
+Rule: an environment declares its requirements in its own file, as inline script metadata (PEP 723), and is never
+imported to find them. Requirements pinned to what is installed here need no virtual environment. Installing runs code
+from elsewhere: it happens only if the operator allows it, once for each set of requirements, wholly or not at all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interpreters:
     may_install: bool = False
 
     async def for_environment(self, ref: str) -> str:
-        """Raises ``InvalidEnvironment`` where there is none."""
+        """Raises ``InvalidEnvironment`` if there is none."""
         return await asyncio.to_thread(self.find, ref)
 
     def find(self, ref: str) -> str:
@@ -57,7 +57,7 @@ class Interpreters:
 
 
 def requirements_of(ref: str) -> tuple[str, ...]:
-    """What the file of ``ref`` asks for, in order; nothing where it says nothing or cannot be found."""
+    """The requirements in the file of ``ref``, in order; none if it declares none or cannot be found."""
     path = _file_of(ref.rpartition(":")[0])
     if path is None:
         return ()
@@ -75,7 +75,7 @@ def requirements_of(ref: str) -> tuple[str, ...]:
 
 
 def is_installed(requirement: str) -> bool:
-    """Pinned, and here in that version."""
+    """Whether it is pinned to the version that is installed here."""
     pin = _PIN.match(requirement)
     if pin is None:
         return False
@@ -89,7 +89,7 @@ def _file_of(module: str) -> Path | None:
     if module.endswith(".py"):
         return Path(module) if Path(module).is_file() else None
     found, search = None, sys.path
-    # By its last name only: under its whole one a folder without __init__.py wants its parents imported.
+    # One part at a time: for a dotted name a folder without __init__.py wants its parents imported.
     for part in module.split("."):
         found = importlib.machinery.PathFinder.find_spec(part, search)
         if found is None:

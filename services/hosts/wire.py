@@ -1,18 +1,19 @@
-"""What passes between a rollout worker and its environment hosts: frames of JSON, and turns and answers as JSON.
+"""The protocol between a rollout worker and its environment hosts: frames of JSON, and turns and answers as JSON.
 
-Rule: nothing but JSON crosses, never code or pickled objects, and no frame is longer than ``MAX_FRAME_BYTES``.
-Only the standard library and `gspo_core.env` are imported: hosts run under interpreters that have nothing else of ours.
+Rule: only JSON crosses, never code or pickled objects, and no frame is longer than ``MAX_FRAME_BYTES``.
+It imports the standard library and `gspo_core` alone: hosts run under interpreters without our dependencies.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, cast, final
 
-from gspo_core.env import CallStatus, Observation, ParsedTurn, Start, ToolCall
+from gspo_core.env import CallStatus, Message, Observation, ParsedTurn, Start, ToolCall, ToolSchema
+from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
 
 MAX_FRAME_BYTES = 16 << 20
@@ -20,16 +21,16 @@ _LENGTH = struct.Struct("<I")
 
 
 class BadFrame(Exception):
-    """The peer does not keep to the protocol; the connection is of no use any more."""
+    """The peer broke the protocol; close the connection."""
 
 
 class FrameTooLong(ValueError):
-    """What should be sent is longer than a frame may be."""
+    """The message does not fit into a frame."""
 
 
-def encode(frame: Mapping[str, Any]) -> bytes:
-    """Raises ``TypeError`` or ``ValueError`` where something in it is not JSON, ``FrameTooLong`` if it is too much."""
-    # A lone surrogate is no text: tokenizers and decoders refuse it, so it becomes a question mark here.
+def encode(frame: Mapping[str, object]) -> bytes:
+    """Raises ``TypeError`` or ``ValueError`` if something in it is not JSON, ``FrameTooLong`` if it is too long."""
+    # Tokenizers and decoders refuse a lone surrogate, so it becomes a question mark here.
     body = json.dumps(frame, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLong(f"{len(body)} bytes; a frame has at most {MAX_FRAME_BYTES}")
@@ -37,7 +38,7 @@ def encode(frame: Mapping[str, Any]) -> bytes:
 
 
 class Frames:
-    """Cuts a stream of bytes into the bodies of its frames."""
+    """Splits a stream of bytes into the bodies of its frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -73,16 +74,105 @@ class HostLimits:
                 raise ValueError(f"hosting: {name} is positive, not {value}")
 
 
-def turn_to_json(turn: ParsedTurn) -> dict[str, Any]:
+class TurnFrame(TypedDict):
+    """A ``ParsedTurn``; a call is its name, arguments, status, raw text, start and end."""
+
+    text: str
+    calls: list[tuple[str | None, JSON, str, str, int, int]]
+    complete: bool
+    reasoning: str
+
+
+class Arguments(TypedDict, total=False):
+    """The arguments of a request; which are present depends on the operation."""
+
+    task: Mapping[str, JSON]
+    task_at: tuple[str, int]
+    """Split and index, in place of ``task``."""
+    seed: int
+    limits: Sequence[float]
+    """For a new session: the fields of ``Timeouts``."""
+    episode: str
+    turn: TurnFrame
+    state: str
+    """A snapshot, in base64."""
+
+
+class Request(Arguments):
+    """A request to a session."""
+
+    id: int
+    session: int
+    op: str
+
+
+@final
+class StartFrame(TypedDict):
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema]
+
+
+@final
+class ObservationFrame(TypedDict):
+    messages: Sequence[Message]
+    stop: str | None
+    reward: float | None
+
+
+class Reply(TypedDict, total=False):
+    """The one answer to a request: ``failed`` (phase and reason) or ``result``."""
+
+    id: int
+    result: StartFrame | ObservationFrame | tuple[float, dict[str, float]] | str | None
+    failed: tuple[str, str]
+    hung: bool
+    """A member is still running although its time is over."""
+    metrics: dict[str, float]
+    snapshot: str
+
+
+class Boot(TypedDict):
+    """Which environment a host loads, and with what."""
+
+    ref: str
+    config: Mapping[str, JSON]
+    hosting: Mapping[str, int]
+    networks: Sequence[str] | None
+
+
+class Order(Boot):
+    """The first frame to a host."""
+
+    scratch: str
+    """The folder for its temporary files, which it makes."""
+
+
+class ForkRequest(TypedDict, total=False):
+    """To a host that has loaded its environment: one of these."""
+
+    fork: int
+    kill: int
+
+
+class ForkEvent(TypedDict, total=False):
+    """From a host: ``forked`` with ``pid``, or ``ended`` with ``how`` (memory, signal or exit, and its number)."""
+
+    forked: int
+    pid: int
+    ended: int
+    how: tuple[str, int]
+
+
+def turn_to_json(turn: ParsedTurn) -> TurnFrame:
     return {
         "text": turn.text,
-        "calls": [[call.name, call.arguments, str(call.status), call.raw, call.start, call.end] for call in turn.calls],
+        "calls": [(call.name, call.arguments, str(call.status), call.raw, call.start, call.end) for call in turn.calls],
         "complete": turn.complete,
         "reasoning": turn.reasoning,
     }
 
 
-def turn_from_json(given: Mapping[str, Any]) -> ParsedTurn:
+def turn_from_json(given: TurnFrame) -> ParsedTurn:
     calls = tuple(
         ToolCall(name, arguments, CallStatus(status), raw, start, end)
         for name, arguments, status, raw, start, end in given["calls"]
@@ -90,53 +180,64 @@ def turn_from_json(given: Mapping[str, Any]) -> ParsedTurn:
     return ParsedTurn(given["text"], calls, given["complete"], given["reasoning"])
 
 
-def start_to_json(start: Start) -> dict[str, Any]:
+def start_to_json(start: Start) -> StartFrame:
     return {
-        "messages": [dict(message) for message in start.messages],
-        "tools": [dict(schema) for schema in start.tools],
+        "messages": [{**message} for message in start.messages],
+        "tools": [{**schema} for schema in start.tools],
     }
 
 
-def start_from_json(given: Any) -> Start:
-    return Start(_dicts(given, "messages"), _dicts(given, "tools"))
+def start_from_json(given: JSON) -> Start:
+    return Start(_messages(given), cast(list[ToolSchema], _dicts(given, "tools")))
 
 
-def observation_to_json(observation: Observation) -> dict[str, Any]:
+def observation_to_json(observation: Observation) -> ObservationFrame:
     return {
-        "messages": [dict(message) for message in observation.messages],
+        "messages": [{**message} for message in observation.messages],
         "stop": str(observation.stop_reason) if observation.stop_reason else None,
         "reward": observation.reward,
     }
 
 
-def observation_from_json(given: Any) -> Observation:
-    messages = _dicts(given, "messages")
-    stop, reward = given.get("stop"), given.get("reward")
+def observation_from_json(given: JSON) -> Observation:
+    fields = given if isinstance(given, dict) else {}
+    messages, stop, reward = _messages(given), fields.get("stop"), fields.get("reward")
     try:
-        reason = StopReason(stop) if stop is not None else None
-        return Observation(messages, reason is not None, reason, None if reward is None else float(reward))
-    except (TypeError, ValueError) as error:
+        reason = StopReason(str(stop)) if stop is not None else None
+        return Observation(messages, reason is not None, reason, None if reward is None else _number(reward))
+    except ValueError as error:
         raise BadFrame(f"no observation: {error}") from None
 
 
-def score_from_json(given: Any) -> tuple[float, dict[str, float]]:
-    try:
-        reward, parts = given
-        return float(reward), {str(name): float(part) for name, part in parts.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise BadFrame(f"no score: {error}") from None
+def score_from_json(given: JSON) -> tuple[float, dict[str, float]]:
+    match given:
+        case [reward, dict() as parts]:
+            return _number(reward), {name: _number(part) for name, part in parts.items()}
+    raise BadFrame("no score: a reward and its parts are wanted")
 
 
-def _dicts(given: Any, name: str) -> list[dict[str, Any]]:
+def _number(given: JSON) -> float:
+    if not isinstance(given, int | float):
+        raise BadFrame(f"{given!r:.80} is no number")
+    return float(given)
+
+
+def _messages(given: JSON) -> list[Message]:
+    # Their content is the business of whoever renders them.
+    return cast(list[Message], _dicts(given, "messages"))
+
+
+def _dicts(given: JSON, name: str) -> list[dict[str, JSON]]:
     found = given.get(name) if isinstance(given, dict) else None
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+    items = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+    if not isinstance(found, list) or len(items) < len(found):
         raise BadFrame(f"{name} is not a list of objects")
-    return found
+    return items
 
 
 @dataclass(frozen=True, slots=True)
 class HostDescription:
-    """What a host says of its environment once it is loaded."""
+    """An environment, as the host that loaded it describes it."""
 
     describe: dict[str, Any]
     num_tasks: Mapping[Split, int]
@@ -148,20 +249,6 @@ class HostDescription:
     sessions_per_process: int
     max_processes: int
 
-    @classmethod
-    def from_json(cls, given: Any) -> HostDescription:
-        try:
-            bounds = given["reward_range"]
-            return cls(
-                describe=dict(given["describe"]),
-                num_tasks={split: int(given["num_tasks"][str(split)]) for split in Split},
-                limits=dict(given["limits"]),
-                replayable=bool(given["replayable"]),
-                has_snapshot=bool(given["has_snapshot"]),
-                reward_range=(float(bounds[0]), float(bounds[1])) if bounds is not None else None,
-                tools=_dicts(given, "tools"),
-                sessions_per_process=int(given["sessions_per_process"]),
-                max_processes=int(given["max_processes"]),
-            )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise BadFrame(f"no description of an environment: {type(error).__name__}: {error}") from None
+    def __post_init__(self) -> None:
+        if len(self.num_tasks) != len(Split):
+            raise ValueError(f"num_tasks of {', '.join(self.num_tasks)} only")

@@ -36,7 +36,7 @@ from services.state.server import connect
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
 
-# Beyond the drain: closing sessions and handing back.
+# After the drain: for closing sessions and handing back episodes.
 LEAVING_S = 4.0
 FUNCTIONS_WAIT_S = (0.5, 8.0)
 

@@ -1,9 +1,9 @@
 """One attempt of an episode, from the first prompt to its outcome: sample, make durable, act, observe, again.
 
-Rule: what was sampled is durable before the environment acts on it, so nothing that had an effect is ever lost.
-An attempt that was begun elsewhere goes on from the world that was kept beside its segments. Without one it is replayed
-by the same loop: recorded segments stand in for the engine until they are used up, and what the environment says must
-lead to the recorded tokens. This module never decides to try again.
+Rule: sampled tokens are durable before the environment acts on them, so nothing that had an effect is ever lost.
+An attempt begun elsewhere resumes from the world kept beside its segments. Without one it is replayed by the same loop:
+recorded segments stand in for the engine until they are used up, and the environment's answers must lead to the
+recorded tokens. This module never decides to try again.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class EpisodeAttempt:
         self._world = world
         self._tally = TurnTally() if world is None else world.tally
         self._num_acted = 0
-        """Turns that the environment was given."""
+        """Turns given to the environment."""
         self._kept_turn = -1
-        """The turn before which the world was kept."""
+        """The turn before which the world was last kept."""
         self._timings = timings or Timings()
         self._leased_at = setting.clock()
         self._num_sampled_here = 0
 
     async def play(self) -> Outcome:
-        """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and what storing segments raises."""
+        """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and the errors of storing segments."""
         stop = await (self._begin() if self._world is None else self._go_on(self._world))
         while stop is None:
             stop = await self._sample_turn() or await self._act()
@@ -90,7 +90,7 @@ class EpisodeAttempt:
         self._num_acted = self._kept_turn = world.turn
 
     async def _sample_turn(self) -> StopReason | None:
-        """Samples until the policy ends its turn, in chunks; the reason to stop if it cannot."""
+        """Samples in chunks until the policy ends its turn; returns the reason to stop if it cannot."""
         turn = self._ledger.turns[-1]
         while not (turn.sampled and turn.sampled[-1] in self._setting.codec.stop_ids):
             if self._record:
@@ -104,7 +104,7 @@ class EpisodeAttempt:
         return None
 
     def _exhausted(self) -> StopReason | None:
-        """Why nothing more may be sampled; this is also where an episode leaves a worker that leaves."""
+        """Why nothing more may be sampled. This is also where an episode leaves a worker that is shutting down."""
         if self._setting.leaving.is_set() and self._can_go_on_elsewhere:
             raise Drained(str(self._order.key))
         if self._timings.own_s > self._order.limits.episode_timeout_s:
@@ -118,7 +118,7 @@ class EpisodeAttempt:
 
     @property
     def _can_go_on_elsewhere(self) -> bool:
-        """Without acting twice and without sampling anything again."""
+        """Without acting twice, and without sampling anything again."""
         is_kept = self._kept_turn == len(self._ledger.turns) - 1
         return self._order.environment.replayable or is_kept or not self._num_acted
 
@@ -131,7 +131,7 @@ class EpisodeAttempt:
         return num_sampled > 0 and (by_tokens or by_time) and self._can_go_on_elsewhere
 
     def _remaining_tokens(self) -> int:
-        """What the turn may still sample."""
+        """How many tokens the turn may still sample."""
         return min(
             self._order.max_turn_tokens - len(self._ledger.turns[-1].sampled),
             self._order.limits.max_episode_tokens - self._ledger.num_sampled,
@@ -153,9 +153,10 @@ class EpisodeAttempt:
         counters.add_s("time/queue_s", sampled.held_s)
         timings.engine_s += engine_s
         timings.queue_s += sampled.held_s
-        counters.add("tokens/sampled", len(sampled.output_ids))
-        self._num_sampled_here += len(sampled.output_ids)
-        with self._setting.spans.span("store", **{"gspo.tokens": len(sampled.output_ids)}):
+        num_sampled = len(sampled.generation.output_ids)
+        counters.add("tokens/sampled", num_sampled)
+        self._num_sampled_here += num_sampled
+        with self._setting.spans.span("store", **{"gspo.tokens": num_sampled}):
             await self._setting.outbox.append(self._ledger.record(sampled, timings.take()), self._note())
         counters.add_s("time/store_s", store_s := clock() - answered)
         timings.store_s += store_s
@@ -167,7 +168,7 @@ class EpisodeAttempt:
         )
 
     async def _act(self) -> StopReason | None:
-        """Gives the finished turn to the environment and reads what it answers."""
+        """Gives the finished turn to the environment and reads its answer."""
         parsed = self._history.parse()
         stop = self._tally.judge(parsed, self._order.limits)
         for call in parsed.calls if parsed.complete else ():
@@ -187,7 +188,7 @@ class EpisodeAttempt:
         return stop
 
     async def _keep_world(self) -> None:
-        """Beside the segments, where the environment offers its state."""
+        """Saves the world beside the segments, if the environment offers its state."""
         if not self._order.environment.has_snapshot:
             return
         state = await self._in_environment(self._session.snapshot())
@@ -242,7 +243,7 @@ class EpisodeAttempt:
         }
 
     async def _in_environment(self, phase: Awaitable[T], *, again: bool = False) -> T:
-        """``again``: it brings the world back to where it was. That takes time, and none of the episode's."""
+        """``again``: the phase brings the world back to where it was, which does not count against the episode."""
         held_before = self._held_s
         started = self._setting.clock()
         try:

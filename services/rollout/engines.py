@@ -1,9 +1,9 @@
-"""Which engines sample for a job right now, and asking one of them.
+"""Finds the engines that sample for a job right now, and asks one of them.
 
-Rule: the label on an engine's answer decides, not what this worker believed when it asked: every span must name
-this job, and its version goes into the record. An answer that names anything else is thrown away and counted.
-An engine that its trainer calls dirty is asked nothing, whatever label it shows. Engines are bound and given new
-weights elsewhere; here they are only watched and asked.
+Rule: the label on an engine's answer decides, not the label that this worker saw when it asked: every span must name
+this job, and its version goes into the record. An answer that names anything else is discarded and counted.
+An engine that its trainer calls dirty is never asked, whatever label it shows. Engines are bound and given new weights
+elsewhere; here they are only watched and asked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from gspo_core.engine_label import EngineLabel, NotALabel
 from gspo_core.types import CacheMode, WeightsManifest
@@ -25,16 +25,16 @@ from services.process.telemetry import get_logger
 from services.rollout.in_flight import InFlightLimit
 from services.state.fleet_records import EngineRecord, EngineState
 
-# How often the table of engines is read again. New weights come a second or more apart; spans tell the truth meanwhile.
+# How often the table of engines is read again. New weights come a second or more apart; meanwhile the spans are right.
 REFRESH_S = 0.1
-# An engine that does not say for so long what it holds gets no new requests; those in flight go on.
+# An engine that has not told its label for so long gets no new requests; those in flight go on.
 LABEL_TIMEOUT_S = 2.0
 # How often engines are asked how busy they are.
 LOAD_S = 1.0
-# An episode leaves the engine that knows its prefix when that one has so many more requests than the idlest, for what
-# each may hold, or a quarter of that.
+# An episode leaves the engine that knows its prefix when that has so many more requests than the idlest, relative to
+# their limits; a quarter of its limit if that is less.
 MAX_IMBALANCE = 8
-# One that stays silent for longer than the longest load of weights is given up, with the requests that it holds.
+# An engine that is silent for longer than the longest load of weights is given up, with its requests.
 SILENCE_S = 120.0
 
 
@@ -45,22 +45,22 @@ class WatchedEngine:
     url: str
     client: Engine
     label: EngineLabel | None = None
-    """Of the weights that it holds; None while it does not answer or serves no job."""
+    """Names its weights; None while it does not answer or serves no job."""
     record: EngineRecord | None = None
     """None for an engine that is not registered."""
     draining: bool = False
-    """It gets no new requests; those that it has go on to their end."""
+    """It gets no new requests; those in flight run to their end."""
     in_flight: set[asyncio.Task[Generation]] = field(default_factory=set)
     """Requests of this worker."""
     num_waiting: int = 0
-    """Requests of all workers that waited in it when it was last asked."""
+    """Requests of all workers that were waiting in it when it was last asked."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
     num_promised: int = 0
-    """Requests of this worker that may begin here and have not yet."""
+    """Requests of this worker that may start here and have not yet."""
     num_wanted: int = 0
-    """Requests that wait for this one, since it knows their prefix."""
+    """Requests that wait for this engine because it knows their prefix."""
     last_answer: float = 0.0
-    """When it last said what it holds."""
+    """When it last told its label."""
 
     @property
     def num_requests(self) -> int:
@@ -76,7 +76,7 @@ class WatchedEngine:
 
     @property
     def num_claims(self) -> int:
-        """Requests that it has or is to have."""
+        """Requests that it has or is about to get."""
         return self.num_requests + self.num_promised + self.num_wanted
 
     def serves(self, job: str) -> bool:
@@ -87,14 +87,14 @@ class WatchedEngine:
         return record.job in (None, job) and (record.state is None or record.state.may_be_asked)
 
     def abandon(self) -> None:
-        """It left the table or fell silent: the requests in it go elsewhere."""
+        """Sends its requests elsewhere: it left the table or fell silent."""
         abandoned, self.in_flight = self.in_flight, set()
         for answer in abandoned:
             answer.cancel()
 
 
 class RegisteredEngines(Protocol):
-    """What is read of the fleet."""
+    """The part of the fleet that is read here."""
 
     async def engines(self) -> list[EngineRecord]: ...
 
@@ -130,11 +130,11 @@ class EngineTable:
         self._silence_s = silence_s
         self._engines: dict[str, WatchedEngine] = {}
         self._unknown: set[str] = set()
-        """Addresses that name no kind of engine which this worker knows."""
+        """Addresses whose kind of engine this worker does not know."""
         self._asked_load_at = -LOAD_S
 
     def num_requests(self) -> dict[str, int]:
-        """Of this worker, by engine."""
+        """Requests of this worker, by engine."""
         return {url: engine.num_requests for url, engine in sorted(self._engines.items())}
 
     async def watch(self) -> None:
@@ -145,7 +145,7 @@ class EngineTable:
 
     async def refresh(self) -> None:
         records = await self._retrier.try_once(self._fleet.engines)
-        if records is not None:  # else what was known before holds on
+        if records is not None:  # otherwise the last table stands
             self._update(records)
         await asyncio.gather(*(self._read_label(engine) for engine in self._engines.values()))
         if self._clock() - self._asked_load_at >= LOAD_S:
@@ -190,7 +190,7 @@ class EngineTable:
         was_usable = engine.serves(job)
         engine.record = record
         if was_usable and not engine.serves(job) and self.serving(job):
-            # Others serve; alone, what it holds may well survive its mending.
+            # Other engines serve the job. The only one keeps its requests: they may well survive its repair.
             engine.abandon()
 
     def serving(self, job: str) -> list[WatchedEngine]:
@@ -198,7 +198,7 @@ class EngineTable:
 
 
 async def _read_load(engine: WatchedEngine) -> None:
-    """Good enough to give it no more than it runs. Nothing is learned from a pause."""
+    """Good enough to give it no more requests than it runs. A pause teaches nothing."""
     try:
         async with asyncio.timeout(LABEL_TIMEOUT_S):
             load = await engine.client.load()
@@ -211,11 +211,11 @@ async def _read_load(engine: WatchedEngine) -> None:
 
 @dataclass(eq=False, slots=True)
 class _Turn:
-    """A request that waits for an engine with room."""
+    """A request waiting for an engine with room."""
 
     prefer_engine: str
     engine: asyncio.Future[WatchedEngine | None]
-    """None: the worker leaves."""
+    """None: the worker is leaving."""
 
 
 class JobEngines:
@@ -244,11 +244,11 @@ class JobEngines:
         self._leaving = leaving
         self._in_place = in_place
         self._steps: Mapping[int, int] = {}
-        """Version -> step, for the versions that are in the table."""
+        """Version -> step, for the versions in the table."""
         self._published: WeightsManifest | None = None
         self._avoided: set[WatchedEngine] = set()
         self._queue: deque[_Turn] = deque()
-        """In the order in which they came."""
+        """In order of arrival."""
 
     async def watch(self) -> None:
         """Follows the published versions until cancelled."""
@@ -275,7 +275,7 @@ class JobEngines:
     def has_room(self) -> bool:
         """Whether an episode that starts now would be served at once, as far as is known.
 
-        What an engine says of its queue can be old; one that holds nothing of ours is always worth a try.
+        An engine's report of its queue can be old; one without requests of ours is always worth a try.
         """
         engines = [engine for engine in self.usable() if engine.has_room]
         return not self._queue and any(not (one.num_waiting and one.num_requests) for one in engines)
@@ -283,8 +283,8 @@ class JobEngines:
     def _is_fresh(self, engine: WatchedEngine) -> bool:
         published = self._published
         if published is None or engine.label is None or engine.label.version > published.version:
-            return True  # published after we last looked
-        # A later step than the published one belongs to a line that a recovery gave up.
+            return True  # published after the last look
+        # A later step than the published one belongs to a lineage that a recovery gave up.
         step = self._steps.get(engine.label.version)
         return step is not None and 0 <= published.step - step <= self._max_staleness
 
@@ -322,7 +322,7 @@ class JobEngines:
                 self._counters.add("engine/EngineRejected")
                 refused_by.add(engine.url)
                 if all(one.url in refused_by for one in self.usable()):
-                    raise  # it would be refused again: the episode's business
+                    raise  # every engine would refuse it: the episode handles that
             except (EngineError, InvalidAnswer) as error:
                 self._counters.add(f"engine/{type(error).__name__}")
                 get_logger().warning("engine failed", job=self._job, url=engine.url, error=str(error))
@@ -331,7 +331,7 @@ class JobEngines:
             num_failures += 1
 
     async def _choose(self, prefer_engine: str) -> WatchedEngine:
-        """Waits for an engine with room, behind those who came before."""
+        """Waits for an engine with room, behind earlier requests."""
         if not self._queue and (free := self._free_engine(prefer_engine)):
             return free
         turn = _Turn(prefer_engine, asyncio.get_running_loop().create_future())
@@ -351,19 +351,19 @@ class JobEngines:
         return engine
 
     def _free_engine(self, prefer_engine: str) -> WatchedEngine | None:
-        """For who need not wait."""
+        """An engine for a request that need not wait."""
         engines = self.usable()
         for engine in engines:
             engine.num_wanted = 0
         return self._engine_for(prefer_engine, engines) if any(engine.has_room for engine in engines) else None
 
     def _serve_queue(self) -> None:
-        """Gives what room there is to those who wait, first come first served."""
+        """Gives the free room to the waiting requests, first come first served."""
         engines = self.usable()
         for engine in engines:
             engine.num_wanted = 0
         passed = []
-        # Where all are busy most of those who wait are not looked at: this is done at every answer.
+        # Runs at every answer, so it stops looking at waiting requests once all engines are busy.
         while self._queue and any(engine.has_room for engine in engines):
             turn = self._queue.popleft()
             if turn.engine.done():
@@ -383,7 +383,7 @@ class JobEngines:
             full.limit.reached()
 
     def _engine_for(self, preferred_url: str, engines: Sequence[WatchedEngine]) -> WatchedEngine | None:
-        """The preferred one, also when room is yet to come, unless it is far busier than the idlest; else that one."""
+        """The preferred one, even if it has no room yet, unless it is far busier than the idlest; else the idlest."""
         idlest = min((engine for engine in engines if engine.has_room), key=self._rank)
         preferred = next((one for one in engines if one.url == preferred_url), None)
         if preferred is None or preferred in self._avoided or preferred.is_switching:
@@ -398,7 +398,7 @@ class JobEngines:
 
     def _checked(self, generation: Generation, engine: WatchedEngine, key: str, held_s: float) -> Sampled:
         versions = [self._version_of(span.label, engine.url) for span in generation.spans]
-        # In place, tokens of a later version stand on keys and values of an earlier one.
+        # Updated in place, tokens of a later version rest on keys and values of an earlier one.
         is_stale = self._in_place and any(span.label != key for span in generation.spans)
         mode = CacheMode.STALE if is_stale else CacheMode.FRESH
         return Sampled(generation, versions, engine.url, mode, held_s)
@@ -414,7 +414,7 @@ class JobEngines:
         return label.version
 
 
-async def _answer_of(engine: WatchedEngine, request: Coroutine[Any, Any, Generation]) -> Generation | None:
+async def _answer_of(engine: WatchedEngine, request: Coroutine[None, None, Generation]) -> Generation | None:
     """The result of ``request``, or None when the engine was abandoned first."""
     answer = asyncio.create_task(request)
     engine.in_flight.add(answer)

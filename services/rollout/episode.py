@@ -1,10 +1,9 @@
 """The life of one episode under this worker: attempts until one has an outcome, and that outcome made durable.
 
-Rule: failure is data. What an environment does wrong costs this episode an attempt and, when they are used up, gives it
-an outcome without reward; it never leaves this module. What nobody is charged for costs no token that can be gone on
-from. What leaves: the worker leaves (``Drained``), others have waited
-long enough (``Interrupted``), the lease is lost (``Fenced``), Redis was rolled back (``Gap``), cancellation. How an
-attempt is played is the business of `attempt`.
+Rule: failure is data. A failure of the environment costs this episode an attempt and, once they are used up, gives it
+an outcome without reward; it never leaves this module. A failure without a culprit loses no token that can be resumed
+from. These do leave: ``Drained`` (the worker is leaving), ``Interrupted`` (others have waited long enough), ``Fenced``
+(the lease is lost), ``Gap`` (Redis was rolled back), and cancellation. `attempt` plays an attempt.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from services.rollout.timings import Timings
 from services.state.queue import Snapshot
 from services.state.refusals import Conflict, Refused
 
-# How often an episode may lose its environment through nobody's fault before that counts as a failure too.
+# How often an episode may lose its environment without a culprit before that counts as a failure too.
 MAX_UNCHARGED = 8
-# How often it goes on from what it has in an environment that fails for everybody: it may be what it has.
+# How often it resumes in an environment that fails for every episode: its own state may be the reason.
 MAX_IN_VAIN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What an attempt goes on from."""
+    """The state from which an attempt resumes."""
 
     record: Sequence[Segment] = ()
     world: WorldSnapshot | None = None
@@ -56,7 +55,7 @@ class Episode:
         self._num_in_vain = 0
         self._timings = Timings()
         self._is_suspect = False
-        """It may be what took its last session down."""
+        """It may have taken its last session down."""
         self._log = get_logger().bind(episode=str(order.key))
 
     async def run(self) -> StopReason:
@@ -94,16 +93,16 @@ class Episode:
             self._num_uncharged += 1
             is_charged = False
         elif isinstance(failure, EnvironmentFailed) and self._order.quarantine.is_on:
-            is_charged = False  # it fails for everybody
+            is_charged = False  # it fails for every episode
         elif isinstance(failure, LedgerConflict) and past.record and not self._order.environment.replayable:
-            is_charged = False  # its first observation need not be the same again
+            is_charged = False  # the first observation may differ next time
         self._num_failures += is_charged
         self._setting.counters.add(f"attempts/{phase}_failed")
         self._log.warning("attempt failed", number=self._num_failures, phase=phase, error=str(failure))
         return is_charged
 
     async def _play(self, ledger: Ledger, past: Past) -> tuple[Outcome, Spent]:
-        """How it ended, and what went by since its last tokens."""
+        """How it ended, and the time since its last tokens."""
         order, setting = self._order, self._setting
         timings = self._timings = Timings.from_note(past.note)
         session = order.environment.session(limits=order.limits, episode_id=str(order.key))
@@ -112,7 +111,7 @@ class Episode:
                 if self._is_suspect:
                     session.watch()
                 asked = setting.clock()
-                await session.admit()  # waiting for a place is no time of the episode
+                await session.admit()  # waiting for a place does not count against the episode
                 setting.counters.add_s("time/queue_s", waited_s := setting.clock() - asked)
                 timings.queue_s += waited_s
             attempt = EpisodeAttempt(setting, order, session, ledger, past.record, world=past.world, timings=timings)
@@ -124,7 +123,7 @@ class Episode:
         except EngineRejected as error:
             raise EnvironmentFailed("engine", str(error)) from error
         except Exception as error:
-            # The wall between episodes: a defect that one of them meets must not end the others.
+            # The wall between episodes: a defect met by one of them must not end the others.
             self._log.exception("unexpected failure")
             raise EnvironmentFailed("unexpected", f"{type(error).__name__}: {error}") from error
         finally:
@@ -134,7 +133,7 @@ class Episode:
                 self._log.warning("environment not closed", error=session.close_failure)
 
     async def _go_on_after(self, failure: EnvironmentFailed, ledger: Ledger, past: Past) -> Past:
-        """Nobody is charged: what is durable is kept, as if another worker went on."""
+        """No charge: the durable segments are kept, as if another worker resumed."""
         self._is_suspect = isinstance(failure, SessionLost) and failure.is_suspect
         self._num_in_vain += not isinstance(failure, SessionLost)
         if self._num_in_vain > MAX_IN_VAIN or not (ledger.num_segments or past.record):
@@ -142,7 +141,7 @@ class Episode:
         return await self._resume()
 
     async def _resume(self) -> Past:
-        """What is durable of this attempt if it can be gone on from, else a new attempt."""
+        """The durable segments of this attempt if it can be resumed from them, else a new attempt."""
         setting, environment = self._setting, self._order.environment
         payloads = await setting.retrier.keep_trying(setting.records.read_episode, self._order.key)
         try:
@@ -158,7 +157,7 @@ class Episode:
             if snapshot is not None and not environment.replayable:
                 return await self._rewind(record, snapshot.num_segments, world)
             world = None
-        # Before the environment has acted, its start may be repeated: a new attempt would do nothing else.
+        # Before the environment has acted, its start may be repeated: a new attempt would do the same.
         if world is None and num_finished_turns(record, stop_ids) and not environment.replayable:
             setting.counters.add("episodes/restarted")
             return await self._restart(_num_sampled(record))
@@ -177,7 +176,7 @@ class Episode:
         return kept if kept is not None and kept.attempt == self._attempt else None
 
     async def _rewind(self, record: Sequence[Segment], num_kept: int, world: WorldSnapshot) -> Past:
-        """A new attempt that begins where the world stands: what was sampled since may have been acted on or not."""
+        """A new attempt that begins at the world: later turns may or may not have been acted on."""
         if not world.stands_at(record[:num_kept], self._setting.codec.stop_ids):
             return await self._restart(_num_sampled(record))
         self._setting.counters.add("episodes/rewound")

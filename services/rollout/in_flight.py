@@ -1,10 +1,10 @@
-"""How many requests one engine is given at a time: as many as it runs at once, found by what it says of its queue.
+"""Limits the requests in flight to one engine: as many as it runs at once, learned from its reports of its queue.
 
-Rule: a request that would only wait in an engine waits here, where it can still go to another one, keeps nobody's
-prefix out of the cache and is not computed anew by a weight update. What runs while nothing waits is known to fit. What
-is reached while nothing waits grows: doubled until an engine was full for the first time, by an eighth afterwards. A
-queue of up to a quarter keeps the engine full. More than that in two reports in a row is too much (in one it may be a
-burst or a pause), and the limit falls to what runs and an eighth more.
+Rule: a request that would only wait in an engine waits here, where it can still go to another engine, keeps no prefix
+out of the cache, and is not recomputed after a weight update. A load that runs while nothing waits is known to fit. A
+limit that is reached while nothing waits grows: it doubles until the engine was full for the first time, then grows by
+an eighth. A queue of up to a quarter keeps the engine full. A longer one in two reports in a row is too much (in one it
+may be a burst or a pause), and the limit falls to the running requests and an eighth more.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import math
 
 _START = 64
 _CROWDED_REPORTS = 2
-# Parts of the limit.
+# As parts of the limit: one fourth, one eighth.
 _SLACK = 4
 _GROWTH = 8
 
 
 class InFlightLimit:
-    """Of one engine and the requests of this process."""
+    """For one engine and the requests of this process."""
 
     def __init__(self, start: int = _START) -> None:
         self.value = start
@@ -30,11 +30,11 @@ class InFlightLimit:
         """Reports in a row."""
 
     def reached(self) -> None:
-        """Somebody waits for this engine."""
+        """Reports that a request waits for this engine."""
         self._is_reached = True
 
     def report(self, *, num_ours: int, num_running: int, num_waiting: int) -> None:
-        """What the engine says of everybody's requests; ``num_ours`` are those of this process among them."""
+        """Takes the engine's report on all requests; ``num_ours`` of them are from this process."""
         if not num_running and num_waiting:
             return  # paused
         if num_waiting > max(1, self.value // _SLACK):

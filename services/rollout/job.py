@@ -1,7 +1,7 @@
 """All episodes of one job that this worker holds: leased up to a limit, each its own task, handed back on leaving.
 
-Rule: an episode's task never raises (see `episode`), so no episode can end another; and every episode that was leased
-is finished, lost to a fence, or handed back. What a job is made of is loaded elsewhere (`loading`).
+Rule: an episode's task never raises (see `episode`), so no episode can end another; and every leased episode is
+finished, lost to a fence, or handed back. `loading` loads the parts of a job.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from gspo_core.types import EpisodeKey
 from services.episodes.policy import Drained, Interrupted
@@ -61,7 +61,7 @@ class JobRollout:
         worker: str,
         limit: Callable[[], int],
         drain_s: float,
-        tell: Callable[[Mapping[str, Any]], Awaitable[None]],
+        tell: Callable[[Mapping[str, str | bool]], Awaitable[None]],
     ) -> None:
         self._job = job
         self._loaded = loaded
@@ -95,7 +95,7 @@ class JobRollout:
 
     def num_wanted(self, spare: int) -> int:
         """Places that it can use: all that it finds room for, or ``spare`` more than it has where nothing waits."""
-        is_ill = all(one.is_on for one in self._quarantines)  # then few try it, whatever waits
+        is_ill = all(one.is_on for one in self._quarantines)  # then only a few try it, however many wait
         held = 0 if is_ill else len(self._held)
         return min(self.capacity, held + spare) if is_ill or self._queue_is_empty else self.capacity
 
@@ -116,7 +116,7 @@ class JobRollout:
         return bool(await self._setting.retrier.try_once(self._bus.num_queued, self._job))
 
     async def run(self) -> None:
-        """Cancelled, it hands nothing back: then the lease is lost, or nobody waits for it any more."""
+        """If cancelled, it hands nothing back: the lease is lost, or nothing waits for it any more."""
         try:
             async with asyncio.TaskGroup() as watchers:
                 watching = watchers.create_task(self._engines.watch())
@@ -126,7 +126,7 @@ class JobRollout:
                 finally:
                     watching.cancel()
                     waking.cancel()
-        except Exception:  # also of those who watch: they end the episodes, which are still ours
+        except Exception:  # of a watching task, too: it ends the episodes, which are still ours
             await self._hand_back()
             raise
         await self._hand_back()
@@ -152,7 +152,7 @@ class JobRollout:
                     await self._wake.wait()
 
     def _num_free(self) -> int:
-        # Who waits for an environment in quarantine takes no place from those whose environment is well.
+        # Episodes waiting for a quarantined environment take no place from those whose environment is well.
         limit, num_waiting = self._limit(), sum(one.num_waiting for one in self._quarantines)
         return limit - len(self._held) + min(num_waiting, limit)
 
@@ -161,7 +161,7 @@ class JobRollout:
         try:
             return await setting.retrier.keep_trying(self._bus.lease, self._job, self._worker, setting.token, limit)
         except Fenced:
-            return []  # the worker's beat learns of it too, and ends everything
+            return []  # the worker's beat notices too, and ends everything
 
     async def _play(self, lease: EpisodeLease) -> None:
         loaded, setting = self._loaded, self._setting
@@ -178,11 +178,11 @@ class JobRollout:
         except Fenced:
             setting.counters.add("episodes/fenced")
         except Gap:
-            # The server lost what it had acknowledged; a new lease says what it still has.
+            # The server lost acknowledged segments; a new lease says which it still has.
             setting.counters.add("episodes/rolled_back")
             await setting.retrier.keep_trying(self._bus.hand_back, self._job, setting.token, [lease.key])
         except Exception as error:
-            # Only a defect of ours comes here. After three such leases the queue gives the episode up.
+            # Only a defect of ours leads here. After three such leases the queue gives the episode up.
             setting.counters.add("episodes/broken")
             get_logger().exception("episode broken", episode=str(lease.key))
             reason = f"{type(error).__name__}: {error}"
@@ -198,7 +198,7 @@ class JobRollout:
         setting, keys = self._setting, sorted(self._held)
         if not keys:
             return
-        with contextlib.suppress(Fenced):  # the job, or its groups, are gone: nothing to give
+        with contextlib.suppress(Fenced):  # the job, or its groups, are gone: nothing to hand back
             await setting.retrier.keep_trying(self._bus.hand_back, self._job, setting.token, keys)
             setting.counters.add("episodes/handed_back", len(keys))
             get_logger().info("handed back", job=self._job, num_episodes=len(keys))

@@ -1,6 +1,6 @@
 """Everything that a job needs in this process before an episode can start: its spec, environments and chat codec.
 
-Rule: what cannot be loaded is one typed error that says what to change; it is about the job, never about the worker.
+Rule: anything that cannot be loaded is one typed error that names the change to make, in the job and not in the worker.
 No code of an environment runs in this process: each gets a host (`services.hosts.session`), which ends with the job.
 """
 
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.env import InvalidEnvironment
+from gspo_core.json_value import JSON
 from gspo_core.spec import EnvironmentSpec, JobSpec
 from services.hosts.pool import Boot
 from services.hosts.server import HostOrder
@@ -33,11 +33,11 @@ class LoadedJob:
     environments: Sequence[HostedEnvironment]
     codec: ChatCodec
     context_tokens: int
-    """The most that the model can read and write together."""
+    """The most tokens that the model can read and write together."""
 
     @property
     def capacity(self) -> int:
-        """How many episodes find a place in their environment at once, if they are spread over all of them."""
+        """How many episodes the environments can hold at once, if evenly spread."""
         return sum(environment.capacity for environment in self.environments)
 
     async def close(self) -> None:
@@ -46,7 +46,7 @@ class LoadedJob:
 
 
 async def load_job(spec_text: str, count: Callable[[str], None], boot: Boot) -> LoadedJob:
-    """Raises ``JobNotServable``. What happens to the hosts later is told to ``count``."""
+    """Raises ``JobNotServable``. ``count`` hears what happens to the hosts later."""
     spec, codec, context_tokens = await asyncio.to_thread(_load, spec_text)
     environments: list[HostedEnvironment] = []
     try:
@@ -81,32 +81,32 @@ def _load(spec_text: str) -> tuple[JobSpec, ChatCodec, int]:
         )
     model_dir = Path(spec.model)
     try:
-        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-        context_tokens = _number(config, "max_position_embeddings")
+        config: JSON = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        fields = config if isinstance(config, dict) else {}
+        context_tokens = _number(fields, "max_position_embeddings")
         chat = spec.chat
         codec = load_codec(
             model_dir, format=chat.format, calls=chat.calls, thinking=chat.thinking, variables=chat.variables
         )
         vocab_size = codec.tokenizer.vocab_size
-        if vocab_size > _number(config, "vocab_size"):
-            # An engine can die of an id that its model does not have.
-            raise ValueError(f"the tokenizer has {vocab_size} ids, the model {config['vocab_size']}")
-        _check_ends(config, codec.stop_ids)
+        if vocab_size > (most := _number(fields, "vocab_size")):
+            # An id that its model does not have can crash an engine.
+            raise ValueError(f"the tokenizer has {vocab_size} ids, the model {most}")
+        _check_ends(fields.get("eos_token_id"), codec.stop_ids)
     except (OSError, ValueError) as error:
         raise JobNotServable(f"the model directory {model_dir} cannot be used: {error}") from error
     return spec, codec, context_tokens
 
 
-def _check_ends(config: Any, stop_ids: Collection[int]) -> None:
-    """Engines also stop at the model's own end tokens; a turn that ends so must count as ended here."""
-    given = config.get("eos_token_id")
+def _check_ends(given: JSON, stop_ids: Collection[int]) -> None:
+    """Engines also stop at the model's own end tokens; a turn that ends there must count as ended here."""
     ends = given if isinstance(given, list) else [] if given is None else [given]
-    if not set(ends) <= set(stop_ids):
+    if not all(end in stop_ids for end in ends):
         raise ValueError(f"its config.json has eos_token_id {given}, but the chat format ends turns with {stop_ids}")
 
 
-def _number(config: Any, name: str) -> int:
-    value = config.get(name) if isinstance(config, dict) else None
+def _number(config: Mapping[str, JSON], name: str) -> int:
+    value = config.get(name)
     if not isinstance(value, int):
         raise ValueError(f"its config.json does not say {name}")
     return value

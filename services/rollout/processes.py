@@ -1,8 +1,8 @@
 """Several worker processes under one: an event loop fills one core, and a worker may have more of them.
 
-Rule: each process is a worker of its own, with its own lease, so that one that dies costs what it held and nothing of
-the others; another is started in its place. One that was asked to leave, and did, is not replaced. They leave together.
-No episode passes through the process that watches.
+Rule: each process is a worker with its own lease, so that its death costs only what it held; another is started in its
+place. A process that was asked to leave is not replaced. They leave together. No episode passes through the watching
+process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from services.process.children import die_with_parent
 from services.process.telemetry import get_logger
 
-# One that cannot start at all must not start a hundred times a second.
+# A worker that cannot start must not be restarted a hundred times a second.
 RESTART_S = 1.0
 
 
@@ -25,7 +25,7 @@ class NotDrained(RuntimeError):
 async def watch(
     command: Sequence[str], num_processes: int, environment: Mapping[str, str], stop: asyncio.Event
 ) -> None:
-    """Keeps them running until ``stop`` is set, then has them leave; raises ``NotDrained`` where one did not.
+    """Keeps them running until ``stop`` is set, then has them leave; raises ``NotDrained`` if one did not.
 
     Returns as well when all of them have left.
     """

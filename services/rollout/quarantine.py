@@ -1,7 +1,7 @@
-"""Whether an environment is fit to be played: when nothing but failures came for a while, only a few attempts try it.
+"""Quarantine of an environment: after nothing but failures for a while, only a few attempts try it.
 
-Rule: while it is in quarantine its failures are charged to no episode; those wait, and the first attempt that gets to
-its end lets all of them go on. It is told once that it is ill, with the last error, and once that it is well again.
+Rule: during quarantine no episode is charged for its failures; they wait, and the first attempt that reaches its end
+releases them all. It is reported once that the environment is ill, with the last error, and once that it is well again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gspo_core.env import EnvironmentFailed
 from services.episodes.policy import Drained
 from services.hosts.session import SessionLost
 
-# So many failed attempts in a row, over all episodes, without one that came to its end.
+# Failed attempts in a row, over all episodes, before quarantine begins.
 MOST_FAILURES = 16
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
-# How often who waits looks whether the worker leaves.
+# How often a waiting attempt checks whether the worker is leaving.
 LOOK_S = 0.2
 
 Tell = Callable[[bool, str], Awaitable[None]]
@@ -30,7 +30,7 @@ async def tell_nobody(is_well: bool, error: str) -> None:
 
 
 class Quarantine:
-    """Of one environment of one job, at one worker."""
+    """Watches one environment of one job, at one worker."""
 
     def __init__(self, tell: Tell = tell_nobody, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
         self._tell = tell
@@ -41,7 +41,7 @@ class Quarantine:
         """The last failure, while it is in quarantine."""
         self.num_waiting = 0
         self._door = asyncio.Lock()
-        """Only the first who waits looks; the others wait for the place, at no cost, however many they are."""
+        """Only the first in line looks; the others wait for its place, at no cost, however many they are."""
 
     @property
     def is_on(self) -> bool:
@@ -49,12 +49,12 @@ class Quarantine:
 
     @contextlib.asynccontextmanager
     async def entry(self, leaving: asyncio.Event) -> AsyncIterator[None]:
-        """Around an attempt. Waits for its turn; raises ``Drained`` when the worker leaves meanwhile."""
+        """Surrounds an attempt. Waits for its turn; raises ``Drained`` if the worker leaves meanwhile."""
         await self._wait(leaving)
         try:
             yield
         except SessionLost:
-            raise  # its process died with all that sat in it: that says nothing of the environment
+            raise  # its whole process died: that says nothing about the environment
         except EnvironmentFailed as failure:
             await self._failed(str(failure))
             raise

@@ -1,4 +1,4 @@
-"""Whether a policy goes round in circles: what it said last is one short piece again and again.
+"""Detects a policy that goes in circles: its last words are one short piece, again and again.
 
 Rule: only exact repetition counts, so that nothing a person would call a text is ever cut off.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from array import array
 
-# A longer piece is no stutter: lists and tables repeat lines.
+# Longer pieces are no stutter: lists and tables repeat lines.
 LONGEST_PIECE = 64
-# A run must hold its piece so many times at least.
+# The fewest repeats that count.
 FEWEST_REPEATS = 4
 
 

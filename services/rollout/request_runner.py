@@ -1,7 +1,7 @@
-"""What the API asks of this worker: to examine an environment, to show its tools and tasks, to play one episode of it.
+"""Requests of the API to this worker: examine an environment, show its tools and tasks, play one episode of it.
 
-Rule: each request runs in a process apart, with bounded memory and time and nothing of ours in its environment;
-whatever becomes of it there is an answer. An examination of a registered version is written down before it is told.
+Rule: each request runs in a process of its own, with bounded memory and time and nothing of ours in its environment,
+and is answered however that process ends. The report on a registered version is stored before it is sent.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 from gspo_core.env import InvalidEnvironment
-from services.hosts.registry import EnvironmentNotFound
+from gspo_core.json_value import JSON
+from services.hosts.registry import EnvironmentNotFound, ExaminationReport
 from services.hosts.server import HostOrder, child_variables
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
@@ -41,7 +42,7 @@ class RequestRunner:
     def __init__(
         self, worker_requests: WorkerRequests, sites: Sites, interpreters: Interpreters | None, worker: str
     ) -> None:
-        """Without ``interpreters`` environments run elsewhere, and it says so."""
+        """``interpreters`` is None if environments run elsewhere: then every request is refused."""
         self._worker_requests = worker_requests
         self._sites = sites
         self._interpreters = interpreters
@@ -53,14 +54,14 @@ class RequestRunner:
         position = "0"
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._room.acquire()  # given back by the request: what does not fit is left to other workers
+                await self._room.acquire()  # released by the request; those beyond are left to other workers
                 try:
                     position, request = await self._worker_requests.next(position, self._worker)
                 except Away:
                     self._room.release()
                     await asyncio.sleep(AWAY_S)
                     continue
-                except RedisFault as error:  # a role that may not: episodes are played all the same
+                except RedisFault as error:  # this role may not take them, but can still play episodes
                     self._room.release()
                     get_logger().error("requests cannot be taken", error=str(error))
                     await asyncio.sleep(REFUSED_S)
@@ -73,14 +74,14 @@ class RequestRunner:
     async def _do(self, request: WorkerRequest) -> None:
         try:
             answer = await self._answer(request.order)
-            with contextlib.suppress(Away):  # who asked is told that there was no answer
+            with contextlib.suppress(Away):  # the caller is told that there was no answer
                 await self._worker_requests.answer(request, answer)
         except Exception:
             get_logger().exception("request failed", request=request.id)
         finally:
             self._room.release()
 
-    async def _answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    async def _answer(self, order: Mapping[str, JSON]) -> dict[str, JSON]:
         reference = str(order["environment"])
         try:
             if self._interpreters is None:
@@ -88,28 +89,29 @@ class RequestRunner:
             placed = await asyncio.to_thread(self._sites.placed, HostOrder(reference))
             python = await self._interpreters.for_environment(placed.ref)
         except InvalidEnvironment as error:
-            said: dict[str, Any] = {"error": str(error)}
+            said: dict[str, JSON] = {"error": str(error)}
         else:
             said = await self._in_a_process(python, placed, order)
         if order["do"] != "validate":
             return said
         if "error" in said:
-            said = {"ok": False, "checks": [_failed(said["error"])]}
-        report = {**said, "name": reference}
+            said = {"ok": False, "checks": [_failed(str(said["error"]))]}
+        said["name"] = reference
         with contextlib.suppress(EnvironmentNotFound):  # removed meanwhile
-            await asyncio.to_thread(self._write_down, reference, report)
-        return {"result": report}
+            await asyncio.to_thread(self._write_down, reference, cast(ExaminationReport, said))
+        return {"result": said}
 
-    def _write_down(self, reference: str, report: Mapping[str, Any]) -> None:
+    def _write_down(self, reference: str, report: ExaminationReport) -> None:
         registry = self._sites.registry
         registry.add_report(registry.get(reference), report)
 
-    async def _in_a_process(self, python: str, placed: HostOrder, asked: Mapping[str, Any]) -> dict[str, Any]:
+    async def _in_a_process(self, python: str, placed: HostOrder, asked: Mapping[str, JSON]) -> dict[str, JSON]:
+        loads = placed.frame()
         order = {
             **asked,
-            "ref": placed.ref,
-            "config": dict(placed.config),
-            "networks": None if placed.networks is None else list(placed.networks),
+            "ref": loads["ref"],
+            "config": loads["config"],
+            "networks": loads["networks"],
             "timeout_s": PHASE_TIMEOUT_S,
             "model": None,
             "bounds": [MEMORY_BYTES, FILE_BYTES],
@@ -143,13 +145,13 @@ class RequestRunner:
             return _read(process.returncode, answer.fileno())
 
 
-def _read(status: int, descriptor: int) -> dict[str, Any]:
+def _read(status: int, descriptor: int) -> dict[str, JSON]:
     size = os.fstat(descriptor).st_size
     if size > MAX_ANSWER_BYTES:
         return {"error": f"its answer has more than {MAX_ANSWER_BYTES} bytes"}
     text = os.pread(descriptor, size, 0)
     try:
-        said = json.loads(text) if text else None
+        said: JSON = json.loads(text) if text else None
     except ValueError:
         said = None
     if isinstance(said, dict):
@@ -158,5 +160,5 @@ def _read(status: int, descriptor: int) -> dict[str, Any]:
     return {"error": f"it ends the process that it runs in ({how})"}
 
 
-def _failed(message: str) -> dict[str, Any]:
+def _failed(message: str) -> JSON:
     return {"id": "process", "status": "fail", "message": message, "data": {}}

@@ -1,7 +1,7 @@
-"""What an episode that has stopped is worth: the environment's word, turn rewards, and what its length costs.
+"""The reward of a stopped episode: the environment's score, turn rewards, and the penalty for its length.
 
-Rule: what the policy broke has the reward for that, whatever its turns paid before; what was cut off is scored or not,
-as the job says. Nothing is trained here, and no reward is made up where an environment fails: that is an error.
+Rule: an episode that the policy broke gets the reward for that, whatever its turns paid before; a truncated one is
+scored or not, as the job says. No reward is made up for an environment that fails: that is an error.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TRUNCATED = frozenset(
     }
 )
 PROVOKED = frozenset({StopReason.TOOL_TIMEOUT, StopReason.ENV_CRASH})
-"""The policy's own action broke its session, so nobody can score it: an outcome all the same, else crashing would be
-an escape. What the turns before it paid does not count."""
+"""The policy's own action broke its session, so it cannot be scored. It is an outcome all the same, else crashing would
+be an escape; rewards of earlier turns do not count."""
 
 
 def without_asking(order: Order, stop: StopReason) -> float | None:
-    """The reward that needs no word of the environment; None where it has the word."""
+    """The reward, if it does not depend on the environment's score; otherwise None."""
     if stop in TRUNCATED and order.limits.on_truncation == "zero":
         return 0.0
     return order.broken_reward if stop in PROVOKED else None
@@ -34,7 +34,7 @@ def without_asking(order: Order, stop: StopReason) -> float | None:
 def with_length(
     order: Order, reward: float, parts: dict[str, float], num_sampled: int
 ) -> tuple[float, dict[str, float]]:
-    """``reward`` and its parts, less what the last tokens before the limit cost."""
+    """``reward`` and its parts, less the cost of the last tokens before the limit."""
     cost = _cost_of_length(order, num_sampled)
     return (reward - cost, {**parts, "overlong": -cost}) if cost else (reward, parts)
 

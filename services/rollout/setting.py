@@ -1,7 +1,7 @@
-"""What the episodes of one job share, and what is fixed about one of them before it starts.
+"""The setting that the episodes of one job share, and the order for one of them, fixed before it starts.
 
-Rule: all of it is given from outside (clock and queue included), so that an episode can be played anywhere.
-Nothing is decided here.
+Rule: all of it comes from outside (clock and queue included), so that an episode can be played anywhere. It decides
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from services.state.queue import Append, EpisodeLease, Snapshot
 
 
 class EpisodeRecords(Protocol):
-    """What an episode needs of the bus besides appending."""
+    """The part of the queue that an episode needs besides appending."""
 
     async def read_episode(self, key: EpisodeKey) -> list[bytes]: ...
 
@@ -59,7 +59,7 @@ class EpisodeSetting:
     others_wait: Callable[[], Awaitable[bool]] = nobody
     """Whether an episode that gives up its place makes room for another."""
     spans: Spans = field(default_factory=NoSpans)
-    """What of all this is traced."""
+    """Traces the episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Order:
     environment: Environment
     limits: EpisodeLimits
     seed: int
-    """Of the environment; the same for all members of a group, which differ by what the policy samples."""
+    """The environment's seed, the same for all members of a group: they differ by their samples only."""
     temperature: float
     broken_reward: float
     """Of an episode that the policy itself broke."""

@@ -1,7 +1,7 @@
-"""How the places of a worker are divided between jobs.
+"""Divides the places of a worker between jobs.
 
-Rule: by priority, and no place stays empty that somebody wants: what one job does not need goes to the others. Who
-wants anything gets at least one place, while there are as many. It takes nothing from who holds too many.
+Rule: by priority, and no wanted place stays empty: places that one job does not need go to the others. Every job that
+wants any gets at least one, while there are enough. It takes nothing back from a job that holds too many.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def divide(num_places: int, wants: Mapping[str, Want]) -> dict[str, int]:
     hungry = [job for job, want in wants.items() if want.num_places > 0]
     given = dict.fromkeys(wants, 0)
     left, weight = num_places, sum(wants[job].priority for job in hungry)
-    # Who is owed less than one place gets one, before the rest is divided.
+    # A job that is owed less than one place gets one, before the rest is divided.
     for job in sorted(hungry, key=lambda job: (wants[job].priority, job)):
         if left > 0 and left * wants[job].priority < weight:
             given[job] = 1
             left -= 1
-    # Who needs least for its priority comes first, so that what it leaves is divided among the others.
+    # The job that needs least for its priority comes first, so that the others divide what it leaves.
     for job in sorted(hungry, key=lambda job: ((wants[job].num_places - given[job]) / wants[job].priority, job)):
         more = min(wants[job].num_places - given[job], round(left * wants[job].priority / weight), left)
         given[job] += more

@@ -1,7 +1,7 @@
-"""Where the time of an episode went: engine, environment, waiting for either, storing what was sampled.
+"""Where the time of an episode went: engine, environment, waiting for either, storing segments.
 
-Rule: a second is counted once, by whoever waited for it; what is written down with the segments (``note``) is carried
-to the next worker, so an episode that moves keeps its clock. Nothing is decided here.
+Rule: every second is counted once. The ``note`` stored with the segments carries the times to the next worker, so an
+episode that moves keeps its clock. It decides nothing.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeGuard
 
+from gspo_core.json_value import JSON
 from gspo_core.types import Spent
 
 _NAMES = ("engine_s", "env_s", "queue_s", "store_s")
@@ -24,10 +25,10 @@ class Timings:
     env_s: float = 0.0
     queue_s: float = 0.0
     """No engine could take the request, the environment had no free place, or its world was brought back to where it
-    had been. No time of the episode."""
+    had been. It does not count against the episode."""
     store_s: float = 0.0
     last_note: str = field(default="", repr=False, compare=False)
-    """What was written down last, or what this began with."""
+    """The last note written, or the one that this was read from."""
     _told: Spent = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -37,25 +38,25 @@ class Timings:
         return Spent(self.engine_s, self.env_s, self.queue_s)
 
     def take(self) -> Spent:
-        """What went by since the last call, to the millisecond: it travels with the segment that is cut now."""
+        """The time since the last call, to the millisecond: it travels with the segment that is cut now."""
         before, self._told = self._told, self._now()
         return Spent(*(round(max(0.0, now - then), 3) for now, then in zip(self._told, before, strict=True)))
 
     @property
     def own_s(self) -> float:
-        """What counts against the episode's limit."""
+        """The time that counts against the episode's limit."""
         return self.engine_s + self.env_s
 
     def note(self, **progress: int) -> str:
-        """``progress`` and times as one line, for whoever looks at the queue."""
+        """``progress`` and times as one line, to be read in the queue."""
         self.last_note = json.dumps(progress | {name: round(getattr(self, name), 3) for name in _NAMES})
         return self.last_note
 
     @classmethod
     def from_note(cls, note: str) -> Self:
-        """Zeros where it cannot be read: another release may have written it."""
+        """Zeros if it cannot be read: another release may have written it."""
         try:
-            found = json.loads(note) if note else {}
+            found: JSON = json.loads(note) if note else {}
         except ValueError:
             found = {}
         given = found.items() if isinstance(found, dict) else ()
@@ -63,5 +64,5 @@ class Timings:
         return cls(**times, last_note=note)
 
 
-def _is_time(value: object) -> bool:
+def _is_time(value: JSON) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value) and value >= 0

@@ -2,7 +2,7 @@
 
 Rule: a job that cannot be served is reported and tried again later; it costs the other jobs nothing. Losing the lease
 ends all episodes at once, because another worker has them now; then the worker joins anew.
-It builds nothing itself: what talks to Redis, engines and files is given (`__main__` builds the real ones).
+It builds nothing itself: it is given its parts that talk to Redis, engines and files (`__main__` builds them).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import random
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from services.engines.protocol import Connect
 from services.episodes.counters import Counters
@@ -38,9 +37,9 @@ JOBS_POLL_S = 0.5
 BEATS_PER_LEASE = 5
 REPORT_S = 2.0
 LOG_S = 30.0
-# A job of which nothing waits keeps one place in so many free for what comes next; the others may have the rest.
+# A job with nothing waiting keeps one place in so many free for what comes next; the others may have the rest.
 SPARE_SHARE = 8
-# How long a job that cannot be loaded is left alone: somebody has to change something first.
+# How long to leave a job alone that cannot be loaded: a person has to change something first.
 RELOAD_S = 10.0
 NUM_CONTROL_CONNECTIONS = 8
 
@@ -134,7 +133,7 @@ class Worker:
             for job in list(self._jobs):
                 try:
                     num_requeued = await self._retrier.keep_trying(self._bus.reap, job)
-                except Damaged as error:  # its trainer empties the queue; the other jobs are well
+                except Damaged as error:  # its trainer empties the queue; the other jobs are not affected
                     self.counters.add("jobs/damaged")
                     get_logger().warning("the queue is damaged", job=job, error=str(error))
                     continue
@@ -176,7 +175,7 @@ class Worker:
                     log.error("cannot be served", error=str(error))
                     await self._report_unservable(job, str(error), leaving)
                 except Exception as error:
-                    # The wall between jobs: a defect that one of them meets must not end the others.
+                    # The wall between jobs: a defect met by one of them must not end the others.
                     log.exception("serving failed")
                     await self._report_unservable(job, f"{type(error).__name__}: {error}", leaving)
         finally:
@@ -193,7 +192,7 @@ class Worker:
             get_logger().info("serving", job=job, environments=names, capacity=loaded.capacity)
             await self._jobs[job].run()
         finally:
-            self._jobs.pop(job, None)  # what is not served wants no places
+            self._jobs.pop(job, None)  # a job that is not served wants no places
             await loaded.close()
 
     async def _report_unservable(self, job: str, error: str, leaving: asyncio.Event) -> None:
@@ -255,7 +254,7 @@ class Worker:
         wants = {name: Want(one.priority, one.num_wanted(spare)) for name, one in self._jobs.items()}
         return divide(places, wants).get(job, 0)
 
-    async def _tell_health(self, job: str, health: Mapping[str, Any]) -> None:
+    async def _tell_health(self, job: str, health: Mapping[str, str | bool]) -> None:
         with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone
             told = {"worker": self._config.name, **health}
             await self._retrier.keep_trying(self._store.events.add, job, "env.health", told)

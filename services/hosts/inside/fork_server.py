@@ -1,6 +1,6 @@
 """Loads one environment and forks a process for each request; watches their memory, reaps them, reports how they ended.
 
-Rule: it runs no code of a session and starts no thread, so a fork is always safe; where importing the environment left
+Rule: it runs no code of a session and starts no thread, so a fork is always safe; if importing the environment left
 threads behind, its processes start over instead (``exec``). When its parent is gone it ends everything and itself.
 """
 
@@ -19,10 +19,8 @@ import sys
 import tempfile
 import traceback
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from gspo_core.env import Environment, InvalidEnvironment, load_environment
 from gspo_core.outbound import guard_connections, parse_networks
@@ -46,7 +44,7 @@ class _Child:
 
 
 def run(control: int, parent: int) -> None:
-    """The process, from its first instruction to its end."""
+    """The whole life of the process."""
     bounds.die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=control)
@@ -59,19 +57,19 @@ def run(control: int, parent: int) -> None:
         ForkServer(connection, *loaded, order).run()
 
 
-def _read_order(connection: socket.socket) -> dict[str, Any]:
+def _read_order(connection: socket.socket) -> wire.Order:
     frames = wire.Frames()
     while data := connection.recv(1 << 16):
         for body in frames.feed(data):
-            order: dict[str, Any] = json.loads(body)
+            order: wire.Order = json.loads(body)
             return order
     sys.exit(1)
 
 
-def _load(connection: socket.socket, order: Mapping[str, Any]) -> tuple[Environment, wire.HostLimits] | None:
+def _load(connection: socket.socket, order: wire.Order) -> tuple[Environment, wire.HostLimits] | None:
     try:
         environment, limits = _environment(order)
-        connection.sendall(wire.encode({"ready": describe(environment, limits)}))
+        connection.sendall(wire.encode({"ready": asdict(describe(environment, limits))}))
     except InvalidEnvironment as error:
         connection.sendall(wire.encode({"invalid": str(error)}))
     except (TypeError, ValueError) as error:
@@ -81,9 +79,9 @@ def _load(connection: socket.socket, order: Mapping[str, Any]) -> tuple[Environm
     return None
 
 
-def _environment(order: Mapping[str, Any]) -> tuple[Environment, wire.HostLimits]:
-    if order.get("networks") is not None:
-        guard_connections(parse_networks(order["networks"]))
+def _environment(order: wire.Order) -> tuple[Environment, wire.HostLimits]:
+    if (networks := order["networks"]) is not None:
+        guard_connections(parse_networks(networks))
     environment = load_environment(order["ref"], order["config"])
     return environment, hosting_of(environment, order["hosting"])
 
@@ -96,7 +94,7 @@ class ForkServer:
         connection: socket.socket,
         environment: Environment,
         limits: wire.HostLimits,
-        order: Mapping[str, Any],
+        order: wire.Order,
     ) -> None:
         self._connection = connection
         self._environment = environment
@@ -112,7 +110,7 @@ class ForkServer:
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        gc.freeze()  # what is loaded now stays shared with every child
+        gc.freeze()  # everything loaded by now stays shared with every child
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
             selector.register(woken, selectors.EVENT_READ)
@@ -134,7 +132,7 @@ class ForkServer:
             return False
         self._descriptors += descriptors
         for body in self._frames.feed(data):
-            request = json.loads(body)
+            request: wire.ForkRequest = json.loads(body)
             if "fork" in request:
                 self._fork(request["fork"])
             elif "kill" in request:
@@ -206,7 +204,7 @@ class ForkServer:
             shutil.rmtree(child.scratch, ignore_errors=True)
             self._report({"ended": child.number, "how": _how(status, child)})
 
-    def _report(self, event: Mapping[str, Any]) -> None:
+    def _report(self, event: wire.ForkEvent) -> None:
         with contextlib.suppress(OSError):  # the parent is gone: the next read says so
             self._connection.sendall(wire.encode(event))
 
@@ -220,16 +218,13 @@ class ForkServer:
         shutil.rmtree(self._order["scratch"], ignore_errors=True)
 
 
-def _how(status: int, child: _Child) -> list[Any]:
+def _how(status: int, child: _Child) -> tuple[str, int]:
     """Over its memory, a signal, or an exit status."""
-    kind: Literal["memory", "signal", "exit"]
     if child.over_memory or (os.WIFEXITED(status) and os.WEXITSTATUS(status) == bounds.OVER_MEMORY_STATUS):
-        kind, number = "memory", 0
-    elif os.WIFSIGNALED(status):
-        kind, number = "signal", os.WTERMSIG(status)
-    else:
-        kind, number = "exit", os.WEXITSTATUS(status)
-    return [kind, number]
+        return "memory", 0
+    if os.WIFSIGNALED(status):
+        return "signal", os.WTERMSIG(status)
+    return "exit", os.WEXITSTATUS(status)
 
 
 def _serve(environment: Environment, limits: wire.HostLimits, server: int, connection: int, mark: int) -> None:
@@ -247,7 +242,7 @@ def serve_again(connection: int, mark: int, order: int) -> None:
     """A process of an environment whose import starts threads: it loads the environment itself."""
     server = os.getppid()
     with os.fdopen(order, "rb") as file:
-        given = json.loads(file.read())
+        given: wire.Order = json.loads(file.read())
     environment, limits = _environment(given)
     _serve(environment, limits, server, connection, mark)
 

@@ -1,7 +1,7 @@
-"""What a process of the host may use, and how nothing that it started outlives it.
+"""Bounds the resources of a host's process, and makes sure that nothing it started outlives it.
 
 Rule: bounds are set before any session's code runs and cannot be raised again. Memory is bounded twice: a request that
-is far too large fails at once (``MemoryError``) and harms nobody; a process that really held too much is ended, by the
+is far too large fails at once (``MemoryError``) and does no harm; a process that really held too much is ended, by the
 fork server's watch or by itself once it has a result.
 """
 
@@ -19,15 +19,15 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# The hard bound lies above the watched one: who allocates in small pieces is ended as a whole, with a reason.
+# The hard bound lies above the watched one: a process that allocates in small pieces is ended whole, with a reason.
 HARD_MEMORY_FACTOR = 1.5
 MAX_OPEN_FILES = 4096
 OVER_MEMORY_STATUS = 99
-"""Exit status of a process that found that it had held too much."""
+"""Exit status of a process that found it had used too much."""
 
 
 def die_with(parent: int) -> None:
-    """Be killed when process ``parent``, which started this one, ends; ends at once if it has ended."""
+    """Has this process killed when its parent ``parent`` ends; ends at once if it has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -35,13 +35,13 @@ def die_with(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """No longer die with the parent: there is something to clean up first."""
+    """Undoes ``die_with``: there is something to clean up first."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def adopt_orphans() -> None:
-    """What descendants leave behind becomes a child of this process instead of getting away."""
+    """Makes orphaned descendants children of this process, so that they cannot escape."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -63,7 +63,7 @@ def _lower(kind: int, most: int) -> None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of its own that a process holds; 0 where it is gone or where nobody can say."""
+    """Memory that a process holds for itself; 0 if it is gone or this cannot be read."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:
@@ -83,14 +83,14 @@ def kill_group(pid: int) -> None:
 
 
 def kill_strays(known: Collection[int]) -> None:
-    """Kills children of this process that it does not know: what a dead process left behind."""
+    """Kills the children of this process that are not ``known``: a dead process left them behind."""
     for pid in children() - set(known):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def children() -> frozenset[int]:
-    """The processes whose parent this one is; none where nobody can say."""
+    """The children of this process; empty where this cannot be read."""
     me = os.getpid()
     entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()] if sys.platform == "linux" else []
     return frozenset(int(entry.name) for entry in entries if _parent_of(entry) == me)

@@ -1,7 +1,7 @@
 """Serves the sessions of one process: requests come in over a socket, each session does one thing at a time.
 
-Rule: every request gets one answer, and what goes wrong in a session is an answer too; deadlines are kept by the
-sessions themselves, and whoever asked keeps a second one outside. When the socket closes, everything here ends.
+Rule: every request gets one answer, also when its session fails; the sessions keep their deadlines themselves, and the
+caller keeps a second one outside. When the socket closes, everything here ends.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from gspo_core.env import Environment, EnvironmentFailed, Session, Timeouts
+from gspo_core.env import Environment, EnvironmentFailed, Message, Session, Timeouts
+from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
 from services.hosts import wire
 from services.hosts.inside import limits
@@ -50,7 +50,7 @@ class SessionServer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for body in self._frames.feed(data):
-            request = json.loads(body)
+            request: wire.Request = json.loads(body)
             SESSION.set(request["session"])  # inherited by the task, and by every task that it starts
             task = asyncio.create_task(self._serve(request))
             SESSION.set(-1)
@@ -62,15 +62,15 @@ class SessionServer(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.gone.set()
 
-    def _open(self, request: Mapping[str, Any]) -> _Held:
+    def _open(self, request: wire.Request) -> _Held:
         if "limits" not in request:
             return _Held(self._environment.session())
         timeouts = Timeouts(*request["limits"])
         return _Held(self._environment.session(limits=timeouts, episode_id=request["episode"]))
 
-    async def _serve(self, request: Mapping[str, Any]) -> None:
+    async def _serve(self, request: wire.Request) -> None:
         number, operation = request["session"], request["op"]
-        reply: dict[str, Any]
+        reply: wire.Reply
         try:
             if operation == "close":
                 reply = await self._close(number)
@@ -78,14 +78,14 @@ class SessionServer(asyncio.Protocol):
                 reply = await getattr(self, f"_{operation}")(self._held[number].session, request)
         except EnvironmentFailed as failure:
             held = self._held.get(number)
-            reply = {"failed": [failure.phase, failure.reason], "hung": held is not None and held.session.is_stuck}
+            reply = {"failed": (failure.phase, failure.reason), "hung": held is not None and held.session.is_stuck}
         except Exception as error:
-            reply = {"failed": [operation, f"{type(error).__name__}: {error}"]}
+            reply = {"failed": (operation, f"{type(error).__name__}: {error}")}
         if limits.peak_bytes() > self._most_bytes:
             os._exit(limits.OVER_MEMORY_STATUS)
-        self._answer({"id": request["id"]} | reply, operation)
+        self._answer({"id": request["id"], **reply}, operation)
 
-    def _answer(self, reply: dict[str, Any], operation: str) -> None:
+    def _answer(self, reply: wire.Reply, operation: str) -> None:
         assert self._transport is not None
         try:
             data = wire.encode(reply)
@@ -93,41 +93,40 @@ class SessionServer(asyncio.Protocol):
             data = wire.encode(_shortened(reply, operation, str(error)))
         except (TypeError, ValueError, RecursionError) as error:
             refusal = f"what the environment returned is not JSON: {error}"
-            data = wire.encode({"id": reply["id"], "failed": [operation, refusal]})
+            data = wire.encode({"id": reply["id"], "failed": (operation, refusal)})
         self._transport.write(data)
 
-    async def _start(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _start(self, session: Session, request: wire.Request) -> wire.Reply:
         start = await session.start(await self._task(request), request["seed"])
-        return {"result": wire.start_to_json(start)} | await self._state(session)
+        return {"result": wire.start_to_json(start), **await self._state(session)}
 
-    async def _restore(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _restore(self, session: Session, request: wire.Request) -> wire.Reply:
         state = base64.b64decode(request["state"])
         await session.restore(await self._task(request), request["seed"], state)
         return {"result": None}
 
-    async def _act(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _act(self, session: Session, request: wire.Request) -> wire.Reply:
         observation = await session.act(wire.turn_from_json(request["turn"]))
-        reply: dict[str, Any] = {"result": wire.observation_to_json(observation)}
+        result = wire.observation_to_json(observation)
         if observation.stop_reason is StopReason.TOOL_TIMEOUT:
-            return reply | {"hung": session.is_stuck}
-        return reply | {"metrics": dict(session.metrics)} | await self._state(session)
+            return {"result": result, "hung": session.is_stuck}
+        return {"result": result, "metrics": dict(session.metrics), **await self._state(session)}
 
-    async def _score(self, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _score(self, session: Session, request: wire.Request) -> wire.Reply:
         return {"result": await session.score(), "metrics": dict(session.metrics)}
 
-    async def _task(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _task(self, request: wire.Request) -> Mapping[str, JSON]:
         if "task" in request:
-            task: Mapping[str, Any] = request["task"]
-            return task
+            return request["task"]
         split, index = request["task_at"]
         return await self._environment.task(Split(split), index)
 
-    async def _state(self, session: Session) -> dict[str, Any]:
-        """The snapshot behind this answer, where the environment offers one."""
+    async def _state(self, session: Session) -> wire.Reply:
+        """The snapshot after this answer, if the environment offers one."""
         state = await session.snapshot()
         return {} if state is None else {"snapshot": base64.b64encode(state).decode()}
 
-    async def _close(self, number: int) -> dict[str, Any]:
+    async def _close(self, number: int) -> wire.Reply:
         held = self._held.pop(number, None)
         if held is None:
             return {"result": None}
@@ -138,15 +137,15 @@ class SessionServer(asyncio.Protocol):
         return {"result": held.session.close_failure, "hung": held.session.is_stuck}
 
 
-def _shortened(reply: dict[str, Any], operation: str, reason: str) -> dict[str, Any]:
-    if operation != "act":
-        return {"id": reply["id"], "failed": [operation, f"the answer is too long: {reason}"]}
-    if reply.pop("snapshot", None) is not None:  # perhaps it was only that: then the policy's answer stays
+def _shortened(reply: wire.Reply, operation: str, reason: str) -> wire.Reply:
+    result = reply.get("result")
+    if operation != "act" or not isinstance(result, dict) or "stop" not in result:
+        return {"id": reply["id"], "failed": (operation, f"the answer is too long: {reason}")}
+    if reply.pop("snapshot", None) is not None:  # if only the snapshot was too long, the policy gets its answer
         with contextlib.suppress(wire.FrameTooLong):
             wire.encode(reply)
             return reply
-    result = reply["result"]
-    messages = [{**message, "content": _TOO_LONG} for message in result["messages"]]
+    messages: list[Message] = [{**message, "content": _TOO_LONG} for message in result["messages"]]
     return {"id": reply["id"], "result": {**result, "messages": messages}}
 
 

@@ -1,27 +1,26 @@
-"""What a host finds out about an environment: how many of its sessions may share a process, and what else to tell.
+"""Describes an environment to the other side: its traits, and how many of its sessions may share a process.
 
-Rule: sessions share a process only where a hang or a crash can be laid at the door of one of them. Of a class whose
-members are all async, one runs at a time, and it is marked. Of other classes several run at once, in threads: suspects
-have to be tried again alone, so they share only if they can be replayed or restored.
+Rule: sessions share a process only if a hang or a crash can be traced to one of them. If all members of a class are
+async, one session runs at a time and is marked. Sessions of other classes run at once, in threads: suspects must be
+tried again alone, so they share a process only if they can be replayed or restored.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from gspo_core.env import Environment, InvalidEnvironment
 from gspo_core.types import Split
-from services.hosts.wire import HostLimits
+from services.hosts.wire import HostDescription, HostLimits
 
 ASYNC_SESSIONS = 256
 THREAD_SESSIONS = 16
 HOSTING = "hosting"
-"""The class attribute with the author's wishes: any of the fields of ``HostLimits``."""
+"""The class attribute with which an author sets fields of ``HostLimits``."""
 
 
-def hosting_of(environment: Environment, job: Mapping[str, Any]) -> HostLimits:
+def hosting_of(environment: Environment, job: Mapping[str, int]) -> HostLimits:
     """The author's bounds, overridden by the job's. Raises ``InvalidEnvironment``."""
     author = getattr(getattr(environment, "cls", None), HOSTING, {})
     try:
@@ -30,22 +29,24 @@ def hosting_of(environment: Environment, job: Mapping[str, Any]) -> HostLimits:
         raise InvalidEnvironment(f"{environment.name}: {HOSTING}: {error}") from None
 
 
-def describe(environment: Environment, limits: HostLimits) -> dict[str, Any]:
-    return {
-        "describe": environment.describe(),
-        "num_tasks": {str(split): environment.num_tasks(split) for split in Split},
-        "limits": dict(environment.limits),
-        "replayable": environment.replayable,
-        "has_snapshot": environment.has_snapshot,
-        "reward_range": environment.reward_range,
-        "tools": [dict(tool) for tool in environment.tools],
-        "sessions_per_process": limits.sessions_per_process or _sessions_per_process(environment),
-        "max_processes": limits.max_processes,
-    }
+def describe(environment: Environment, limits: HostLimits) -> HostDescription:
+    """Raises ``TypeError`` or ``ValueError`` if the environment breaks its own protocol."""
+    bounds = environment.reward_range
+    return HostDescription(
+        describe=dict(environment.describe()),
+        num_tasks={split: int(environment.num_tasks(split)) for split in Split},
+        limits=dict(environment.limits),
+        replayable=bool(environment.replayable),
+        has_snapshot=bool(environment.has_snapshot),
+        reward_range=None if bounds is None else (float(bounds[0]), float(bounds[1])),
+        tools=[{**tool} for tool in environment.tools],
+        sessions_per_process=int(limits.sessions_per_process or _sessions_per_process(environment)),
+        max_processes=int(limits.max_processes),
+    )
 
 
 def is_async(environment: Environment) -> bool:
-    """Every member that a session calls is a coroutine function, so its code runs on the event loop alone."""
+    """Whether every member that a session calls is a coroutine function: then its code runs on the event loop alone."""
     declared = getattr(environment, "is_async", None)
     if isinstance(declared, bool):
         return declared

@@ -19,9 +19,9 @@ time.sleep(300)
 """
 STARTS_A_HOST = """
 import asyncio, sys
-from services.hosts.server import ForkServer, HostOrder
+from services.hosts.server import RunningHost, HostOrder
 
-asyncio.run(ForkServer.boot(HostOrder(sys.argv[1], {}, {})))
+asyncio.run(RunningHost.boot(HostOrder(sys.argv[1], {}, {})))
 """
 
 

@@ -122,19 +122,21 @@ class ScriptedPolicy:
         return self._piece(answer, max_new_tokens)
 
     def _piece(self, whole: Sampled, length: int) -> Sampled:
-        if len(whole.output_ids) <= length:
+        num_sampled = len(whole.generation.output_ids)
+        if num_sampled <= length:
             return whole
-        self._rest = _slice(whole, length, len(whole.output_ids))
+        self._rest = _slice(whole, length, num_sampled)
         return _slice(whole, 0, length)
 
 
 def _slice(whole: Sampled, begin: int, end: int) -> Sampled:
+    generation = whole.generation
     spans = [
-        (span.version, max(span.start, begin) - begin, min(span.end, end) - begin)
-        for span in whole.spans
+        (version, max(span.start, begin) - begin, min(span.end, end) - begin)
+        for version, span in zip(whole.versions, generation.spans, strict=True)
         if span.start < end and span.end > begin
     ]
-    return answer_of(whole.output_ids[begin:end], whole.logprobs[begin:end], spans, whole.engine_id)
+    return answer_of(generation.output_ids[begin:end], generation.logprobs[begin:end], spans, whole.engine_id)
 
 
 class Counter:

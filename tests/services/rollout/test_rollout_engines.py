@@ -173,7 +173,7 @@ async def test_a_request_goes_on_elsewhere_when_its_engine_dies(place: Place) ->
     place.add("other")
     dying.kill()
     answer = await call
-    assert (answer.engine_id, len(answer.output_ids)) == ("http://other", 300)
+    assert (answer.engine_id, len(answer.generation.output_ids)) == ("http://other", 300)
     assert worker.counters.snapshot()["engine/EngineUnavailable"] >= 1
 
 
@@ -204,7 +204,7 @@ async def test_an_engine_that_drains_gets_nothing_new_and_ends_what_it_has(place
         "http://other"
     }
     answer = await call
-    assert (answer.engine_id, len(answer.output_ids)) == ("http://leaving", 300)
+    assert (answer.engine_id, len(answer.generation.output_ids)) == ("http://leaving", 300)
 
 
 async def test_tokens_with_another_jobs_label_or_broken_answers_are_thrown_away(place: Place) -> None:
@@ -267,7 +267,7 @@ async def test_tokens_on_keys_of_an_earlier_version_are_marked(place: Place, in_
     place.published = [manifest(0), manifest(1)]
     await client.resume()
     answer = await call
-    assert [span.version for span in answer.spans] == [0, 1]
+    assert list(answer.versions) == [0, 1]
     assert answer.cache_mode is (CacheMode.STALE if in_place else CacheMode.FRESH)
     await until(lambda: str(worker.engines.usable()[0].label) == f"{JOB}/1/1")
     assert (await worker.ask()).cache_mode is CacheMode.FRESH
