@@ -30,7 +30,8 @@ from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.state.away import Away
 from services.state.queue import Bus
-from services.state.server import connect, warn_if_weaker
+from services.state.client import connect
+from services.state.server_promises import warn_if_weaker
 from services.state.store import Store
 
 # Requests are short and streams end by themselves; what is open then is cut. Deployments give more: a download, or

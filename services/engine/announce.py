@@ -17,7 +17,7 @@ from services.process.lifecycle import run_until_signalled
 from services.process.settings import load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.state.engine_beats import ANSWER_S, EngineBeats
-from services.state.server import connect
+from services.state.client import connect
 from services.state.store import Store
 
 

@@ -32,7 +32,7 @@ from services.rollout.worker import Worker, WorkerConfig
 from services.state.away import NotPermitted
 from services.state.drains import Drains
 from services.state.queue import Bus
-from services.state.server import connect
+from services.state.client import connect
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
 

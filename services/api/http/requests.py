@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gspo_core.spec_file import strict_json
+from gspo_core import strict_json
 from services.api.http.audit import Audit
 from services.api.http.errors import RequestRefused, error_response, translate
 from services.api.http.traffic import Traffic

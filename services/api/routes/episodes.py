@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
-from gspo_core.chat import ToolSchema
 from gspo_core.codec import SegmentRejected, decode
 from gspo_core.staleness import Position
 from gspo_core.types import MAX_COUNT, EpisodeKey, Segment

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from gspo_core.advantage import episode_advantages
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group, Segment, Trajectory
 from services.api.views.store_views import View
+from services.api.views.transcript import ShownTurn, TokenColumns
 from services.files.batch_log import LoggedBatch
 from services.state.queue import EpisodeView, GroupView, Stage
 
@@ -88,13 +89,13 @@ class EpisodeDetail(EpisodeSummary):
     epoch: int | None
     note: str | None
     """Why text is missing, where it is."""
-    turns: list[dict[str, Any]]
+    turns: list[ShownTurn]
     """What each turn began with (`messages`), what the policy said (`text`, `reasoning`, `calls`), where its tokens
     stand (`first_token`, `end_token`), and the seconds that it took (`timings`: `engine_s` for sampling it, `env_s` for
     the environment's answer before it, `queue_s` for waiting; null where nobody recorded them)."""
     closing: dict[str, float] | None
     """The seconds between its last token and its outcome, like `timings` of a turn."""
-    tokens: dict[str, list[Any]] | None
+    tokens: TokenColumns | None
     """With `include=tokens`: columns `id`, `text`, `sampled`, `logprob`, `ratio`, `version`, `turn`, `branch`.
     `ratio`: how much more probable the token was when it was trained than when it was sampled; null where that is not
     known."""
