@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gspo_core import strict_json
 from gspo_core.problems import KeyPath, problems, spell
 from gspo_core.spec import JobSpec
-from gspo_core import strict_json
 from gspo_core.spec_file import toml_text, yaml_text
 from gspo_core.strict_json import TextRejected
 

@@ -29,8 +29,8 @@ from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.state.away import Away
-from services.state.queue import Bus
 from services.state.client import connect
+from services.state.queue import Bus
 from services.state.server_promises import warn_if_weaker
 from services.state.store import Store
 

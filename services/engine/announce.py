@@ -16,8 +16,8 @@ from services.engines.protocol import info_calls
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import load_settings
 from services.process.telemetry import configure_logging, get_logger
-from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.client import connect
+from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.store import Store
 
 

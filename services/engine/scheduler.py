@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, Required, TypedDict
 
 import numpy as np
 import torch
@@ -52,6 +52,29 @@ class RequestFailed(Exception):
     """The engine could not sample for this request."""
 
 
+class Finish(TypedDict, total=False):
+    """Why a request ended, as in the protocol; each type has fields of its own."""
+
+    type: Required[Literal["stop", "length", "abort"]]
+    matched: int
+    length: int
+    message: str
+    status_code: None
+    err_type: None
+
+
+class Load(TypedDict):
+    timestamp: float
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_waiting_uncached_tokens: int
+    num_used_tokens: int
+    num_total_tokens: int
+    max_running_requests: int
+    utilization: float
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     rid: str
@@ -70,7 +93,7 @@ class Request:
     cached_tokens: int | None = None
     """None until it first ran."""
     num_retractions: int = 0
-    finish: dict[str, Any] | None = None
+    finish: Finish | None = None
     entry: Entry | None = None
     """None when its keys and values stem from several versions: nobody else may use them."""
 
@@ -200,7 +223,7 @@ class Scheduler:
         rows["num_output"] += np.uint64(1)
         self._record(ids_B.tolist(), logprobs_B.tolist())
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> Load:
         """A snapshot, named as in the protocol's ``/v1/loads``."""
         num_used = int(self._rows["num_cached"][: len(self.running)].sum())
         num_waiting_tokens = sum(len(request.prompt) + len(request.output_ids) for request in self.waiting)
@@ -259,7 +282,7 @@ class Scheduler:
 
     def _record(self, ids: list[int], logprobs: list[float]) -> None:
         self.num_generated += len(ids)
-        leaving: dict[int, dict[str, Any] | RequestFailed] = {}
+        leaving: dict[int, Finish | RequestFailed] = {}
         for row, (request, token_id, logprob) in enumerate(zip(self.running, ids, logprobs, strict=True)):
             if not logprob > -float("inf"):  # also true for NaN
                 leaving[row] = RequestFailed("the model computes numbers that are not finite")
@@ -274,7 +297,7 @@ class Scheduler:
             self._leave(leaving)
 
     @torch.inference_mode()
-    def _leave(self, leaving: Mapping[int, dict[str, Any] | RequestFailed]) -> None:
+    def _leave(self, leaving: Mapping[int, Finish | RequestFailed]) -> None:
         """Ends the requests in these rows and closes the gaps, from the end, so that what moves is alive."""
         for row in sorted(leaving, reverse=True):
             request, last = self.running[row], len(self.running) - 1
@@ -306,7 +329,7 @@ class Scheduler:
             self._prefixes.drop(request.entry)
             request.entry = None
 
-    def _finish(self, request: Request, finish: dict[str, Any] | RequestFailed) -> None:
+    def _finish(self, request: Request, finish: Finish | RequestFailed) -> None:
         del self._by_rid[request.rid]
         if isinstance(finish, RequestFailed):
             if not request.done.done():
@@ -316,8 +339,8 @@ class Scheduler:
         if not request.done.done():
             request.done.set_result(None)
 
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._decoder.device)
 
 
-_ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+_ABORTED: Finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}

@@ -11,10 +11,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup as Group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.rendezvous import rendezvous
@@ -25,7 +26,7 @@ T = TypeVar("T")
 class ProcessGroup:
     """Made by ``join``. Errors of torch are RuntimeErrors."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
 
     @classmethod
@@ -74,13 +75,13 @@ async def in_own_thread(work: Callable[[], T]) -> T:
     return await done
 
 
-def _join(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Any:
+def _join(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Group:
     """Torch makes a group beside the default one by a function that it keeps to itself."""
     timeout = timedelta(seconds=timeout_s)
     address = f"[{host}]" if ":" in host else host
     store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(
+    made = c10d._new_process_group_helper(
         size,
         rank,
         [],
@@ -89,5 +90,6 @@ def _join(host: str, port: int, rank: int, world_size: int, name: str, backend: 
         group_name=GroupName(name),
         timeout=timeout,
     )
+    group: Group = made[0]
     c10d._world.pg_group_ranks[group] = {index: index for index in range(size)}
     return group

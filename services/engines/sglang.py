@@ -14,11 +14,11 @@ import functools
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import msgspec
@@ -135,6 +135,9 @@ class _Scored(msgspec.Struct):
     meta_info: _ScoredMeta
 
 
+_Body: TypeAlias = Mapping[
+    str, str | float | bool | msgspec.Raw | Sequence[str] | Sequence[Sequence[int]] | Mapping[str, float] | None
+]
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_loads = msgspec.json.Decoder(_Loads).decode
 _decode_scored = msgspec.json.Decoder(_Scored).decode
@@ -190,7 +193,7 @@ class EngineClient:
         Cancelling the call aborts the request in the engine.
         """
         rid = rid or os.urandom(16).hex()
-        body = {
+        body: _Body = {
             "rid": rid,
             "input_ids": self._checked_input(input_ids, max_new_tokens),
             "return_logprob": True,
@@ -211,7 +214,7 @@ class EngineClient:
 
     async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
         """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
-        body = {
+        body: _Body = {
             "rid": os.urandom(16).hex(),
             "input_ids": self._checked_input(input_ids, 1),
             "return_logprob": True,
@@ -253,7 +256,7 @@ class EngineClient:
         Pause first, else the engine lets its running requests end. ``flush_cache`` must be False after an ``in_place``
         pause. EngineRejected: the old weights serve on. EngineDirty: unknown weights.
         """
-        body = {"model_path": str(path), "weight_version": label, "flush_cache": flush_cache}
+        body: _Body = {"model_path": str(path), "weight_version": label, "flush_cache": flush_cache}
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
         try:
             await self._call("POST", "/update_weights_from_disk", body, admin=True, timeout=timeout)
@@ -283,7 +286,7 @@ class EngineClient:
         self, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> None:
         """Returns when all members have met: let the sender join meanwhile."""
-        body = {
+        body: _Body = {
             "master_address": host,
             "master_port": port,
             "rank_offset": rank,
@@ -305,7 +308,7 @@ class EngineClient:
     ) -> None:
         """Takes (name, dtype, shape) of each tensor and returns when all of them have come: send them meanwhile."""
         names, dtypes, shapes = zip(*tensors, strict=True)
-        body = {
+        body: _Body = {
             "names": names,
             "dtypes": dtypes,
             "shapes": shapes,
@@ -382,7 +385,7 @@ class EngineClient:
         """The new weights are in place but the cache and the label are old: mends both."""
         try:
             await self.flush_cache(timeout_s=_REPAIR_TIMEOUT_S)
-            new_label = {"new_version": label, "abort_all_requests": False}
+            new_label: _Body = {"new_version": label, "abort_all_requests": False}
             await self._call("POST", "/update_weight_version", new_label, admin=True)
         except EngineError as error:
             raise EngineDirty(f"{self.url}: new weights behind an old cache or label: {error}") from error
@@ -446,7 +449,13 @@ class EngineClient:
             raise EngineProtocolError(f"{self.url}{path}: {error}") from error
 
     async def _call(
-        self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
+        self,
+        method: str,
+        path: str,
+        body: _Body | None = None,
+        *,
+        admin: bool = False,
+        timeout: httpx.Timeout | None = None,
     ) -> HttpAnswer:
         """The answer, when it is a 2xx; what else there is becomes one of our errors."""
         answer = await self._send(method, path, body, admin=admin, timeout=timeout)
@@ -457,7 +466,13 @@ class EngineClient:
         raise EngineUnavailable(problem) if is_busy else EngineRejected(problem)
 
     async def _send(
-        self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
+        self,
+        method: str,
+        path: str,
+        body: _Body | None = None,
+        *,
+        admin: bool = False,
+        timeout: httpx.Timeout | None = None,
     ) -> HttpAnswer:
         headers = {} if body is None else {"Content-Type": "application/json"}
         if key := self._keys[admin]:
@@ -478,7 +493,7 @@ def _sampling_params(
     max_new_tokens: int, temperature: float, stop_token_ids: tuple[int, ...], sampling_seed: int | None
 ) -> msgspec.Raw:
     """As JSON. Every key that shapes the distribution is said: no default of a model or a server can bend it."""
-    params: dict[str, Any] = {
+    params: dict[str, float | bool | list[int]] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": 1.0,

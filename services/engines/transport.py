@@ -113,7 +113,7 @@ class EngineHttp(httpx.AsyncClient):
             raise RuntimeError("the client was closed")
 
 
-def _at_most(timeout_s: float | None) -> contextlib.AbstractAsyncContextManager[object]:
+def _at_most(timeout_s: float | None) -> contextlib.AbstractAsyncContextManager[asyncio.Timeout | None]:
     return contextlib.nullcontext() if timeout_s is None else asyncio.timeout(timeout_s)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -20,6 +20,15 @@ from services.engines.protocol import Engine
 from services.process.ports import free_port
 
 _LEAVE_S = 5.0
+
+
+class _MeetingPlace(TypedDict):
+    host: str
+    port: int
+    world_size: int
+    name: str
+    backend: str
+    timeout_s: float
 
 
 class WeightGroup:
@@ -50,10 +59,17 @@ class WeightGroup:
             await engine.capabilities()
         port, world_size = free_port(host), len(engines) + 1
         name = f"weights-{uuid.uuid4().hex}"  # a name that was destroyed cannot be used again
-        place: dict[str, Any] = {"host": host, "port": port, "world_size": world_size, "name": name}
-        place |= {"backend": backend, "timeout_s": timeout_s}
+        place: _MeetingPlace = {
+            "host": host,
+            "port": port,
+            "world_size": world_size,
+            "name": name,
+            "backend": backend,
+            "timeout_s": timeout_s,
+        }
         invitations = [engine.join_weight_group(rank=rank, **place) for rank, engine in enumerate(engines, 1)]
         group, *_ = await _all_or_dirty(ProcessGroup.join(rank=0, **place), *invitations)
+        assert group is not None
         for engine in engines:
             with contextlib.suppress(EngineRejected):  # none is open, unless a sender before this one was lost
                 await engine.end_weight_update()
@@ -87,9 +103,11 @@ class WeightGroup:
         self._group.close()
 
 
-async def _all_or_dirty(*work: Awaitable[Any], refused_is_dirty: bool = False) -> list[Any]:
+async def _all_or_dirty(
+    *work: Awaitable[ProcessGroup | None], refused_is_dirty: bool = False
+) -> list[ProcessGroup | None]:
     """All results. When one part fails the others would wait for it, so they are cancelled; the engines are DIRTY."""
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
     except (EngineError, RuntimeError) as error:

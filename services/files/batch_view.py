@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from gspo_core.advantage import episode_advantages
 from gspo_core.chat import Tokenizer, UnsuitableTokenizer, load_tokenizer
@@ -78,7 +78,34 @@ def as_text(view: BatchView, wanted: Sequence[str], *, tokens: bool) -> Iterator
                 yield from _tokens_text(view, trajectory)
 
 
-def as_records(view: BatchView, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+class BranchRecord(TypedDict):
+    temperature: float
+    token_ids: list[int]
+    action_mask: list[bool]
+    behavior_logprobs: list[float]
+    turn_ids: list[int]
+    versions: list[int]
+    staleness: list[int | None]
+    text: str | None
+
+
+class EpisodeRecord(TypedDict):
+    epoch: int
+    step: int
+    episode: str
+    attempt: int
+    split: str
+    task_index: int
+    group_size: int
+    stop_reason: str
+    reward: float | None
+    reward_parts: dict[str, float]
+    turn_rewards: dict[str, float]
+    advantage: float | None
+    branches: list[BranchRecord]
+
+
+def as_records(view: BatchView, wanted: Sequence[str]) -> Iterator[EpisodeRecord]:
     """One object per episode, with arrays over its tokens."""
     for group in view.batch.groups:
         for one in group:
@@ -100,7 +127,7 @@ def as_records(view: BatchView, wanted: Sequence[str]) -> Iterator[dict[str, Any
                 }
 
 
-def _branch_record(view: BatchView, branch: Branch) -> dict[str, Any]:
+def _branch_record(view: BatchView, branch: Branch) -> BranchRecord:
     versions = branch.versions.tolist()
     return {
         "temperature": branch.segments[0].temperature,

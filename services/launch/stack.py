@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO, Self
 
 import httpx
@@ -290,7 +290,7 @@ def claim_port(host: str, port: int) -> int:
 def terminate_as_interrupt() -> Iterator[None]:
     """Let SIGTERM unwind the stack exactly as Ctrl-C does."""
 
-    def interrupt(signum: int, frame: object) -> None:
+    def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, interrupt)

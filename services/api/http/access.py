@@ -80,7 +80,7 @@ class Access:
         return bool(self._digests or (self._ring and self._ring.valid()))
 
     def caller(self, headers: Headers) -> Caller:
-        """Who asks; raises ApiError 401."""
+        """Who asks; raises RequestRefused 401."""
         if self.is_open:
             return LOCAL
         scheme, _, key = headers.get("authorization", "").partition(" ")

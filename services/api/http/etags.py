@@ -33,7 +33,7 @@ def tagged(view: BaseModel, version: str | int, if_none_match: str | None = None
 
 
 def require_match(if_match: str | None, version: str | int) -> None:
-    """Raises ApiError 412: somebody has changed it meanwhile."""
+    """Raises RequestRefused 412: somebody has changed it meanwhile."""
     if if_match is None or if_match.strip() == "*":
         return
     if not any(tag.startswith(f'"{version}.') for tag in _listed(if_match)):

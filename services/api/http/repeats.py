@@ -133,7 +133,7 @@ class RepeatMiddleware:
 
 
 async def _begin(replies: KeptReplies, name: str, request: str, owner: str) -> Begun | None:
-    """What was answered before, or None: it is ours to do. Raises ApiError 409."""
+    """What was answered before, or None: it is ours to do. Raises RequestRefused 409."""
     loop = asyncio.get_running_loop()
     until = loop.time() + WAIT_S
     while True:

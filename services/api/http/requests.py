@@ -1,7 +1,7 @@
-"""What happens to every request, whatever its route: an id, a log line, and a body that is read with care.
+"""Common to every request: an id, a log line, and a body that is read with care.
 
-One rule: nothing that a caller sends can make the service read without bound, or understand a text in two ways; and no
-failure of ours leaves without an answer in the one shape and a line in the log under the same id.
+One rule: no caller can make the service read without bound, or send a text that can be understood in two ways; every
+failure of ours is answered in the one shape and logged under the same id.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import JsonValue
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gspo_core import strict_json
@@ -104,12 +105,13 @@ class _StrictRequest(Request):
             self._bounded = await self._read()
         return self._bounded
 
-    async def json(self) -> Any:
+    async def json(self) -> JsonValue:
         try:
-            return strict_json.parse(await self.body())
+            parsed: JsonValue = strict_json.parse(await self.body())
         except strict_json.TextRejected as error:
             where = f" (line {error.line}, column {error.column})" if error.line else ""
             raise RequestRefused(400, "invalid_json", f"the body is not JSON: {error}{where}") from None
+        return parsed
 
     async def _read(self) -> bytes:
         data = await read_bounded(self, ("application/json",), MAX_BODY_BYTES)
@@ -119,7 +121,7 @@ class _StrictRequest(Request):
 
 
 async def read_bounded(request: Request, kinds: Sequence[str], most_bytes: int) -> bytes:
-    """A body of one of the media types. Raises ApiError 413, 415."""
+    """A body of one of the media types. Raises RequestRefused 413, 415."""
     # A page in a browser can send other types than ours to any address without asking.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() not in kinds:
         raise RequestRefused(415, "unsupported_media_type", f"send the body with Content-Type: {' or '.join(kinds)}")

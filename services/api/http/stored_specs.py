@@ -13,7 +13,7 @@ from services.state.jobs import JobRecord
 
 
 def spec_of(job: JobRecord) -> JobSpec:
-    """Raises ApiError 422."""
+    """Raises RequestRefused 422."""
     found = readable_spec(job)
     if found is None:
         message = f"the specification of {job.id} is of another release, which this one cannot read"

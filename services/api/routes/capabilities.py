@@ -1,8 +1,8 @@
-"""What this installation can do, for clients that decide by it."""
+"""What this installation can do, so that clients can adapt."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 
@@ -45,7 +45,7 @@ async def capabilities(context: ContextOf) -> CapabilitiesView:
     )
 
 
-_FEATURES: dict[str, Any] = {
+_FEATURES = {
     "pause": True,
     "event_stream": True,
     "episodes": True,

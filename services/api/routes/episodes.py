@@ -13,11 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
 from gspo_core.codec import SegmentRejected, decode
+from gspo_core.messages import ToolSchema
 from gspo_core.staleness import Position
 from gspo_core.types import MAX_COUNT, EpisodeKey, Segment
 from services.api.http import sse
 from services.api.http.context import ApiContext, ContextOf
-from services.api.http.episode_stream import frames, happenings, parse_position
+from services.api.http.episode_stream import EpisodeState, frames, happenings, parse_position
 from services.api.http.errors import RequestRefused
 from services.api.http.stored_specs import readable_spec
 from services.api.views.episode_views import (
@@ -184,14 +185,14 @@ async def follow_episode(
     async def read() -> EpisodeDetail:
         return await get_episode(job, group, member, DetailQuery(), context)
 
-    async def look() -> object:
+    async def look() -> EpisodeState:
         view = await _open(context, await context.store.get_job(job), group)
         episode = view.episodes[member] if view is not None and member < len(view.episodes) else None
         return "settled" if episode is None else (episode.attempt, episode.num_segments, episode.stage)
 
     detail = await read()
     if "text/event-stream" not in accept.lower():
-        found = [EpisodeEventView(id=one.id, type=one.type, data=one.data) for one in happenings(detail, after)]
+        found = [EpisodeEventView(id=one.id, type=one.type, data={**one.data}) for one in happenings(detail, after)]
         return page(found, max(1, len(found)))
     stream = frames(read, look, context.stopping, context.clock, after, context.ping_s)
     return StreamingResponse(stream, media_type="text/event-stream", headers=sse.HEADERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -12,11 +12,26 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.paging import after_id
-from services.api.http.presence import Member
+from services.api.http.presence import Member, Role
 from services.api.views.store_views import Page, View, page
 from services.state.drains import Drains
 
 router = APIRouter(prefix="/workers", tags=["workers"])
+
+
+class WorkerView(View):
+    """A process: the fields that it registered with, and these."""
+
+    model_config = ConfigDict(extra="allow")
+
+    object: Literal["worker"] = "worker"
+    id: str
+    role: Role
+    alive: bool
+    draining: bool
+    """It was asked to leave, or, an engine, to be left alone."""
+    links: dict[str, str]
+    """`drain`: where to ask it, while it is alive."""
 
 
 class DrainView(View):
@@ -38,7 +53,7 @@ class WorkerQuery(BaseModel):
 
 
 @router.get("")
-async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextOf) -> Page[dict[str, Any]]:
+async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextOf) -> Page[WorkerView]:
     """Trainers, rollout workers and engines that have registered, by role and id, each with whether it is `alive`.
 
     `links.drain` is where one is asked to leave, or an engine to be left alone; `draining` says that one was.
@@ -48,15 +63,15 @@ async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextO
     return page([_shown(one, asked) for one in after_id(members, query.after, query.limit)], query.limit)
 
 
-def _shown(one: Member, asked: set[str]) -> dict[str, Any]:
-    """Flat, as it always was: the report of an engine's trainer stands among the fields of the engine."""
-    shown: dict[str, Any] = msgspec.to_builtins(one.record)
+def _shown(one: Member, asked: set[str]) -> WorkerView:
+    """Flat: the report of an engine's trainer stands among the fields of the engine."""
+    shown = msgspec.to_builtins(one.record)
     shown |= shown.pop("report", None) or {}
     kind = "engines" if one.role == "engine" else "workers"
     links = {"drain": f"/v1/{kind}/{quote(one.id, safe='')}/drain"} if one.is_alive else {}
     is_draining = one.draining or one.id in asked
-    named = {"object": "worker", "role": one.role, "alive": one.is_alive, "draining": is_draining, "links": links}
-    return shown | named
+    named = {"role": one.role, "alive": one.is_alive, "draining": is_draining, "links": links}
+    return WorkerView.model_validate(shown | named)
 
 
 @router.post("/{worker}/drain", status_code=202, responses=documented(409))

@@ -20,7 +20,7 @@ async def submit(
 ) -> JobRecord:
     """The job: a new one under ``job_id``, or the one that was made under the same key before.
 
-    ``is_repetition``: ``job_id`` was given to an earlier request, which may have made its job. Raises ApiError,
+    ``is_repetition``: ``job_id`` was given to an earlier request, which may have made its job. Raises RequestRefused,
     JobConflict.
     """
     # A key belongs to who sent it: others who choose the same text neither see nor block this job.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -188,11 +188,6 @@ def _cut(
             turn, has_acted = turn + 1, False
         has_acted = has_acted or bool(acted)
         version = acted[0] if acted else (made[-1].version if made else held[-1].version if held else min(rules.steps))
-        values: dict[str, Any] = {
-            "token_ids": np.array(given.token_ids[start:end], np.int32),
-            "action_mask": np.array(mask, np.bool_),
-            "behavior_logprobs": np.minimum(np.array(given.logprobs[start:end], np.float32), 0.0),
-        }
         is_end = given.is_last and end == len(given.token_ids)
         made.append(
             Segment(
@@ -205,7 +200,9 @@ def _cut(
                 temperature=rules.spec.sampling.temperature,
                 engine_id=rules.source,
                 outcome=_outcome(given) if is_end else None,
-                **values,
+                token_ids=np.array(given.token_ids[start:end], np.int32),
+                action_mask=np.array(mask, np.bool_),
+                behavior_logprobs=np.minimum(np.array(given.logprobs[start:end], np.float32), 0.0),
             )
         )
     return made
