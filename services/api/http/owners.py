@@ -1,4 +1,4 @@
-"""What belongs to others is not there: one check in front of every route that names a job."""
+"""Jobs of other owners do not exist for a caller: one check in front of every route that names a job."""
 
 from __future__ import annotations
 

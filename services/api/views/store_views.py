@@ -195,7 +195,7 @@ def page(items: Sequence[Listed], limit: int) -> Page[Listed]:
     """A page of `items`, which hold one more than `limit` where there are more."""
     shown = list(items[:limit])
     ids = [item.id for item in shown]
-    return Page[Listed](
+    return Page[Any](
         data=shown,
         has_more=len(items) > limit,
         first_id=ids[0] if ids else None,
