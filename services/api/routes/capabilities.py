@@ -26,7 +26,7 @@ class CapabilitiesView(View):
     """Where an environment can come from."""
     limits: dict[str, int]
     features: dict[str, bool]
-    """What is there (true) and what this release has not (false)."""
+    """Features that this installation has (true) or lacks (false)."""
     num_alive: dict[str, int]
     """Processes of each role that are alive."""
 

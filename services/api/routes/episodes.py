@@ -1,4 +1,4 @@
-"""Groups and episodes: those in the queue, live, and those that were trained, from the batch logs."""
+"""Groups and episodes: open ones live from the queue, trained ones from the batch logs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ router = APIRouter(tags=["episodes"])
 Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 
 NDJSON = "application/x-ndjson"
-# A search goes back so far; `step` reaches everything.
+# A search goes back this far; `step` reaches every step.
 MAX_STEPS_SEARCHED = 500
 GroupNumber = Annotated[int, Path(ge=0, le=2**53)]
 MemberNumber = Annotated[int, Path(ge=0, le=MAX_COUNT)]
@@ -106,7 +106,7 @@ class DetailQuery(BaseModel):
 
 @router.get("/jobs/{id}/groups")
 async def list_groups(id: str, query: Annotated[GroupQuery, Query()], context: ContextOf) -> Page[GroupSummary]:
-    """Groups that are open, or that were trained."""
+    """Open groups, or trained ones."""
     job = await context.store.get_job(id)
     if query.status == "open":
         after = -1 if query.after is None else _number_in(query.after, job)
@@ -235,20 +235,20 @@ async def _trained_detail(context: ApiContext, job: JobRecord, key: EpisodeKey, 
 
 
 async def _sole_tools(context: ApiContext, job: JobRecord) -> list[ToolSchema] | None:
-    """A log does not say which environment a group was of; where there is one there is no doubt."""
+    """Logs do not name a group's environment, so tools are known only where the job has a single one."""
     sole = len(job.spec_data.get("environments", ())) == 1
     environment = await context.store.environment_description(job.id, 0) if sole else None
     return None if environment is None else environment.get("tools")
 
 
 def _lines(context: ApiContext, job: JobRecord, tools: list[ToolSchema] | None, query: ExportQuery) -> Iterator[bytes]:
-    """Blocking, batch after batch as they are asked for: the framework takes each from a thread."""
+    """Blocking, batch by batch on demand: the framework takes each from a thread."""
     for position in reversed(context.history.positions(job)):
         if position.step < query.from_step or (query.to_step is not None and position.step > query.to_step):
             continue
         try:
             batch = context.history.batch(job, position)
-        except (BatchLogNotFound, DamagedBatchLog):  # what can be read is worth having
+        except (BatchLogNotFound, DamagedBatchLog):  # export whatever is readable
             continue
         trajectories = {one.key: one for group in batch.groups for one in group}
         with_tokens = query.include == "tokens"
@@ -289,14 +289,14 @@ def _detail(
 
 
 def _trained(context: ApiContext, job: JobRecord, step: int | None) -> Iterator[GroupSummary]:
-    """Blocking, batch after batch as they are asked for."""
+    """Blocking, batch by batch on demand."""
     positions = context.history.positions(job)
     wanted = positions[:MAX_STEPS_SEARCHED] if step is None else [one for one in positions if one.step == step]
     for position in wanted:
         try:
             yield from _of_batch(context, job, position)
         except DamagedBatchLog:
-            if step is not None:  # who looks at everything sees what can be read
+            if step is not None:  # a search over all steps passes over damage
                 raise
 
 

@@ -61,7 +61,7 @@ class NewKeyView(KeyView):
 
 @router.post("", status_code=201)
 async def make_key(query: Annotated[KeyQuery, Query()], response: Response, context: ContextOf) -> NewKeyView:
-    """Make a key. From the first one on, this API answers nobody without one."""
+    """Make a key. From the first one on, this API requires one."""
     scopes = [scope.strip() for scope in query.scopes.split(",") if scope.strip()]
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown or not scopes:
@@ -82,7 +82,7 @@ async def list_keys(query: Annotated[KeyListQuery, Query()], context: ContextOf)
 
 @router.delete("/{key}", status_code=204)
 async def revoke_key(key: str, context: ContextOf) -> None:
-    """Revoke a key, by its id. It opens nothing from now on."""
+    """Revoke a key, by its id, with immediate effect."""
     if not await asyncio.to_thread(_ring(context).revoke, key):
         raise RequestRefused(404, "key_not_found", "no valid key has this id", param="key")
 

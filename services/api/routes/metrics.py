@@ -1,4 +1,4 @@
-"""The numbers of a job, step by step: as JSON, CSV or NDJSON, all of them or as many points as a picture needs."""
+"""The numbers of a job, step by step: as JSON, CSV or NDJSON, all of them or as many points as a chart needs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def read_metrics(
     if NDJSON in accept.lower():
         return Response("".join(json.dumps(row) + "\n" for row in shown), media_type=NDJSON)
     has_more = query.max_points is None and len(rows) > query.limit
-    # Numbers by the thousand, already checked when they were stored: written out without looking at each once more.
+    # Thousands of numbers, checked when they were stored: encoded without validating each again.
     answer = {"object": "job.metrics", "job_id": job.id, "data": shown, "has_more": has_more}
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -112,7 +112,7 @@ def _only(wanted: list[str], rows: list[MetricRow]) -> list[MetricRow]:
     names: set[str] = set()
     for one in wanted:
         found = {name for name in known if name == one or (one.endswith("*") and name.startswith(one[:-1]))}
-        # A job without rows yet has no names at all; asking early is no mistake.
+        # A job without rows has no names yet; asking early is no mistake.
         if known and not found:
             raise RequestRefused(
                 400, "unknown_metric", f"{one} is no metric of this job{near(one, known)}", param="names"

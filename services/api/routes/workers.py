@@ -29,13 +29,13 @@ class WorkerView(View):
     role: Role
     alive: bool
     draining: bool
-    """It was asked to leave, or, an engine, to be left alone."""
+    """It was asked to leave, or, for an engine, to take no more work."""
     links: dict[str, str]
     """`drain`: where to ask it, while it is alive."""
 
 
 class DrainView(View):
-    """A process that was asked to leave."""
+    """A process that was asked to drain."""
 
     object: Literal["worker.drain"] = "worker.drain"
     id: str
@@ -54,9 +54,9 @@ class WorkerQuery(BaseModel):
 
 @router.get("")
 async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextOf) -> Page[WorkerView]:
-    """Trainers, rollout workers and engines that have registered, by role and id, each with whether it is `alive`.
+    """Registered trainers, rollout workers and engines by role and id; `alive` says whether one still beats.
 
-    `links.drain` is where one is asked to leave, or an engine to be left alone; `draining` says that one was.
+    `links.drain` asks a process to leave, or an engine to take no more work; `draining` says that it was asked.
     """
     asked = await Drains(context.redis).all_asked()
     members = await context.presence.members()

@@ -1,6 +1,6 @@
 """The chat codec of a job's model, for reading recorded token ids.
 
-One rule: what cannot be read is shown as ids; a model whose files are away hides no episode. No model is loaded and no
+One rule: unreadable text is shown as ids; a model whose files are missing hides no episode. No model is loaded and no
 code of one is run.
 """
 
@@ -30,7 +30,7 @@ class Codecs:
         self._lock = threading.Lock()
 
     def of(self, job: JobRecord) -> tuple[TranscriptCodec | None, str | None]:
-        """The codec, or why there is none."""
+        """The codec, or the reason why there is none."""
         with self._lock:
             if job.id in self._held:
                 self._held.move_to_end(job.id)
@@ -54,7 +54,7 @@ class Codecs:
         from gspo_core.chat import load_codec
 
         chat = spec.chat
-        # A version's directory holds the tokenizer that sampled, whatever became of the model since.
+        # A version's directory holds the tokenizer that sampled, even if the model's files have changed since.
         return load_codec(
             WeightStore(self._jobs_dir.job(job.id)).newest_tokenizer() or Path(spec.model),
             format=chat.format,
