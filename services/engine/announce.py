@@ -1,7 +1,7 @@
-"""``python -m services.engine.announce URL...``: makes engines known that no process was configured with.
+"""``python -m services.engine.announce URL...``: registers engines that no process was configured with.
 
-Runs beside an engine of any kind. For as long as both run, jobs may bind the engine; when this is stopped, the engine
-is taken off the list. An engine itself knows nothing of Redis.
+Runs beside an engine of any kind. While both run, jobs may bind the engine; when this stops, the engine leaves the
+list. An engine itself knows nothing of Redis.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The HTTP face of the embedded engine: paths, status codes and bodies of the default engine protocol.
 
-Rule: every answer has the shape that the server which defines the protocol gives (``docs/engines.md`` names it), so
-that one client serves both. Different on purpose, and never to a caller's harm: an abort matches the request id exactly
+Rule: every answer has the shape of the server that defines the protocol (``docs/engines.md`` names it), so that one
+client serves both. It differs on purpose, and never to a caller's harm: an abort matches the request id exactly
 (that server matches live ids by prefix), also reaches requests that were posted while paused, and never loses sampled
 tokens; ``/health`` does not generate; a weight load reads and checks the whole checkpoint first, so wrong shapes are a
 400 and not the end of the process.
@@ -158,7 +158,7 @@ class _Handlers:
         try:
             await self._engine.update_weights(Path(body.model_path), body.weight_version, flush_cache=body.flush_cache)
         except CheckpointRejected as error:
-            # The protocol has no code for a failure before any weight was touched; clients tell it by these words.
+            # The protocol has no code for a failure before any weight was touched; clients recognise these words.
             return _updated(False, f"Failed to get weights iterator: {error}")
         except CacheNotFlushed:
             return _updated(False, _NOT_FLUSHED)

@@ -2,7 +2,7 @@
 
 Rule: the numbers are those of transformers. Its implementation loads the checkpoint and is compared with this one
 before the engine serves; a model that this forward does not reproduce is refused, not served approximately.
-What is different is speed: projections are fused and stored transposed, the tokens of all requests are packed without
+It differs in speed: projections are fused and stored transposed, the tokens of all requests are packed without
 padding, and a decode step reads the cache in place. Covers Qwen3, Qwen2 and Llama shapes; others need another engine.
 
 Shapes by suffix (leading dimension): N packed tokens, B requests, T tokens of one request. Behind it come heads, head
@@ -45,7 +45,7 @@ class Prefill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one forward computes: one token for each of the rows 0..num_decode-1, then the prefills."""
+    """The work of one forward: one token for each of the rows 0..num_decode-1, then the prefills."""
 
     ids_N: Tensor
     positions_N: Tensor
@@ -99,7 +99,7 @@ class Decoder:
 
     @property
     def tied(self) -> frozenset[str]:
-        """Names that a checkpoint may leave out."""
+        """Parameters that a checkpoint may leave out."""
         return frozenset({"lm_head.weight"}) if self.config.tie_word_embeddings else frozenset()
 
     def new_cache(self) -> KVCache:

@@ -1,8 +1,8 @@
 """Request and response bodies of the default engine protocol, as far as the embedded engine speaks them.
 
-Rule: what the engine cannot do exactly it refuses with a clean 400 and a reason; it never guesses and never ignores a
-parameter that shapes the distribution. That includes input that ends the process of a real engine. Nothing is executed
-here: bodies become ``Request`` values and ended requests become bodies.
+Rule: a request that the engine cannot serve exactly is refused with a clean 400 and a reason, and so is input that
+would crash a real engine; it never guesses and never ignores a parameter that shapes the distribution. Nothing is
+executed here: bodies become ``Request`` values and ended requests become bodies.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import msgspec
 from services.engine.sampling import request_seed
 from services.engine.scheduler import Finish, Request
 
-# In the order that the protocol's refusal of unknown keys shows.
+# In the order of the protocol's own refusal of unknown keys.
 _SAMPLING_KEYS = (
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex"),
     *("ebnf", "structural_tag", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
     *("stream_interval", "logit_bias", "sampling_seed", "custom_params", "beam_width", "watermark", "choice"),
 )
-# What would change the distribution or the shape of the answer: allowed only as written here, or absent.
+# Parameters that would change the distribution or the answer's shape: allowed only with these values, or absent.
 _NEUTRAL: dict[str, tuple[str | int | list[str] | dict[str, float] | None, ...]] = {
     "stop": (None, "", []),
     "stop_regex": (None, "", []),
@@ -150,7 +150,7 @@ class Reader:
         return request, AnswerRenderer(with_logprobs=bool(body.return_logprob), prompt_token_ids=prompt)
 
     def scoring(self, content: bytes) -> tuple[list[int], str] | None:
-        """Ids and request id, if the body asks for the log-probs of its input and for nothing to be sampled."""
+        """Ids and request id, if the body asks only for the log-probs of its input, without sampling."""
         body = read_body(content, _Generate)
         params = body.sampling_params or {}
         if body.logprob_start_len != 0 or params.get("max_new_tokens") != 0 or not body.return_logprob:
@@ -263,7 +263,7 @@ def scored(input_ids: Sequence[int], logprobs: Sequence[float], label: str, rid:
 
 
 class AnswerRenderer:
-    """Renders an ended request in the way its caller asked for."""
+    """Renders an ended request as its caller asked."""
 
     def __init__(self, *, with_logprobs: bool, prompt_token_ids: Sequence[int] | None) -> None:
         self._with_logprobs = with_logprobs

@@ -1,9 +1,9 @@
-"""What runs when: requests join and leave at any step, weights change between two steps, nothing is lost.
+"""The order of work: requests join and leave at any step, weights change between two steps, nothing is lost.
 
 Rule: a token keeps the log-prob and the label it was sampled with, whatever happens to its request afterwards. A
-retracted request gives up its keys and values, never its tokens; it is computed anew under whatever weights serve when
-it comes back. Everything here is synchronous and runs between two yields of one event loop: there are no locks, and a
-step is never half done when somebody looks. HTTP and files are not known here.
+retracted request gives up its keys and values, never its tokens; it is computed anew under the weights that serve when
+it returns. Everything here is synchronous and runs between two yields of one event loop: there are no locks, and no
+caller sees half a step. It knows neither HTTP nor files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from services.engine.sampling import sample, uniforms
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-# Prompt tokens computed in one step, next to the decoding requests. Nobody is answered during a step, so it should not
-# take longer than some tens of milliseconds; more tokens at a time were not faster on a CPU (measured 512 to 4096).
+# Prompt tokens computed in one step, next to the decoding requests. No request is answered during a step, so it should
+# not take longer than some tens of milliseconds; more tokens at a time were not faster on a CPU (measured 512 to 4096).
 _MAX_PREFILL_TOKENS = {"cpu": 1024}
 _MAX_PREFILL_TOKENS_ELSEWHERE = 8192
 # A request waits one step if another one, computed in this step, will leave it that many more tokens to copy.
@@ -95,7 +95,7 @@ class Request:
     num_retractions: int = 0
     finish: Finish | None = None
     entry: Entry | None = None
-    """None when its keys and values stem from several versions: nobody else may use them."""
+    """None when its keys and values stem from several versions: no other request may use them."""
 
     def mark(self, label: str) -> None:
         if not self.marks or self.marks[-1][0] != label:
@@ -113,7 +113,7 @@ class Scheduler:
         self, decoder: Decoder, *, max_concurrency: int, prefix_cache_bytes: int, label: str = "default"
     ) -> None:
         self.label = label
-        """What the weights that sample now are called."""
+        """The name of the weights that sample now."""
         self.paused: PauseMode | None = None
         self.admitting = True
         """False while an update waits for the running requests to end."""
@@ -268,7 +268,7 @@ class Scheduler:
         self._cache.reserve(row + 1, len(tokens))
         if entry is not None and entry.kv is not None:
             self._cache.load(row, entry.kv, num_shared)
-            if num_shared == entry.length:  # the new entry says all that this one says
+            if num_shared == entry.length:  # the new entry contains this one
                 self._prefixes.drop(entry)
         elif entry is not None:
             self._cache.move(entry.row, row, num_shared)
@@ -298,7 +298,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def _leave(self, leaving: Mapping[int, Finish | RequestFailed]) -> None:
-        """Ends the requests in these rows and closes the gaps, from the end, so that what moves is alive."""
+        """Ends the requests in these rows and closes the gaps, from the end, so that only live rows move."""
         for row in sorted(leaving, reverse=True):
             request, last = self.running[row], len(self.running) - 1
             finish = leaving[row]

@@ -1,8 +1,8 @@
-"""A group of torch processes that meet at an address, beside the default group: what weights travel through.
+"""A group of torch processes that meet at an address, beside the default group, to transfer weights.
 
-Rule: what blocks here (meeting, sending, receiving) does so in a thread that keeps no process alive, for a group whose
-other end hangs would else decide when this one ends. gloo joins CPUs, NCCL joins GPUs. No files, no pickles. Which
-tensors are sent, and what becomes of an engine when that fails, is decided elsewhere.
+Rule: blocking calls (meeting, sending, receiving) run in a daemon thread, else a group whose other end hangs would
+decide when this process ends. gloo joins CPUs, NCCL joins GPUs. No files, no pickles. Callers decide which tensors are
+sent, and what a failure means for an engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ProcessGroup:
         await in_own_thread(lambda: self._broadcast(tensors))
 
     def close(self) -> None:
-        """Returns at once; what still waits for the other end is left to its timeout."""
+        """Returns at once; calls that still wait for the other end run into their timeouts."""
         threading.Thread(target=dist.destroy_process_group, args=(self._group,), daemon=True).start()
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -50,7 +50,7 @@ class ProcessGroup:
 
 
 async def in_own_thread(work: Callable[[], T]) -> T:
-    """The result of ``work``. Cancelled, nobody waits for the thread any more, the end of the process included."""
+    """The result of ``work``. After a cancellation nothing waits for the thread, not even the end of the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -76,7 +76,7 @@ async def in_own_thread(work: Callable[[], T]) -> T:
 
 
 def _join(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Group:
-    """Torch makes a group beside the default one by a function that it keeps to itself."""
+    """Torch has only a private function for a group beside the default one."""
     timeout = timedelta(seconds=timeout_s)
     address = f"[{host}]" if ":" in host else host
     store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))

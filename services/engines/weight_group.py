@@ -1,4 +1,4 @@
-"""Sends weights to engines through a process group, where they share no volume with the trainer.
+"""Sends weights through a process group to engines that share no volume with the trainer.
 
 Rule: an engine that was told of tensors and did not confirm them is DIRTY, and its group is not used again. The
 sender is rank 0; every engine is one rank behind it (tensor parallelism 1). The caller pauses and resumes.
@@ -55,10 +55,10 @@ class WeightGroup:
         has no groups; nothing has changed.
         """
         backend = "gloo" if device == "cpu" else "nccl"
-        for engine in engines:  # one that is gone is found before anything waits for it
+        for engine in engines:  # find a missing one before anything waits for it
             await engine.capabilities()
         port, world_size = free_port(host), len(engines) + 1
-        name = f"weights-{uuid.uuid4().hex}"  # a name that was destroyed cannot be used again
+        name = f"weights-{uuid.uuid4().hex}"  # the name of a destroyed group cannot be used again
         place: _MeetingPlace = {
             "host": host,
             "port": port,
@@ -78,7 +78,8 @@ class WeightGroup:
     async def send(
         self, tensors: Mapping[str, Tensor], label: str, *, flush_cache: bool = True, timeout_s: float = 600.0
     ) -> None:
-        """Replaces the weights of all engines, which then name them ``label``. EngineDirty: they hold anything."""
+        """Replaces the weights of all engines, which then name them ``label``. EngineDirty: they hold unknown
+        weights."""
         await asyncio.gather(*(engine.begin_weight_update() for engine in self._engines))
         described = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()]
         announced = [
@@ -95,7 +96,7 @@ class WeightGroup:
                 raise EngineDirty(f"{engine.url}: holds weights {held!r} after {label!r} was sent")
 
     async def close(self) -> None:
-        """Also where an engine is gone or hangs."""
+        """Works even if an engine is gone or hangs."""
         for engine in self._engines:
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
@@ -106,7 +107,7 @@ class WeightGroup:
 async def _all_or_dirty(
     *work: Awaitable[ProcessGroup | None], refused_is_dirty: bool = False
 ) -> list[ProcessGroup | None]:
-    """All results. When one part fails the others would wait for it, so they are cancelled; the engines are DIRTY."""
+    """All results. When one part fails, the others would wait for it, so they are cancelled; the engines are DIRTY."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

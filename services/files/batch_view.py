@@ -4,8 +4,8 @@
 shows one; ``--tokens`` adds every token with its mask, log-prob, version and age, ``--json`` prints an object per
 episode.
 
-The rule kept here: nothing is shown that is not in the file or in the job's own record beside it (the objective, for
-the advantages; the tokenizer of its model, for the text), and what is not there is left out, never guessed.
+The rule kept here: it shows only the content of the file and of the job's own record beside it (the objective, for the
+advantages; the tokenizer of its model, for the text); missing values are left out, never guessed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from services.files.job_records import DamagedRecord, JobRecords
 
 @dataclass(frozen=True)
 class BatchView:
-    """One batch with what lies beside it."""
+    """One batch with its job's advantages and tokenizer."""
 
     batch: LoggedBatch
     advantages: dict[str, float]
-    """By episode; empty where the job's record is not there."""
+    """By episode; empty without the job's record."""
     tokenizer: Tokenizer | None
 
     @classmethod
@@ -43,7 +43,7 @@ class BatchView:
         return cls(batch, _advantages(batch, spec) if spec else {}, _tokenizer(model, spec))
 
     def age(self, version: int) -> int | None:
-        """In steps, as the trainer saw it when it took the batch."""
+        """In steps, as of the moment when the trainer took the batch."""
         age: int | None = self.batch.extra.get("staleness", {}).get(str(version))
         return age
 
@@ -178,7 +178,7 @@ def _tokens_text(view: BatchView, trajectory: Trajectory) -> Iterator[str]:
 
 
 def _is_wanted(trajectory: Trajectory, wanted: Sequence[str]) -> bool:
-    """``wanted`` names groups (``17``) and episodes (``17/3``); nothing named is everything."""
+    """``wanted`` names groups (``17``) and episodes (``17/3``); empty means all."""
     key = trajectory.key
     return not wanted or str(key.group) in wanted or f"{key.group}/{key.member}" in wanted
 
@@ -197,7 +197,7 @@ def _advantages(batch: LoggedBatch, spec: JobSpec) -> dict[str, float]:
 
 
 def _tokenizer(model: Path | None, spec: JobSpec | None) -> Tokenizer | None:
-    """Of the directory that was named, else of the job's model where that is at hand."""
+    """The tokenizer of the named directory, else of the job's model where its files exist."""
     if model is not None:
         return load_tokenizer(model)
     if spec is None or not (Path(spec.model) / "tokenizer.json").is_file():

@@ -1,7 +1,7 @@
-"""A full disk is one exception, ``NoRoom``, and a write that meets it can wait until there is room.
+"""A full disk is one exception, ``NoRoom``, and a write can wait until there is room.
 
-The rule: any other failure is raised at once. A write that is tried again must leave nothing behind when it fails,
-which every write-once file of a job keeps.
+The rule: any other failure is raised at once. A write that is retried must leave nothing behind when it fails, which
+holds for every write-once file of a job.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The whole system as child processes of this one; ``topology`` says which they are.
+"""The whole system as child processes of this one; ``topology`` lists them.
 
-The rule it keeps: whatever ends this process, no child outlives it. Each child is asked to stop (SIGTERM, in the
+The rule it keeps: however this process ends, no child outlives it. Each child is asked to stop (SIGTERM, in the
 reverse order of the start), then killed. It restarts nothing by itself (``supervisor`` does); a child that dies is
 reported with the end of its log.
 """
@@ -196,7 +196,7 @@ class Stack:
         raise StackError(f"{name} did not answer at {url} within {START_TIMEOUT_S:.0f} s; see {self.log_dir}")
 
     def _wait_until_ready(self, address: str) -> None:
-        """Of whatever kind the engine is."""
+        """For an engine of any kind."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             self.check()
