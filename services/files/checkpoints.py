@@ -3,8 +3,8 @@
 The rule it keeps: a directory under its final name is complete and on disk, and reading verifies it:
 ``checkpoint.json`` carries its own sha256 and that of the learner's manifest, which carries those of the tensors. A
 damaged checkpoint is passed over and reported; one of another release is refused by name, because passing over it would
-restart the job. Each epoch leaves a write-once record of where it forked off, so that the age of a dead epoch's version
-stays known. ``checkpoint_storage`` decides where the bytes lie, ``gspo_core.log`` what they mean.
+start the job over. Each epoch leaves a write-once record of where it forked off, so that the age of a dead epoch's
+version stays known. ``checkpoint_storage`` decides where the bytes lie, ``gspo_core.log`` what they mean.
 
     checkpoint.json   learner/learner.json   learner/rank-00000.safetensors      (format 1 had lineage.json alone)
 """
@@ -122,7 +122,7 @@ class CheckpointStore:
 
     def collect(self, keep: int, check: Callable[[Path], None] = lambda _: None) -> int:
         """Remove checkpoints older than the newest ``keep`` intact ones of the run so far. Returns a step: batch logs
-        after it are needed, whichever of these is lost. With fewer than ``keep`` it is the first step: only the logs
+        after it are needed, whichever of these is lost. With fewer than ``keep`` it is 0: only the logs
         could replace the others.
 
         Checkpoints of a dead epoch do not count, however late it wrote them: a zombie may call this too, and must not
