@@ -111,8 +111,8 @@ verify-compose: $(STAMP)  ## build the images, start them, and see a job learn t
 debian-redis:  ## Debian's Redis beside the virtual environment, so that the tests run on it too
 	tests/services/get_debian_redis.sh .make/debian-redis
 
-$(SGLANG_VENV)/ready: services/launch/sglang_cpu/setup.sh services/launch/sglang_cpu/constraints.txt
-	PYTHON=$(PYTHON) services/launch/sglang_cpu/setup.sh $(SGLANG_VENV) $(TORCH_WHEELS)
+$(SGLANG_VENV)/ready: tests/apparatus/sglang_cpu/setup.sh tests/apparatus/sglang_cpu/constraints.txt
+	PYTHON=$(PYTHON) tests/apparatus/sglang_cpu/setup.sh $(SGLANG_VENV) $(TORCH_WHEELS)
 	@touch $@
 
 sglang-cpu: $(STAMP) $(SGLANG_VENV)/ready  ## a real SGLang on the CPU (own environment, 3 GB), and the engine cases against it

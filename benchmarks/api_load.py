@@ -78,10 +78,10 @@ async def _written(folder: Path, seconds: float) -> AsyncIterator[Target]:
             async with connect(redis_server.url) as redis:
                 await _until_ready(url)
                 store = Store(redis)
-                job = await store.create_job(SPEC)
-                claim = await store.claim_job("load")
+                job = await store.jobs.create(SPEC)
+                claim = await store.jobs.claim("load")
                 assert claim is not None
-                await store.set_status(job.id, JobStatus.RUNNING, token=claim.token)
+                await store.jobs.set_status(job.id, JobStatus.RUNNING, token=claim.token)
                 yield Target(url, api.pid, store, job.id, lambda: _write(store, claim, seconds))
         finally:
             api.terminate()
@@ -99,12 +99,12 @@ async def _real(folder: Path, steps: int) -> AsyncIterator[Target]:
             store = Store(redis)
             with Client(stack.api_url) as client:
                 job = client.create_job(demo_spec(model_dir, 0, steps))["id"]
-            while not any(event.type == "step" for event in await store.read_events(job, "0", count=1000)):
+            while not any(event.type == "step" for event in await store.events.read(job, "0", count=1000)):
                 stack.check()
                 await asyncio.sleep(0.2)
 
             async def until_over() -> None:
-                while not (await store.get_job(job)).status.is_terminal:
+                while not (await store.jobs.get(job)).status.is_terminal:
                     await asyncio.sleep(0.5)
 
             yield Target(stack.api_url, stack.pids()["api"], store, job, until_over)
@@ -121,7 +121,7 @@ async def _load(target: Target, options: argparse.Namespace) -> None:
     used = _cpu_s(target.pid) - before[0], time.process_time() - before[1]
     await working
     seen = await asyncio.gather(*reading)
-    wanted = [event.id for event in await target.store.read_events(target.job, "0", count=20_000)]
+    wanted = [event.id for event in await target.store.events.read(target.job, "0", count=20_000)]
     p50, p95, p99 = np.quantile(latencies, (0.5, 0.95, 0.99)) * 1000
     print(f"{options.readers} readers, {len(latencies) / options.seconds:.0f} requests/s for {options.seconds:g} s")
     print(f"latency ms: p50 {p50:.1f}  p95 {p95:.1f}  p99 {p99:.1f}  longest {max(latencies) * 1000:.1f}")
@@ -204,10 +204,10 @@ class _Reader:
 async def _write(store: Store, claim: Claim, seconds: float) -> None:
     for step in range(1, int(seconds * EVENTS_PER_S) + 1):
         metrics = {f"metric/{number}": float(step) for number in range(60)}
-        await store.add_metrics(claim.job_id, step, metrics)
-        await store.add_event(claim.job_id, "step", {"step": step, **metrics})
+        await store.metrics.add(claim.job_id, step, metrics)
+        await store.events.add(claim.job_id, "step", {"step": step, **metrics})
         await asyncio.sleep(1 / EVENTS_PER_S)
-    await store.set_status(claim.job_id, JobStatus.SUCCEEDED, token=claim.token)
+    await store.jobs.set_status(claim.job_id, JobStatus.SUCCEEDED, token=claim.token)
 
 
 async def _ask(lines: _Lines, job: str, rate: float, seconds: float) -> tuple[list[float], int]:

@@ -64,21 +64,21 @@ async def join(redis_url: str, root: Path, model_dir: Path, first: str, late: st
             stack.callback(work.cancel)
 
         await reset(client(late), model_dir)
-        job = (await store.create_job('{"name": "join"}')).id
-        claim = await store.claim_job("trainer")
+        job = (await store.jobs.create('{"name": "join"}')).id
+        claim = await store.jobs.claim("trainer")
         assert claim is not None
         weights = WeightStore(JobDir(root / job))
         manifest = weights.write(0, claim.epoch, 0, lambda path: copy(model_dir, path))
-        await store.publish_version(job, claim.token, manifest)
+        await store.versions.publish(job, claim.token, manifest)
         engines = EnginePool(store, job, claim.token, weights, [first], client, transport=transport)
         run(asyncio.create_task(engines.run()))
         await engines.publish(manifest)
         await engines.wait_for(manifest)
         retrier = Retrier(counters := Counters(), random.Random(0))
-        table = EngineTable(store, [first], client, time.monotonic, retrier)
+        table = EngineTable(store.fleet, [first], client, time.monotonic, retrier)
         router = JobEngines(
             table,
-            store,
+            store.versions,
             job,
             max_staleness=1,
             retrier=retrier,
@@ -93,7 +93,7 @@ async def join(redis_url: str, root: Path, model_dir: Path, first: str, late: st
             run(asyncio.create_task(call(router, number, late, answered)))
         await asyncio.sleep(1.0)
         began = time.perf_counter()
-        run(asyncio.create_task(EngineBeats(store, info_calls([client(late)], ANSWER_S), lease_s=30.0).run()))
+        run(asyncio.create_task(EngineBeats(store.fleet, info_calls([client(late)], ANSWER_S), lease_s=30.0).run()))
         seen: dict[str, float] = {}
         while not answered.done():
             for name, urls in (("bound", engines.bound()), ("ready", [one.url for one in engines.ready()])):

@@ -57,10 +57,10 @@ class OneVersion:
         urls = [f"http://{name}" for name in SIZES]
         return [EngineRecord(id=url, url=url, job=JOB, report=ready) for url in urls]
 
-    async def current_version(self, job: str) -> WeightsManifest:
+    async def current(self, job: str) -> WeightsManifest:
         return self.manifest
 
-    async def versions(self, job: str) -> list[WeightsManifest]:
+    async def all(self, job: str) -> list[WeightsManifest]:
         return [self.manifest]
 
 

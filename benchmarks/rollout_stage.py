@@ -126,16 +126,16 @@ class Stage:
             "model": str(self.root / "model"),
             "environments": [{"ref": f"benchmarks.rollout_worlds:{world}", "config": config or {}}],
         }
-        await self.store.create_job(json.dumps(spec | changes))
-        claim = await self.store.claim_job("trainer")
+        await self.store.jobs.create(json.dumps(spec | changes))
+        claim = await self.store.jobs.claim("trainer")
         assert claim is not None
         return claim
 
     async def publish(self, claim: Claim, step: int = 0) -> WeightsManifest:
-        version = await self.store.next_version(claim.job_id, claim.token)
+        version = await self.store.versions.next(claim.job_id, claim.token)
         files = (WeightFile("model.safetensors", 1, "0" * 64),)
         manifest = WeightsManifest(claim.job_id, version, claim.epoch, step, files)
-        await self.store.publish_version(claim.job_id, claim.token, manifest)
+        await self.store.versions.publish(claim.job_id, claim.token, manifest)
         if url := self.engine_urls.get(claim.job_id):
             await self.http.post(f"{url}/label", json={"label": manifest.label})
         return manifest

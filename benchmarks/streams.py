@@ -90,8 +90,8 @@ async def open_bench(server: RedisServer) -> Bench:
     await redis.flushall()
     store = Store(redis)
     await store.load_functions()
-    await store.create_job("{}")
-    claim = await store.claim_job("bench")
+    await store.jobs.create("{}")
+    claim = await store.jobs.claim("bench")
     assert claim is not None
     return Bench(redis, server.url, Bus(redis), claim)
 

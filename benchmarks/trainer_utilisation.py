@@ -42,7 +42,8 @@ from services.state.store import Claim, Store
 from services.trainer.building import make_learner
 from services.trainer.groups.intake import Intake
 from services.trainer.past.background_writer import BackgroundWriter
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 
 WARM_UP = 2
@@ -198,9 +199,9 @@ async def train(
         async with connect(server.url) as redis:
             bus, store = Bus(redis), Store(redis, jobs_dir=DataDir(root).jobs)
             await bus.load_functions()
-            job = (await store.create_job(spec.model_dump_json())).id
-            await store.describe_environment(job, 0, {"num_tasks": {"train": 100, "eval": 1}})
-            claim = await store.claim_job("benchmark")
+            job = (await store.jobs.create(spec.model_dump_json())).id
+            await store.environments.describe(job, 0, {"num_tasks": {"train": 100, "eval": 1}})
+            claim = await store.jobs.claim("benchmark")
             assert claim is not None
             feeding = asyncio.create_task(feed(bus, job, options.tokens))
             try:

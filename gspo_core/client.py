@@ -87,6 +87,8 @@ class Plan(TypedDict):
     valid: bool
     config: dict[str, Any]
     warnings: list[str]
+    unchecked: NotRequired[list[str]]
+    """What only trainers and rollout workers can tell."""
     estimate: dict[str, int]
     capacity: NotRequired[dict[str, int]]
 

@@ -96,6 +96,9 @@ class Limits(Documented):
     max_context_tokens: PositiveInt | None = None
     """Prompt, tool output and sampled tokens of an episode together; the episode ends with `context_overflow`.
     The model's own limit holds besides. Default 32768."""
+    max_observation_chars: Annotated[int, Field(ge=100)] | None = None
+    """Characters of one answer of an environment that the policy reads. Of a longer one the middle is left out, and a
+    line in its place says how much. Default 100000."""
     reset_timeout_s: Seconds | None = None
     """Time for an environment to start an episode; beyond it is an infrastructure failure, tried again. Default 60."""
     step_timeout_s: Seconds | None = None
@@ -130,6 +133,7 @@ class EpisodeLimits:
     max_tool_calls: int = 32
     max_episode_tokens: int = 8192
     max_context_tokens: int = 32768
+    max_observation_chars: int = 100_000
     reset_timeout_s: float = 60.0
     step_timeout_s: float = 20.0
     score_timeout_s: float = 30.0

@@ -26,7 +26,7 @@ DUTIES = {
     "services.state": ("Redis: queue, jobs, leases;", "nothing else speaks to it"),
     "services.engines": ("what an engine is to us:", "client, probe, weights"),
     "services.files": ("a job's directory:", "paths, logs, weights, fsync"),
-    "services.process.lifecycle": ("how a process lives:", "settings, health, signals"),
+    "services.process": ("how a process lives:", "settings, health, signals"),
     "environments": ("built-in worlds, written", "as a plug-in would be"),
     "gspo_core": ("what the system means:", "nouns, objective, learner"),
 }

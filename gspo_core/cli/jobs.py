@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_core.cli import CommandError
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import say
+
+if TYPE_CHECKING:
+    from gspo_core.client import Plan
 
 Verb = Literal["pause", "resume", "cancel"]
 
@@ -27,7 +30,9 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
         print(f"warning: {warning}", file=sys.stderr)
     with connected(url) as client:
         if dry_run:
-            print(json.dumps(client.plan_job(spec), indent=2))
+            plan = client.plan_job(spec)
+            print(json.dumps(plan, indent=2))
+            _say_what_is_open(plan, set(spec_warnings(spec)))
             return 0
         job = client.create_job(spec, idempotency_key=key)
     print(job["id"])
@@ -37,6 +42,16 @@ def submit(url: str, file: str, *, dry_run: bool, watch: bool, key: str | None =
     from gspo_core.cli.watch import watch as follow
 
     return follow(url, job["id"], as_json=False)
+
+
+def _say_what_is_open(plan: Plan, said: Collection[str]) -> None:
+    """In sentences, beside what is printed for programs."""
+    for warning in plan["warnings"]:
+        if warning not in said:
+            print(f"warning: {warning}", file=sys.stderr)
+    for question in plan.get("unchecked", ()):
+        print(f"not checked: {question}", file=sys.stderr)
+    print("the specification is valid; nothing was created", file=sys.stderr)
 
 
 def show(url: str, *, as_json: bool) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gspo_core.batch import Layout, MicroBatch, TrainSequence, collate
+from gspo_core.bounds import exceeds
 from gspo_core.learner.attention import UnsupportedAttention
 from gspo_core.learner.logprobs import chosen_logprobs
 from gspo_core.learner.low_rank import add_low_rank, low_rank_additions, merge
@@ -149,7 +150,7 @@ def _check_forward(policy: PolicyModel, layout: Layout, device: torch.device) ->
         output = policy.model(input_ids=alone.token_ids, position_ids=alone.positions, use_cache=False, **extra)
         logprobs = torch.log_softmax(output.logits[0].float(), -1).gather(-1, alone.targets_N[:, None])[:, 0]
         difference = float((row[: len(logprobs)] - logprobs).abs().max())
-        if not difference <= MAX_FORWARD_DIFFERENCE:
+        if exceeds(difference, MAX_FORWARD_DIFFERENCE):
             raise UnsupportedModel(
                 f"log-probs of {type(policy.model).__name__} differ by {difference:.2g} from its own forward pass: "
                 f"its head or its attention (layout {layout}) does something that this learner does not know"

@@ -1,7 +1,8 @@
 """Alarms about a step, as values.
 
 One rule: an alarm names the number, its bound and what it most probably means. Bounds are reasoned, not tuned
-(`docs/objective.md`). It neither logs nor stops anything; what persists over steps is counted by `AlarmPatience`.
+(`docs/objective.md`), and a number that is NaN is beyond every bound. It neither logs nor stops anything; what persists
+over steps is counted by `AlarmPatience`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gspo_core.bounds import exceeds, falls_below
 from gspo_core.objective.metrics import loss_metrics
 from gspo_core.objective.stats import LossStats
 from gspo_core.objective_config import ObjectiveConfig
@@ -91,7 +93,7 @@ class AlarmPatience:
 def group_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
     """The alarm of the groups of one batch, from the metrics that ``batch_advantages`` counts."""
     compared = 1 - metrics["groups/zero_variance"] / max(1.0, metrics["groups/total"])
-    if compared >= MIN_COMPARED_FRAC:
+    if not falls_below(compared, MIN_COMPARED_FRAC):
         return []
     meaning = "nearly all groups have one reward for all members and teach nothing: the tasks are too easy or too hard"
     return [Alarm(AlarmKind.NO_SIGNAL, "1 - groups/zero_variance / groups/total", compared, MIN_COMPARED_FRAC, meaning)]
@@ -109,10 +111,10 @@ def _clip_alarms(metrics: Mapping[str, float], config: ObjectiveConfig, num_upda
     if clip_frac is None or config.loss != "clip":
         return []
     largest = metrics["gspo/log_ratio_abs_max"]
-    if num_updates > 1 and clip_frac == 0 and largest < INERT_LOG_RATIO:
+    if num_updates > 1 and clip_frac == 0 and falls_below(largest, INERT_LOG_RATIO):
         meaning = "the policy is compared with itself, so the clip can never act"
         return [Alarm(AlarmKind.INERT_CLIP, "gspo/log_ratio_abs_max", largest, INERT_LOG_RATIO, meaning)]
-    if clip_frac > MAX_CLIP_FRAC:
+    if exceeds(clip_frac, MAX_CLIP_FRAC):
         meaning = "the clip is too narrow for how far an update moves, or it is anchored on the sampler"
         return [Alarm(AlarmKind.OVER_CLIP, "gspo/clip_frac", clip_frac, MAX_CLIP_FRAC, meaning)]
     return []
@@ -122,7 +124,7 @@ def _one_sided(stats: LossStats, metrics: Mapping[str, float]) -> list[Alarm]:
     if min(stats.total("sequences_positive"), stats.total("sequences_negative")) < MIN_SEQUENCES_OF_A_SIGN:
         return []
     difference = metrics["gspo/clip_frac_negative"] - metrics["gspo/clip_frac_positive"]
-    if abs(difference) <= MAX_CLIP_DIFFERENCE:
+    if not exceeds(abs(difference), MAX_CLIP_DIFFERENCE):
         return []
     meaning = "the clip reacts to drift instead of updates and removes one sign of the advantage"
     name = "gspo/clip_frac_negative - gspo/clip_frac_positive"
@@ -136,7 +138,7 @@ def _mismatch(metrics: Mapping[str, float], config: ObjectiveConfig) -> list[Ala
     bound = MISMATCH_SHARE_OF_GATE * (config.k3_gate or DEFAULT_K3_GATE)
     if config.anchor == "behavior" and config.loss == "clip" and config.band is None:
         bound = min(bound, MISMATCH_SHARE_OF_CLIP * config.clip_low)
-    if mismatch <= bound:
+    if not exceeds(mismatch, bound):
         return []
     meaning = "engine and trainer disagree on fresh tokens: numerics, temperature, template or a stale cache"
     return [Alarm(AlarmKind.MISMATCH_FLOOR, "gspo/k3_mismatch", mismatch, bound, meaning)]
@@ -146,16 +148,16 @@ def _weight_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
     found = []
     meaning = "the data is too stale, or its log-probs belong to another version"
     for name in ("gspo/ess_token", "gspo/ess_sequence"):
-        if metrics.get(name, 1.0) < MIN_ESS:
+        if falls_below(metrics.get(name, 1.0), MIN_ESS):
             found.append(Alarm(AlarmKind.CORRECTION_COLLAPSE, name, metrics[name], MIN_ESS, meaning))
     truncated = metrics.get("gspo/weight_truncated_frac", 0.0)
-    if truncated > MAX_TRUNCATED_FRAC:
+    if exceeds(truncated, MAX_TRUNCATED_FRAC):
         name = "gspo/weight_truncated_frac"
         found.append(Alarm(AlarmKind.CORRECTION_COLLAPSE, name, truncated, MAX_TRUNCATED_FRAC, meaning))
     if metrics["gspo/num_tokens"] >= MIN_TOKENS:
         drift = metrics["gspo/weight_raw_mean"] - 1
         bound = max(MAX_STANDARD_ERRORS * metrics["gspo/weight_raw_stderr"], MIN_WEIGHT_DRIFT)
-        if abs(drift) > bound:
+        if exceeds(abs(drift), bound):
             meaning = "the recorded log-probs are not those of the distribution that the tokens were sampled from"
             found.append(Alarm(AlarmKind.WEIGHT_DRIFT, "gspo/weight_raw_mean - 1", drift, bound, meaning))
     return found
@@ -167,5 +169,5 @@ def _gate_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
     return [
         Alarm(AlarmKind.GATE_PRESSURE, name, metrics[name], MIN_KEPT_FRAC, "this gate withholds much of the data")
         for name in names
-        if metrics.get(name, 1.0) < MIN_KEPT_FRAC
+        if falls_below(metrics.get(name, 1.0), MIN_KEPT_FRAC)
     ]

@@ -139,7 +139,7 @@ def _context(
         tails=EventTails(backend.news or backend.store, render, stopping),
         traffic=traffic,
         ring=ring,
-        errands=WorkerRequests(backend.redis),
+        worker_requests=WorkerRequests(backend.redis),
         exports=Exports(),
         redis=backend.redis,
         replies=KeptReplies(backend.redis),

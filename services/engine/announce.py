@@ -30,12 +30,12 @@ async def announce(urls: Sequence[str], stop: asyncio.Event) -> None:
         store = Store(redis, lease_s=settings.lease_s)
         await store.load_functions()
         engines = info_calls(map(engine_at, urls), ANSWER_S)
-        beating = asyncio.create_task(EngineBeats(store, engines, lease_s=settings.lease_s).run())
+        beating = asyncio.create_task(EngineBeats(store.fleet, engines, lease_s=settings.lease_s).run())
         get_logger().info("announcing", urls=list(urls))
         await stop.wait()
         beating.cancel()
         for url in urls:
-            await store.remove_engine(url.rstrip("/"))
+            await store.fleet.remove_engine(url.rstrip("/"))
 
 
 def main() -> int:

@@ -16,18 +16,27 @@ from gspo_core.types import Segment, StopReason
 from services.episodes.counters import Counters
 from services.episodes.ledger import Ledger
 from services.episodes.worlds import WorldSnapshot
+from services.rollout.observations import within
 
 
 class Conversation:
     """Of one attempt; ``ledger`` is empty at first."""
 
-    def __init__(self, codec: ChatCodec, ledger: Ledger, counters: Counters, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        codec: ChatCodec,
+        ledger: Ledger,
+        counters: Counters,
+        max_context_tokens: int,
+        max_observation_chars: int,
+    ) -> None:
         self.ledger = ledger
         self.messages: list[Message] = []
         self.tools: Sequence[ToolSchema] = ()
         self._codec = codec
         self._counters = counters
         self._max_context_tokens = max_context_tokens
+        self._max_observation_chars = max_observation_chars
 
     @property
     def num_turns(self) -> int:
@@ -55,6 +64,9 @@ class Conversation:
     def read(self, parsed: ParsedTurn, messages: Sequence[Message]) -> StopReason | None:
         """Opens the next turn with ``messages``, which answer ``parsed``."""
         codec, ledger = self._codec, self.ledger
+        messages, num_cut = within(messages, self._max_observation_chars)
+        if num_cut:
+            self._counters.add("observations/cut", num_cut)
         sampled = ledger.turns[-1].sampled
         with _wording():
             bridge = codec.bridge(ledger.context, sampled, messages, history=self.messages, tools=self.tools)

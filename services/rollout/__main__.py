@@ -25,9 +25,9 @@ from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.process.tracing import Traces, TracingUnavailable, open_traces
-from services.rollout.errands import RequestRunner
 from services.rollout.loading import load_job
 from services.rollout.processes import watch
+from services.rollout.request_runner import RequestRunner
 from services.rollout.worker import Worker, WorkerConfig
 from services.state.away import NotPermitted
 from services.state.client import connect

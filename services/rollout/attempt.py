@@ -51,7 +51,9 @@ class EpisodeAttempt:
         self._order = order
         self._session = session
         self._ledger = ledger
-        self._history = Conversation(setting.codec, ledger, setting.counters, order.max_context_tokens)
+        self._history = Conversation(
+            setting.codec, ledger, setting.counters, order.max_context_tokens, order.limits.max_observation_chars
+        )
         self._record = deque(record)
         self._world = world
         self._tally = TurnTally() if world is None else world.tally

@@ -93,14 +93,18 @@ class WatchedEngine:
             answer.cancel()
 
 
-class Versions(Protocol):
-    """What is read of the store."""
+class RegisteredEngines(Protocol):
+    """What is read of the fleet."""
 
     async def engines(self) -> list[EngineRecord]: ...
 
-    async def current_version(self, job: str) -> WeightsManifest | None: ...
 
-    async def versions(self, job: str) -> list[WeightsManifest]: ...
+class PublishedVersions(Protocol):
+    """What is read of the version table."""
+
+    async def current(self, job: str) -> WeightsManifest | None: ...
+
+    async def all(self, job: str) -> list[WeightsManifest]: ...
 
 
 class EngineTable:
@@ -108,7 +112,7 @@ class EngineTable:
 
     def __init__(
         self,
-        store: Versions,
+        fleet: RegisteredEngines,
         urls: Collection[str],
         connect: Connect,
         clock: Callable[[], float],
@@ -117,7 +121,7 @@ class EngineTable:
         silence_s: float = SILENCE_S,
         make_limit: Callable[[], InFlightLimit] = InFlightLimit,
     ) -> None:
-        self._store = store
+        self._fleet = fleet
         self._retrier = retrier
         self._make_limit = make_limit
         self._static_urls = tuple(urls)
@@ -140,7 +144,7 @@ class EngineTable:
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        records = await self._retrier.try_once(self._store.engines)
+        records = await self._retrier.try_once(self._fleet.engines)
         if records is not None:  # else what was known before holds on
             self._update(records)
         await asyncio.gather(*(self._read_label(engine) for engine in self._engines.values()))
@@ -220,7 +224,7 @@ class JobEngines:
     def __init__(
         self,
         table: EngineTable,
-        store: Versions,
+        versions: PublishedVersions,
         job: str,
         *,
         max_staleness: int,
@@ -231,7 +235,7 @@ class JobEngines:
         in_place: bool = False,
     ) -> None:
         self._table = table
-        self._store = store
+        self._versions = versions
         self._job = job
         self._max_staleness = max_staleness
         self._retrier = retrier
@@ -240,7 +244,7 @@ class JobEngines:
         self._leaving = leaving
         self._in_place = in_place
         self._steps: Mapping[int, int] = {}
-        """Version -> step, for the versions that the store knows."""
+        """Version -> step, for the versions that are in the table."""
         self._published: WeightsManifest | None = None
         self._avoided: set[WatchedEngine] = set()
         self._queue: deque[_Turn] = deque()
@@ -253,9 +257,9 @@ class JobEngines:
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        current = await self._retrier.try_once(self._store.current_version, self._job)
+        current = await self._retrier.try_once(self._versions.current, self._job)
         if current is not None and current.version not in self._steps:
-            manifests = await self._retrier.keep_trying(self._store.versions, self._job)
+            manifests = await self._retrier.keep_trying(self._versions.all, self._job)
             self._steps = {manifest.version: manifest.step for manifest in manifests}
             self._published = current
         self._avoided.clear()

@@ -86,7 +86,7 @@ class Worker:
         self.counters = Counters()
         self._retrier = Retrier(self.counters, rng)
         self._table = EngineTable(
-            store, config.engine_urls, connect, clock, self._retrier, silence_s=config.engine_silence_s
+            store.fleet, config.engine_urls, connect, clock, self._retrier, silence_s=config.engine_silence_s
         )
         self._jobs: dict[str, JobRollout] = {}
         self._leaving: dict[str, asyncio.Event] = {}
@@ -148,7 +148,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as serving:
                 while not stop.is_set():
-                    running = set(await self._retrier.keep_trying(self._store.running_jobs))
+                    running = set(await self._retrier.keep_trying(self._store.jobs.served))
                     for job in running - self._leaving.keys():
                         self._leaving[job] = asyncio.Event()
                         serving.create_task(self._serve(job, token, self._leaving[job]), name=job)
@@ -184,7 +184,7 @@ class Worker:
             log.info("no longer serving")
 
     async def _serve_once(self, job: str, token: str, leaving: asyncio.Event) -> None:
-        record = await self._retrier.keep_trying(self._store.get_job, job)
+        record = await self._retrier.keep_trying(self._store.jobs.get, job)
         loaded = await self._load(record.spec, self.counters.add)
         try:
             await self._describe(job, loaded)
@@ -201,7 +201,7 @@ class Worker:
         self.counters.add("jobs/not_servable")
         health = {"worker": self._config.name, "healthy": False, "error": error}
         with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone
-            await self._retrier.keep_trying(self._store.add_event, job, "env.health", health)
+            await self._retrier.keep_trying(self._store.events.add, job, "env.health", health)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RELOAD_S):
                 await leaving.wait()
@@ -209,14 +209,14 @@ class Worker:
     async def _describe(self, job: str, loaded: LoadedJob) -> None:
         for index, environment in enumerate(loaded.environments):
             mine = environment.describe()
-            held = await self._retrier.keep_trying(self._store.describe_environment, job, index, mine)
+            held = await self._retrier.keep_trying(self._store.environments.describe, job, index, mine)
             if held != mine:
                 get_logger().warning("another worker sees another environment", job=job, index=index, held=held)
 
     def _rollout(self, job: str, loaded: LoadedJob, token: str, leaving: asyncio.Event) -> JobRollout:
         engines = JobEngines(
             self._table,
-            self._store,
+            self._store.versions,
             job,
             max_staleness=loaded.spec.rollout.max_staleness,
             retrier=self._retrier,
@@ -258,7 +258,7 @@ class Worker:
     async def _tell_health(self, job: str, health: Mapping[str, Any]) -> None:
         with contextlib.suppress(JobNotFound, Refused):  # the job itself is gone
             told = {"worker": self._config.name, **health}
-            await self._retrier.keep_trying(self._store.add_event, job, "env.health", told)
+            await self._retrier.keep_trying(self._store.events.add, job, "env.health", told)
         await self._report_once()
 
     async def _report(self) -> None:
@@ -273,7 +273,7 @@ class Worker:
             await asyncio.sleep(REPORT_S)
 
     async def _report_once(self) -> None:
-        await self._retrier.keep_trying(self._store.register_worker, self._record())
+        await self._retrier.keep_trying(self._store.fleet.register_worker, self._record())
 
     def _record(self) -> WorkerRecord:
         return WorkerRecord(

@@ -25,7 +25,7 @@ Ask = Callable[[], Awaitable[Described | None]]
 
 
 class EngineRegister(Protocol):
-    """What is used of the store."""
+    """What is used of the fleet."""
 
     async def register_engine(self, record: EngineRecord) -> None: ...
 
@@ -33,9 +33,9 @@ class EngineRegister(Protocol):
 class EngineBeats:
     """``run`` beside whatever else the process does."""
 
-    def __init__(self, store: EngineRegister, engines: Mapping[str, Ask], *, lease_s: float) -> None:
+    def __init__(self, fleet: EngineRegister, engines: Mapping[str, Ask], *, lease_s: float) -> None:
         """``engines`` by address."""
-        self._store = store
+        self._fleet = fleet
         self._engines = engines
         self._beat_s = lease_s / BEATS_PER_LEASE
 
@@ -50,4 +50,4 @@ class EngineBeats:
         said = await self._engines[url]()
         if said is not None:
             with contextlib.suppress(Away):
-                await self._store.register_engine(EngineRecord.of(url, said))
+                await self._fleet.register_engine(EngineRecord.of(url, said))

@@ -38,7 +38,12 @@ class EventLog:
         self._functions = functions
         self._redis = functions.redis
 
-    async def add(self, job: str, kind: str, data: Mapping[str, Any], token: str | None) -> str:
+    async def add(self, job: str, kind: str, data: Mapping[str, Any], *, token: str | None = None) -> str:
+        """Returns the event's id. Events of type ``job.status`` are written by the store itself.
+
+        With a ``token`` only the owner may (Fenced): what it says of its run must not come from a former one.
+        Raises JobNotFound.
+        """
         text = json.dumps(dict(data), separators=(",", ":"), allow_nan=False)
         try:
             event_id: bytes = await self._functions.call(
@@ -48,7 +53,11 @@ class EventLog:
             raise JobNotFound(job) from None
         return event_id.decode()
 
-    async def read(self, job: str, after: str, count: int, block_ms: int) -> list[JobEvent]:
+    async def read(self, job: str, after: str = "0", *, count: int = 100, block_ms: int = 0) -> list[JobEvent]:
+        """Up to ``count`` events after the id ``after``, waiting at most ``block_ms`` for the first (0: not at all).
+
+        If some of them were trimmed, the first is of type ``gap``. Raises InvalidCursor.
+        """
         if not _POSITION.fullmatch(after):
             raise InvalidCursor(f"an event id reads MILLISECONDS-NUMBER, not {after!r}")
         events = await self._read(job, after, count)
@@ -64,6 +73,7 @@ class EventLog:
         return found[0][0].decode() if found else None
 
     async def trim(self, job: str, keep: int) -> None:
+        """Remove all but the newest ``keep`` events now; the store does so by itself beyond ten thousand."""
         await self._functions.call("trim_events", job_keys(job), keep)
 
     async def _read(self, job: str, after: str, count: int) -> list[JobEvent]:

@@ -60,6 +60,7 @@ class Fleet:
             await self.drain_engine(name, False)
 
     async def engines(self) -> list[EngineRecord]:
+        """All that have registered, by id."""
         records = await self._records("engine", EngineRecord)
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hgetall(service_key("engine_bindings"))
@@ -69,13 +70,14 @@ class Fleet:
         bound = await self._without_void(bindings)
         return self._described(records, bound, states, drains)
 
-    async def drain_engine(self, engine_id: str, wanted: bool) -> None:
-        """Whether it is to be left alone: an engine knows no Redis, so this is kept for whoever would use it."""
+    async def drain_engine(self, engine_id: str, wanted: bool = True) -> None:
+        """It gets no new requests and no new weights; the job that holds it gives it back when it is idle, and no job
+        takes it until this is taken back."""
         key = service_key("engine_drains")
         await (self._redis.hset(key, engine_id, 1) if wanted else self._redis.hdel(key, engine_id))
 
     async def everyone(self) -> Everyone:
-        """All processes by kind, in one look."""
+        """Trainers, workers and engines, in one look."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for kind in _KINDS:
                 pipeline.hgetall(service_key(f"{kind}s"))
@@ -93,28 +95,53 @@ class Fleet:
         )
 
     async def trainers(self) -> list[TrainerRecord]:
+        """All that have registered, by id."""
         return await self._records("trainer", TrainerRecord)
 
     async def workers(self) -> list[WorkerRecord]:
+        """All that have registered, by id."""
         return await self._records("worker", WorkerRecord)
 
     async def bind(self, job: str, token: str, engine_id: str) -> bool:
+        """Bind an engine to the job. False: it serves another job. Raises Fenced, Missing (no such engine)."""
         binding = await self._binding(job, token)
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)
         replaceable = held if held is not None and await self._may_be_replaced(held.decode(), binding) else ""
         return bool(await self._functions.call("bind_engine", service_keys(), engine_id, binding, replaceable))
 
     async def mark(self, job: str, token: str, engine_id: str, report: EngineReport) -> bool:
-        """Says how an engine is; False when it is not ours any more."""
+        """What the job's owner says of an engine that it holds; False: it does not hold it."""
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)
         if held is None or held.decode().split("/")[::2] != [job, token]:
             return False
         return bool(await self._functions.call("mark_engine", service_keys(), engine_id, held, report.to_json()))
 
     async def unbind(self, job: str, token: str, engine_id: str) -> None:
+        """Give an engine back; one that this owner does not hold is left alone."""
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)
         if held is not None and held.decode().split("/")[::2] == [job, token]:
             await self._functions.call("unbind_engine", service_keys(), engine_id, held)
+
+    async def register_engine(self, record: EngineRecord) -> None:
+        """Repeat it: every call raises the engine's ``beats``."""
+        await self.enlist("engine", record)
+
+    async def register_trainer(self, record: TrainerRecord) -> None:
+        """Repeat it: every call raises the trainer's ``beats``."""
+        await self.enlist("trainer", record)
+
+    async def register_worker(self, record: WorkerRecord) -> None:
+        """Repeat it: every call raises the worker's ``beats``."""
+        await self.enlist("worker", record)
+
+    async def remove_engine(self, engine_id: str) -> None:
+        await self.delist("engine", engine_id)
+
+    async def remove_trainer(self, trainer: str) -> None:
+        await self.delist("trainer", trainer)
+
+    async def remove_worker(self, worker: str) -> None:
+        await self.delist("worker", worker)
 
     async def _binding(self, job: str, token: str) -> str:
         """What the job's owner binds engines by. Raises Fenced for everyone else."""

@@ -23,6 +23,7 @@ from services.files.job_dir import JobsDir
 from services.files.job_records import AcceptedJob, JobRecords
 from services.state.functions import Functions
 from services.state.jobs import (
+    HANDED_OVER,
     LOST,
     CancelManner,
     Claim,
@@ -36,6 +37,7 @@ from services.state.jobs import (
     JobStatus,
     StatusReason,
     default_reason,
+    fits,
     new_job_id,
     sources_of,
 )
@@ -96,8 +98,12 @@ class JobTable:
         self._claiming = asyncio.Lock()
 
     async def create(
-        self, spec: BaseModel | str, idempotency_key: str | None, job_id: str | None, owner: str = ""
+        self, spec: BaseModel | str, *, idempotency_key: str | None = None, job_id: str | None = None, owner: str = ""
     ) -> JobRecord:
+        """Accept a job. The same key (or the same ``job_id``) with the same body is the same job; JobConflict else.
+
+        Put what tells credentials apart into the key.
+        """
         text, digest = _canonical(spec)
         job = job_id or new_job_id(self._now())
         check_job_id(job)
@@ -118,11 +124,13 @@ class JobTable:
         return await self._written_down(job)
 
     async def under(self, idempotency_key: str) -> str | None:
+        """The id that was given out under this key; a job need not have come of it."""
         await self._ensure_rebuilt()
         found = await self._redis.hget(service_key("idempotency"), _digest_of_key(idempotency_key))
         return None if found is None else found.decode()
 
     async def get(self, job: str) -> JobRecord:
+        """Raises JobNotFound."""
         return _job(job, await self._fields(job))
 
     async def _fields(self, job: str) -> dict[bytes, bytes]:
@@ -170,7 +178,10 @@ class JobTable:
             fields = await self._fields(job)
         return _job(job, fields)
 
-    async def page(self, limit: int, after: str | None, before: str | None, order: str) -> list[JobRecord]:
+    async def page(
+        self, limit: int = 20, after: str | None = None, *, before: str | None = None, order: str = "asc"
+    ) -> list[JobRecord]:
+        """Jobs by id, which is by time of creation; ``after`` and ``before`` are exclusive. Raises InvalidCursor."""
         if order not in ("asc", "desc"):
             raise ValueError(f"order is asc or desc, not {order!r}")
         await self._ensure_rebuilt()
@@ -192,12 +203,19 @@ class JobTable:
         return await self._get_many([job.decode() for job in ids])
 
     async def served(self) -> list[str]:
+        """Jobs that rollout workers serve, the oldest first."""
         jobs = await self._get_many(await self._open())
         return [job.id for job in jobs if job.status.is_served]
 
     async def set_status(
-        self, job: str, status: JobStatus, token: str | None, reason: StatusReason | None
+        self, job: str, status: JobStatus | str, *, token: str | None = None, reason: StatusReason | None = None
     ) -> JobRecord:
+        """Move a job; in the state that it is in already, only the reason may change.
+
+        With a ``token`` only the owner may. Without a reason the state's usual one is given. The event ``job.status``
+        is written by the same atomic call. Raises JobNotFound, IllegalTransition, Fenced.
+        """
+        status = JobStatus(status)
         entering = default_reason(status)
         try:
             await self._functions.call(
@@ -215,7 +233,15 @@ class JobTable:
             raise IllegalTransition(job, refusal.detail, status) from None
         return await self._written_down(job)
 
-    async def set_desired_state(self, job: str, desired: DesiredState, manner: CancelManner) -> JobRecord:
+    async def set_desired_state(
+        self, job: str, desired: DesiredState | str, manner: CancelManner = CancelManner.NOW
+    ) -> JobRecord:
+        """Say what the user wants; the owner brings it about. A queued job is cancelled at once.
+
+        What holds already is no error; a cancelled wish cannot be taken back, only its ``manner`` can change, and a job
+        that is over has no other wish (IllegalTransition). Raises JobNotFound.
+        """
+        desired = DesiredState(desired)
         at_once = default_reason(JobStatus.CANCELLED)
         how = manner if desired is DesiredState.CANCELLED else ""
         try:
@@ -234,6 +260,10 @@ class JobTable:
     async def change_settings(
         self, job: str, seen_version: int, values: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> JobRecord:
+        """Say what holds of a job in place of its specification: all of it, and what of it is new, for the event.
+
+        Raises JobNotFound, IllegalTransition (the job is over) and Conflict, if ``seen_version`` is not the newest.
+        """
         texts = [json.dumps(dict(some), sort_keys=True, allow_nan=False) for some in (values, changes)]
         try:
             await self._functions.call("change_settings", self._keys(job), seen_version, *texts, *_TERMINAL)
@@ -244,9 +274,23 @@ class JobTable:
         return await self._written_down(job)
 
     async def update_progress(self, job: str, token: str, step: int, version: int) -> None:
+        """Raises Fenced."""
         await self._functions.call("update_progress", job_keys(job), token, step, version)
 
-    async def claim(self, trainer: str, unfit: Callable[[str], str | None], lost_first: bool) -> Claim | None:
+    async def claim(
+        self, trainer: str, *, unfit: Callable[[str], str | None] = fits, lost_first: bool = False
+    ) -> Claim | None:
+        """A job that waits, or whose trainer's beat stood still for a whole lease; None when there is none.
+
+        ``unfit`` says of a specification why this trainer cannot train it: it is left to others, and told so while it
+        is queued. Say the same on all trainers. Whoever comes may end what its user has cancelled.
+
+        ``lost_first``: jobs of dead trainers come first, and one that waits is left waiting while it is not known yet
+        whether another's trainer is dead. A trainer that starts again goes on with what it had.
+
+        Idle trainers call this at least twice per lease: a beat must be watched before it counts as standing still.
+        A taken-over job has one attempt and one epoch more, and starts again, unless it is paused or cancelling.
+        """
         async with self._claiming:
             await self._ensure_rebuilt()
             for job, seen in await self._to_be_had(lost_first):
@@ -275,7 +319,8 @@ class JobTable:
         return lost + [(job, owner) for job, owner in found if owner.job_is_queued]
 
     async def give_up_lost(self, own: str) -> list[str]:
-        """Take jobs other than ``own`` from owners that are dead, for whoever claims them next; which were."""
+        """Jobs other than ``own`` whose trainer's beat stood still for a whole lease have none from now on: they wait
+        for one, and hold no engine. Busy trainers call this at least twice per lease; idle ones claim such jobs."""
         given_up = []
         for job in await self._open():
             owner = await self._seen(job) if job != own else None
@@ -350,9 +395,12 @@ class JobTable:
         return owner if self._watch.stands_still(job, (token, beat)) else None
 
     async def beat(self, job: str, token: str) -> None:
+        """Renew the lease, at least every fifth of its length. Raises Fenced."""
         await self._functions.call("beat_trainer", job_keys(job), token)
 
-    async def release(self, job: str, token: str, cause: StatusReason) -> None:
+    async def release(self, job: str, token: str, cause: StatusReason = HANDED_OVER) -> None:
+        """Give the job up in an orderly way: another trainer may claim it at once, and the attempt does not count.
+        ``cause`` is listed with it. Raises Fenced."""
         reason = default_reason(JobStatus.QUEUED)
         await self._functions.call(
             "release",
@@ -363,10 +411,12 @@ class JobTable:
         await self._written_down(job)
 
     async def end_attempt(self, job: str, token: str, cause: StatusReason) -> None:
+        """Give the job up because this attempt failed: it counts, and its cause is listed. Raises Fenced."""
         await self._functions.call("end_attempt", job_keys(job), token, self._time(), cause.code, cause.message)
         await self._written_down(job)
 
     async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
+        """Never lower than ``epoch`` (the highest on disk plus one) from now on; returns the epoch that holds."""
         held = int(await self._functions.call("raise_epoch", job_keys(job), token, epoch))
         await self._written_down(job)
         return held

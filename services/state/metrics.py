@@ -21,7 +21,11 @@ class MetricSeries:
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
 
-    async def add(self, job: str, step: int, metrics: Mapping[str, float], token: str | None) -> None:
+    async def add(self, job: str, step: int, metrics: Mapping[str, float], *, token: str | None = None) -> None:
+        """Add values to a step; a name that it has already gets the new value. All numbers are finite.
+
+        With a ``token`` only the owner may (Fenced). Raises JobNotFound.
+        """
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise ValueError(f"metric {name} of step {step} is not a finite number: {value}")
@@ -31,7 +35,8 @@ class MetricSeries:
         except Missing:
             raise JobNotFound(job) from None
 
-    async def read(self, job: str, from_step: int) -> list[dict[str, Any]]:
+    async def read(self, job: str, from_step: int = 0) -> list[dict[str, Any]]:
+        """One dict per step in order: ``{"step": n, name: value, ...}``."""
         rows = await self._functions.call("read_metrics", job_keys(job), from_step)
         return [_row(row) for row in rows]
 

@@ -38,7 +38,8 @@ class VersionTable:
         self._asked: set[str] = set()
         """Owners for whom the directory was looked at: after that the server's counter is above it."""
 
-    async def next(self, job: str, token: str, at_least: int) -> int:
+    async def next(self, job: str, token: str, *, at_least: int = 0) -> int:
+        """A publish number that was never handed out, from 0, not below ``at_least``. Raises Fenced."""
         if self._jobs_dir is not None and token not in self._asked:
             highest = await asyncio.to_thread(JobRecords(self._jobs_dir.job(job)).highest_version)
             at_least = max(at_least, highest + 1)
@@ -46,6 +47,8 @@ class VersionTable:
         return int(await self._functions.call("next_version", job_keys(job), token, at_least))
 
     async def publish(self, job: str, token: str, manifest: WeightsManifest) -> None:
+        """Make ``manifest`` the current version. Raises Fenced; Conflict for a number below the current one, or one
+        that names other weights."""
         if manifest.job != job:
             raise ValueError(f"the manifest of job {manifest.job} is no version of job {job}")
         text = encode_row(manifest)
@@ -63,10 +66,12 @@ class VersionTable:
         return None if text is None else decode_row(text)
 
     async def all(self, job: str) -> list[WeightsManifest]:
+        """All that were published, in order."""
         texts = await self._functions.redis.hvals(job_key(job, "versions"))
         return sorted((decode_row(text) for text in texts), key=lambda manifest: manifest.version)
 
     async def table(self, job: str) -> list[Version]:
+        """Epoch, step and parent of all that were published, in order."""
         rows: list[Version] = []
         for manifest in await self.all(job):
             parent = _parent(rows, manifest)

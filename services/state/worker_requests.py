@@ -1,7 +1,7 @@
 """What the API asks of rollout workers, since it runs no code of environments itself: an order, an answer.
 
-The rule: an errand is taken by one worker, and lost with it; whoever asked is told that no answer came and may ask
-again, since errands change nothing that asking twice would spoil. What nobody waits for is removed by the next asker.
+The rule: a request is taken by one worker, and lost with it; whoever asked is told that no answer came and may ask
+again, since requests change nothing that asking twice would spoil. What nobody waits for is removed by the next asker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_OPEN = 256
 
 
 class NoWorkerThere(Exception):
-    """No rollout worker took the errand."""
+    """No rollout worker took the request."""
 
 
 class NoAnswer(Exception):
@@ -33,7 +33,7 @@ class NoAnswer(Exception):
 
 
 class TooManyRequests(Exception):
-    """So many errands wait that this one was not added."""
+    """So many requests wait that this one was not added."""
 
 
 class WorkerRequestFailed(Exception):
@@ -53,67 +53,67 @@ class WorkerRequests:
         self._redis: Any = redis
 
     async def send(self, order: Mapping[str, Any], *, is_awaited: bool = True) -> str:
-        """Returns the errand's id. Raises TooMany."""
+        """Returns the request's id. Raises TooManyRequests."""
         if await self._redis.xlen(_ORDERS) >= MAX_OPEN:
             await self._sweep(None)
             if await self._redis.xlen(_ORDERS) >= MAX_OPEN:
                 raise TooManyRequests
         fields = {"order": json.dumps(dict(order), allow_nan=False), "awaited": int(is_awaited)}
-        errand: bytes = await self._redis.xadd(_ORDERS, fields)
-        await self._sweep(errand.decode())
-        return errand.decode()
+        request: bytes = await self._redis.xadd(_ORDERS, fields)
+        await self._sweep(request.decode())
+        return request.decode()
 
     async def ask(self, order: Mapping[str, Any], timeout_s: float) -> Any:
-        """What came back. Raises TooMany, NobodyThere, NoAnswer, ErrandFailed."""
-        errand = await self.send(order)
+        """What came back. Raises TooManyRequests, NoWorkerThere, NoAnswer, WorkerRequestFailed."""
+        request = await self.send(order)
         try:
-            answer = await self._wait(errand, timeout_s)
+            answer = await self._wait(request, timeout_s)
         finally:
-            await self._forget(errand)
+            await self._forget(request)
         if "error" in answer:
             raise WorkerRequestFailed(answer["error"])
         return answer["result"]
 
     async def next(self, after: str, worker: str, *, block_ms: int = 1000) -> tuple[str, WorkerRequest | None]:
-        """The position to go on from, and an errand that is this worker's now, if there was one."""
+        """The position to go on from, and a request that is this worker's now, if there was one."""
         reply = await self._redis.xread({_ORDERS: after}, count=1, block=min(block_ms, MAX_BLOCK_MS))
         if not reply:
             return after, None
         entry, fields = reply[0][1][0]
-        errand = entry.decode()
-        if not await self._redis.hsetnx(_CLAIMS, errand, worker):
-            return errand, None
-        return errand, WorkerRequest(errand, json.loads(fields[b"order"]), fields[b"awaited"] == b"1")
+        request = entry.decode()
+        if not await self._redis.hsetnx(_CLAIMS, request, worker):
+            return request, None
+        return request, WorkerRequest(request, json.loads(fields[b"order"]), fields[b"awaited"] == b"1")
 
-    async def answer(self, errand: WorkerRequest, answer: Mapping[str, Any]) -> None:
+    async def answer(self, request: WorkerRequest, answer: Mapping[str, Any]) -> None:
         """``{"result": ...}`` or ``{"error": text}``."""
-        if not errand.is_awaited:
-            await self._forget(errand.id)
+        if not request.is_awaited:
+            await self._forget(request.id)
             return
-        await self._redis.hset(_ANSWERS, errand.id, json.dumps(dict(answer), allow_nan=False))
+        await self._redis.hset(_ANSWERS, request.id, json.dumps(dict(answer), allow_nan=False))
         # Who asked may have gone meanwhile, and then nobody else would remove the answer.
-        if not await self._redis.xrange(_ORDERS, errand.id, errand.id):
-            await self._forget(errand.id)
+        if not await self._redis.xrange(_ORDERS, request.id, request.id):
+            await self._forget(request.id)
 
-    async def _wait(self, errand: str, timeout_s: float) -> dict[str, Any]:
+    async def _wait(self, request: str, timeout_s: float) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         while True:
-            text = await self._redis.hget(_ANSWERS, errand)
+            text = await self._redis.hget(_ANSWERS, request)
             if text is not None:
                 answer: dict[str, Any] = json.loads(text)
                 return answer
             waited_s = loop.time() - asked
-            if waited_s > TAKEN_WITHIN_S and not await self._redis.hexists(_CLAIMS, errand):
+            if waited_s > TAKEN_WITHIN_S and not await self._redis.hexists(_CLAIMS, request):
                 raise NoWorkerThere
             if waited_s > timeout_s:
                 raise NoAnswer
             await asyncio.sleep(LOOK_S)
 
-    async def _forget(self, *errands: str) -> None:
-        await self._redis.xdel(_ORDERS, *errands)
-        await self._redis.hdel(_CLAIMS, *errands)
-        await self._redis.hdel(_ANSWERS, *errands)
+    async def _forget(self, *worker_requests: str) -> None:
+        await self._redis.xdel(_ORDERS, *worker_requests)
+        await self._redis.hdel(_CLAIMS, *worker_requests)
+        await self._redis.hdel(_ANSWERS, *worker_requests)
 
     async def _sweep(self, newest: str | None) -> None:
         """Remove what is older than anybody waits."""

@@ -19,28 +19,19 @@ from services.process.settings import Settings
 from services.process.telemetry import get_logger
 from services.state.away import Away, CredentialsRefused
 from services.state.client import connect
-from services.state.jobs import HANDED_OVER
 from services.state.queue import Bus, Fenced
 from services.state.refusals import Damaged
 from services.state.store import CancelManner, Claim, JobNotFound, StatusReason, Store
 from services.trainer.attempt_messages import End
 from services.trainer.building import MakeLearner, listeners, make_learner, make_run
 from services.trainer.run import JobRun
-from services.trainer.telling.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, AttemptFailed, JobFailure
+from services.trainer.telling.failure import AWAY, NO_ROOM, QUEUE_DAMAGED, AttemptFailed, JobFailure
 from services.trainer.telling.ill_environments import IllEnvironments
 from services.trainer.telling.wandb_run import WandbRun
 
 LOOK_S = 0.3
 # What was not sent by then stays on disk, where the next attempt's process finds it.
 LISTENERS_S = 5.0
-
-
-class Cancelled(Exception):
-    """The user wants this job to end where it is."""
-
-
-class Stopped(Exception):
-    """This trainer is to do nothing more of the job; another one goes on with it."""
 
 
 class Attempt:
@@ -54,36 +45,32 @@ class Attempt:
         try:
             ill = IllEnvironments(self._store, self._claim)
             with raising_no_room():
-                await first_to_end(self._run.run(), ill.run(), self._watch(stop, leaving))
+                await first_to_end(self._run.run(), ill.run(), self._pass_wishes_on(stop, leaving))
         except Exception as error:
             return end_of(error)
-        if self._run.has_left:
-            return end_of(Stopped())
-        if self._run.cancelled is not None:
-            return end_of(Cancelled())
-        return End.because("succeeded", self._run.ending)
+        assert self._run.phase.end is not None, "the run and its wishes end with a reason alone"
+        return self._run.phase.end
 
-    async def _watch(self, stop: asyncio.Event, leaving: asyncio.Event) -> None:
-        run = self._run
+    async def _pass_wishes_on(self, stop: asyncio.Event, leaving: asyncio.Event) -> None:
+        """Until one of them ends the run where it is."""
+        phase = self._run.phase
         while not stop.is_set():
             self._check()
-            job = await self._store.get_job(self._claim.job_id)
-            run.is_pause_wanted = job.desired_state == "paused"
-            if job.desired_state == "cancelled" and not run.wind_up(job.cancel_manner or CancelManner.NOW):
-                raise Cancelled
-            if leaving.is_set() and not run.is_leaving and not run.leave():
-                break
+            job = await self._store.jobs.get(self._claim.job_id)
+            phase.is_pause_wanted = job.desired_state == "paused"
+            if job.desired_state == "cancelled":
+                phase.cancel(job.cancel_manner or CancelManner.NOW)
+            if leaving.is_set():
+                phase.leave()
+            if phase.is_over:
+                return
             await sleep_unless(stop, LOOK_S)
-        raise Stopped
+        phase.stop()
 
 
 def end_of(error: Exception) -> End:
-    """What an attempt that raised ``error`` means for its job."""
+    """What it means for the job that its attempt has raised ``error``."""
     match error:
-        case Stopped():
-            return End.because("released", HANDED_OVER)
-        case Cancelled():
-            return End.because("cancelled", CANCELLED)
         case Fenced() | JobNotFound():  # a server that was wiped knows neither
             return End("claim_lost")
         case AttemptFailed():
@@ -124,7 +111,7 @@ async def run_attempt(
         )
         told: list[WandbRun] = []
         try:
-            spec = JobSpec.model_validate_json((await store.get_job(claim.job_id)).spec)
+            spec = JobSpec.model_validate_json((await store.jobs.get(claim.job_id)).spec)
             told = listeners(settings, claim.job_id, spec)
             run = make_run(settings, bus, store, engine_at, claim, spec, told, lambda: make(spec))
         except Exception as error:

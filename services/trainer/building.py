@@ -29,7 +29,8 @@ from services.trainer.groups.step_settings import learner_config
 from services.trainer.ranks.followers import Followers
 from services.trainer.ranks.learner import AnyLearner, RankedLearner
 from services.trainer.ranks.lines import Place
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 from services.trainer.telling.wandb_run import WandbRun
 

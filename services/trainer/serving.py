@@ -55,7 +55,7 @@ async def serve(
 
         name = f"trainer-{socket.gethostname()}-{os.getpid()}"
         engines = info_calls(map(engine_at, settings.engine_urls), ANSWER_S)
-        beats = EngineBeats(store, engines, lease_s=settings.lease_s)
+        beats = EngineBeats(store.fleet, engines, lease_s=settings.lease_s)
         beating = asyncio.create_task(beats.run(), name="engine beats")
         leaving = asyncio.Event()
         asking = asyncio.create_task(Drains(redis).wait(name, leaving), name="drain")

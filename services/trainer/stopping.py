@@ -6,10 +6,12 @@ trainer that takes over comes to the same one. It ends nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 
+from gspo_core.bounds import NotANumber, reaches
 from gspo_core.spec import JobSpec
 from gspo_core.stop_spec import NoProgress, RewardTarget
 from services.state.store import JobRecord, StatusReason, Store
@@ -42,7 +44,7 @@ class StopConditions:
             return StatusReason("reward_stands_still", said)
         if stop.wall_time_s is not None and job.started_at is not None:
             elapsed_s = self._now() - datetime.fromisoformat(job.started_at).timestamp()
-            if elapsed_s >= stop.wall_time_s:
+            if reaches(elapsed_s, stop.wall_time_s, "the time since the job began"):
                 return StatusReason("time_over", f"{elapsed_s:.0f} s of at most {stop.wall_time_s:g} s are over")
         return None
 
@@ -50,12 +52,12 @@ class StopConditions:
         """What was reported of a series before it was watched is in the store."""
         if wanted == self._series.keys():
             return
-        rows = await self._store.read_metrics(self._job)
+        rows = await self._store.metrics.read(self._job)
         self._series = {name: {row["step"]: row[name] for row in rows if name in row} for name in wanted}
 
     def _is_good_enough(self, target: RewardTarget) -> str:
         last = self._values(target.series)[-target.times :]
-        if len(last) < target.times or min(last) < target.at_least:
+        if len(last) < target.times or not all(reaches(one, target.at_least, target.series) for one in last):
             return ""
         return f"{target.series} was at least {target.at_least:g} {target.times} times in a row"
 
@@ -69,4 +71,8 @@ class StopConditions:
         return f"the last {since} values of {condition.series} were not better than {best:g}"
 
     def _values(self, series: str) -> list[float]:
-        return [value for _, value in sorted(self._series[series].items())]
+        """In order of their steps. Raises NotANumber, since a job must not end, or go on, by such a value."""
+        values = [value for _, value in sorted(self._series[series].items())]
+        if any(map(math.isnan, values)):
+            raise NotANumber(f"{series} holds a value that is not a number: no condition can be judged by it")
+        return values

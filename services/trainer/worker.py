@@ -85,20 +85,20 @@ class TrainerWorker:
             await cancel_all([announcing], again_after_s=0.1)
             with contextlib.suppress(Away):
                 await self._release_what_was_left()
-                await self._store.remove_trainer(self._name)
+                await self._store.fleet.remove_trainer(self._name)
 
     async def _announce(self) -> None:
         """So that people see who trains, also while nothing is to be trained."""
         record = msgspec.convert({"id": self._name, **self._capabilities}, TrainerRecord)
         while True:
             with contextlib.suppress(Away):
-                await self._store.register_trainer(record)
+                await self._store.fleet.register_trainer(record)
             await asyncio.sleep(self.beat_s)
 
     async def _claim(self) -> Claim | None:
         try:
             await self._release_what_was_left()
-            return await self._store.claim_job(self._name, unfit=self._unfit, lost_first=True)
+            return await self._store.jobs.claim(self._name, unfit=self._unfit, lost_first=True)
         except Away as error:
             get_logger().warning("Redis is away", error=str(error))
             return None
@@ -107,7 +107,7 @@ class TrainerWorker:
         """Another trainer may claim it at once then, and the attempt does not count."""
         for job, (claim, cause) in list(self._left.items()):
             with contextlib.suppress(Fenced, JobNotFound):
-                await self._store.release_job(job, claim.token, cause)
+                await self._store.jobs.release(job, claim.token, cause)
             del self._left[job]
 
     async def _serve(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> None:
@@ -127,7 +127,7 @@ class TrainerWorker:
             log.exception("the end of the job could not be told; it is left to whoever claims it next")
 
     async def _attempt(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> End:
-        job = await self._store.get_job(claim.job_id)
+        job = await self._store.jobs.get(claim.job_id)
         try:
             spec = JobSpec.model_validate_json(job.spec)
         except ValidationError as error:
@@ -156,15 +156,15 @@ class TrainerWorker:
                 log.warning("this attempt is over")
                 if end.code == QUEUE_DAMAGED:  # the next attempt dispatches its groups again
                     await self._bus.empty_queue(job, token)
-                await store.end_attempt(job, token, StatusReason(end.code, end.message))
+                await store.jobs.end_attempt(job, token, StatusReason(end.code, end.message))
             case "cancelled":
-                await store.set_status(job, "cancelling", token=token)
+                await store.jobs.set_status(job, "cancelling", token=token)
                 await self._discard_queue(claim)
-                await store.set_status(job, "cancelled", token=token, reason=end.reason)
+                await store.jobs.set_status(job, "cancelled", token=token, reason=end.reason)
                 log.info("cancelled")
             case "succeeded" | "failed":
                 await self._discard_queue(claim)
-                await store.set_status(job, end.how, token=token, reason=end.reason)
+                await store.jobs.set_status(job, end.how, token=token, reason=end.reason)
                 log.info(end.how)
 
     async def _discard_queue(self, claim: Claim) -> None:
@@ -179,14 +179,14 @@ class TrainerWorker:
 
     async def _beat(self, claim: Claim) -> None:
         while True:
-            await self._store.beat_trainer(claim.job_id, claim.token)
+            await self._store.jobs.beat(claim.job_id, claim.token)
             await asyncio.sleep(self.beat_s)
 
     async def _free_what_the_lost_held(self, claim: Claim) -> None:
         """Above all the engines of a job whose trainer died while all others are busy: this job may wait for them."""
         while True:
             try:
-                for job in await self._store.give_up_lost_jobs(claim.job_id):
+                for job in await self._store.jobs.give_up_lost(claim.job_id):
                     get_logger().warning("the trainer of another job was lost; that job waits for one", job=job)
             except Away:
                 pass

@@ -213,7 +213,7 @@ class Faults:
     async def _is_open(self, job: str) -> bool:
         with contextlib.suppress(Away, RedisFault, JobNotFound):
             async with impatient(self._stack.redis_url) as client:
-                return not JobStatus((await Store(client).get_job(job)).status).is_terminal
+                return not JobStatus((await Store(client).jobs.get(job)).status).is_terminal
         return False
 
     async def _jump(self, rng: random.Random) -> Outcome:

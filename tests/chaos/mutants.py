@@ -43,7 +43,7 @@ MUTANTS = {
         short("lose reply", faults=4, minutes=0.1, steps=6),
     ),
     "every token is young": Mutant(
-        "services/trainer/run.py",
+        "services/trainer/groups/staleness.py",
         "{str(version): int(age) for",
         "{str(version): 0 * int(age) for",
         short("kill worker", faults=4, minutes=0.2, steps=8),

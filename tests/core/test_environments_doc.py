@@ -42,7 +42,7 @@ def test_the_first_environment_prints_what_the_page_says(folder: Path, capsys: p
     assert main(["env", "validate", "shop.py:Shop"]) == 0
     shown = capsys.readouterr().out
     promised = console("gspo env validate shop.py:Shop")
-    assert promised.count("\n") == 10
+    assert promised.count("\n") == 11
     assert shown.startswith(promised)
 
 

@@ -23,6 +23,7 @@ from gspo_core.objective import (
     loss_metrics,
     policy_loss,
 )
+from gspo_core.objective import alarms as alarms_module
 from gspo_core.objective.stats import BUCKETS
 from tests.core.objective_support import OFF, random_example, run
 
@@ -309,6 +310,30 @@ def test_no_signal_is_about_groups_that_nothing_can_be_learned_from() -> None:
     (alarm,) = alarms([0.0, 0.0], [1.0, 1.0], [0.5, 0.5])
     assert (alarm.kind, alarm.value) == (AlarmKind.NO_SIGNAL, 0.0)
     assert alarms([0.0, 0.0], [1.0, 1.0], [0.5, 0.6]) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind"),
+    [
+        ("gspo/clip_frac", AlarmKind.OVER_CLIP),
+        ("gspo/clip_frac_negative", AlarmKind.ONE_SIDED_CLIP),
+        ("gspo/k3_mismatch", AlarmKind.MISMATCH_FLOOR),
+        ("gspo/ess_token", AlarmKind.CORRECTION_COLLAPSE),
+        ("gspo/weight_truncated_frac", AlarmKind.CORRECTION_COLLAPSE),
+        ("gspo/weight_raw_mean", AlarmKind.WEIGHT_DRIFT),
+        ("gspo/kept_frac_k3", AlarmKind.GATE_PRESSURE),
+    ],
+)
+def test_a_metric_that_is_no_number_raises_its_alarm(
+    monkeypatch: pytest.MonkeyPatch, metric: str, kind: AlarmKind
+) -> None:
+    rng = np.random.default_rng(0)
+    small = list(rng.normal(0, 2e-4, 40))
+    stats, config = stats_of(log_ratios=small, advantages=SIGNS, staleness=[0] * 40, num_tokens=100)
+    assert kinds(stats, config) == set()
+    right = alarms_module.loss_metrics
+    monkeypatch.setattr(alarms_module, "loss_metrics", lambda *given: right(*given) | {metric: float("nan")})
+    assert kinds(stats, config) == {kind}
 
 
 def test_patience() -> None:

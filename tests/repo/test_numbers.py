@@ -108,7 +108,7 @@ NUMBERS: list[tuple[str, str, list[tuple[str, str, float]]]] = [
         [
             ("services/state/lua/jobs.lua", "EVENTS_KEPT", 1),
             ("services/state/lua/records.lua", "METRIC_STEPS_KEPT", 1),
-            ("services/state/lua/queue.lua", "DEAD_LETTERS_KEPT", 1),
+            ("services/state/lua/queue_records.lua", "DEAD_LETTERS_KEPT", 1),
             ("services/state/lua/service.lua", "IDEMPOTENCY_KEPT", 1),
         ],
     ),

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("services", "gspo_core", "environments")
 # The room of files, and the bytes of its files.
 OWNERS = {
-    *(f"services/{name}.py" for name in ("job_dir", "data_dir", "durable", "records", "weights", "batch_log")),
-    *(f"services/{name}.py" for name in ("trained_log", "checkpoints", "checkpoint_storage", "export", "backup")),
-    *(path.relative_to(ROOT).as_posix() for path in (ROOT / "gspo_core" / "log").glob("*.py")),
+    path.relative_to(ROOT).as_posix()
+    for folder in ("services/files", "gspo_core/log")
+    for path in (ROOT / folder).glob("*.py")
 }
 # Variables that hold the data directory or a directory that it is divided into, and the nouns that name its paths.
 DIRECTORIES = frozenset({"data_dir", "jobs_dir", "job_dir"})
@@ -94,7 +94,7 @@ def test_paths_below_the_data_directory_are_built_in_one_room() -> None:
 
 def test_the_owners_are_there() -> None:
     """A name that stands for nothing would excuse nothing, and a test of nothing passes."""
-    assert [name for name in sorted(OWNERS) if not (ROOT / name).is_file()] == []
+    assert len(OWNERS) > 15
     assert len(modules()) > 250
 
 

@@ -88,8 +88,8 @@ async def store(redis_client: Redis) -> Store:
 @pytest.fixture
 async def claim(store: Store) -> Claim:
     """A job that a trainer owns: its id and the token that fences the trainer's writes."""
-    await store.create_job('{"name": "test"}')
-    claim = await store.claim_job("trainer-0")
+    await store.jobs.create('{"name": "test"}')
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
     return claim
 

@@ -62,7 +62,7 @@ class ApiContext:
     traffic: Traffic
     ring: KeyRing | None
     """None: the only keys are those of the settings."""
-    errands: WorkerRequests
+    worker_requests: WorkerRequests
     exports: Exports
     redis: RedisClient
     replies: KeptReplies

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from pydantic import BaseModel, model_validator
+
 from services.state.jobs import JobRecord
 
 V = TypeVar("V")
@@ -13,13 +15,22 @@ V = TypeVar("V")
 _ASKED = re.compile(r"metadata\[(.*)\]")
 
 
+class Labelled(BaseModel):
+    """The parameters of a route that also selects by metadata."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_labels(cls, parameters: Mapping[str, V]) -> dict[str, V]:
+        return {name: value for name, value in parameters.items() if not is_label(name)}
+
+
+def is_label(parameter: str) -> bool:
+    return _ASKED.fullmatch(parameter) is not None
+
+
 def asked(parameters: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Value by name, from the parameters of a request."""
     return {match[1]: value for name, value in parameters if (match := _ASKED.fullmatch(name))}
-
-
-def without_asked(parameters: Mapping[str, V]) -> dict[str, V]:
-    return {name: value for name, value in parameters.items() if not _ASKED.fullmatch(name)}
 
 
 def fits(job: JobRecord, wanted: Mapping[str, str]) -> bool:

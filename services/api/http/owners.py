@@ -16,5 +16,5 @@ async def own_job(request: Request) -> None:
     if job is None or caller.is_admin:
         return
     context: ApiContext = request.app.state.context
-    if not caller.sees((await context.store.get_job(job)).owner):
+    if not caller.sees((await context.store.jobs.get(job)).owner):
         raise JobNotFound(job)

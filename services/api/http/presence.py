@@ -78,7 +78,7 @@ class Presence:
             await cancel_all([self._looking], again_after_s=0.1)
 
     async def _look(self) -> list[Member]:
-        found = await self._store.processes()
+        found = await self._store.fleet.everyone()
         records: list[AnyRecord] = [*found.trainers, *found.workers, *found.engines]
         return [self._seen(record) for record in records]
 

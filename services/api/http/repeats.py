@@ -5,7 +5,7 @@ The key is taken before the work begins and the answer is kept before it is sent
 are not kept: they changed nothing, and the same request may be right in a minute. An answer that must not be stored (a
 key's secret) is remembered by this process alone.
 
-Submitting a job has a stronger way of its own: its key is written down with the job (`Store.create_job`).
+Submitting a job has a stronger way of its own: its key is written down with the job (`JobTable.create`).
 """
 
 from __future__ import annotations

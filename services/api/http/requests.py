@@ -1,7 +1,8 @@
 """Common to every request: an id, a log line, and a body that is read with care.
 
-One rule: no caller can make the service read without bound, or send a text that can be understood in two ways; every
-failure of ours is answered in the one shape and logged under the same id.
+One rule: no caller can make the service read without bound, or send a text that can be understood in two ways; a body
+where none is taken and an unknown parameter are refused, not ignored. Every failure of ours is answered in the one
+shape and logged under the same id.
 """
 
 from __future__ import annotations
@@ -9,22 +10,28 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import islice
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gspo_core import strict_json
+from gspo_core.problems import MAX_PROBLEMS, Problem
+from services.api.http import metadata_filter
 from services.api.http.audit import Audit
-from services.api.http.errors import RequestRefused, error_response, translate
+from services.api.http.errors import RequestRefused, error_response, invalid, translate
 from services.api.http.traffic import Traffic
 from services.process.telemetry import get_logger
 from services.state.jobs import new_job_id
 
 # A job specification is a page of text; this is a hundred of them.
 MAX_BODY_BYTES = 1 << 20
+# So much of a body is read where none is taken.
+_SHORT = 64
 
 
 class RequestMiddleware:
@@ -88,15 +95,63 @@ def _log(scope: Scope, request_id: str, status: int, seconds: float) -> None:
 
 
 class StrictRoute(APIRoute):
-    """A route whose body is bounded, strict JSON, sent as such."""
+    """A route whose body is bounded, strict JSON, sent as such, and which refuses what it does not read."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        names, takes_labels = _query_names(self.dependant)
+        takes_body = self.body_field is not None or "requestBody" in (self.openapi_extra or {})
 
         async def handle_strictly(request: Request) -> Response:
+            unknown = [
+                Problem("unknown_parameter", (name,), f"{name} is not a parameter of this route; {_known(names)}")
+                for name in islice(request.query_params, MAX_PROBLEMS)
+                if name not in names and not (takes_labels and metadata_filter.is_label(name))
+            ]
+            if unknown:
+                raise invalid(unknown)
+            if not takes_body:
+                await _refuse_body(request, names)
             return await handle(_StrictRequest(request.scope, request.receive))
 
         return handle_strictly
+
+
+def _query_names(dependant: Dependant) -> tuple[list[str], bool]:
+    """The query parameters of a route, and whether it also selects by labels (`metadata[NAME]`)."""
+    names: list[str] = []
+    takes_labels = False
+    for inner in dependant.dependencies:
+        more, more_labels = _query_names(inner)
+        names, takes_labels = names + more, takes_labels or more_labels
+    for field in dependant.query_params:
+        model = field.field_info.annotation
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            names += [one.alias or name for name, one in model.model_fields.items()]
+            takes_labels = takes_labels or issubclass(model, metadata_filter.Labelled)
+        else:
+            names.append(field.alias)
+    return names, takes_labels
+
+
+async def _refuse_body(request: Request, names: Sequence[str]) -> None:
+    """An empty object says as little as no body."""
+    headers = request.headers
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return
+    size, start = 0, b""
+    async for chunk in request.stream():
+        size += len(chunk)
+        start += chunk[: _SHORT - len(start)]
+        if size > _SHORT:
+            break
+    if start.strip() not in (b"", b"{}") or size > _SHORT:
+        what = f"this route takes no body, and would pass over what is in it; {_known(names)}"
+        raise RequestRefused(400, "unexpected_body", what)
+
+
+def _known(names: Sequence[str]) -> str:
+    return f"its parameters are {', '.join(names)}, in the query" if names else "it has no parameters"
 
 
 class _StrictRequest(Request):

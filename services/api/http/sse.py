@@ -84,16 +84,16 @@ class EventStream:
         held = None if over else tail.since(after)
         if held is not None:
             return held
-        events = await self._store.read_events(self._job, after, count=BATCH)
+        events = await self._store.events.read(self._job, after, count=BATCH)
         return b"".join(render(event) for event in events), events[-1].id if events else after
 
     async def _is_over(self) -> bool:
-        return (await self._store.get_job(self._job)).status.is_terminal
+        return (await self._store.jobs.get(self._job)).status.is_terminal
 
     async def _newest_status(self) -> JobEvent | None:
         """The newest status under the id of the newest event: what a client has seen when it has seen this."""
         status, last, after = None, None, BEGINNING
-        while events := await self._store.read_events(self._job, after, count=1000):
+        while events := await self._store.events.read(self._job, after, count=1000):
             last = events[-1]
             after = last.id
             status = next((event for event in reversed(events) if event.type == "job.status"), status)

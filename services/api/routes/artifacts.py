@@ -10,11 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.http.context import ContextOf
 from services.api.http.paging import after_id
+from services.api.http.requests import StrictRoute
 from services.api.views.checkpoint_views import CheckpointView, checkpoints_of
 from services.api.views.store_views import Page, View, page
 from services.files.weights import WeightStore
 
-router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"])
+router = APIRouter(prefix="/jobs/{id}", tags=["artifacts"], route_class=StrictRoute)
 
 
 class ArtifactQuery(BaseModel):
@@ -60,9 +61,9 @@ class JobEnvironmentView(View):
 @router.get("/versions")
 async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], context: ContextOf) -> Page[VersionView]:
     """Published versions, the newest first."""
-    job = await context.store.get_job(id)
-    manifests = {one.version: one for one in await context.store.versions(job.id)}
-    engines = await context.store.engines()
+    job = await context.store.jobs.get(id)
+    manifests = {one.version: one for one in await context.store.versions.all(job.id)}
+    engines = await context.store.fleet.engines()
     weights = WeightStore(context.history.job_dir(job.id))
     rows = [
         VersionView(
@@ -75,7 +76,7 @@ async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], conte
             is_kept=False,
             loaded_by=[one.id for one in engines if one.label == manifests[row.version].label],
         )
-        for row in reversed(await context.store.version_table(job.id))
+        for row in reversed(await context.store.versions.table(job.id))
         if row.version in manifests
     ]
     shown = page(after_id(rows, query.after, query.limit), query.limit)
@@ -88,7 +89,7 @@ async def list_checkpoints(
     id: str, query: Annotated[ArtifactQuery, Query()], context: ContextOf
 ) -> Page[CheckpointView]:
     """Kept checkpoints, the newest first."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     found = await asyncio.to_thread(checkpoints_of, context.history.job_dir(job.id))
     return page(after_id(found, query.after, query.limit), query.limit)
 
@@ -96,7 +97,7 @@ async def list_checkpoints(
 @router.get("/environments")
 async def list_job_environments(id: str, context: ContextOf) -> Page[JobEnvironmentView]:
     """The environments of a job, in the order of its specification."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     views = [
         JobEnvironmentView(
             id=f"{job.id}/{index}",
@@ -104,7 +105,7 @@ async def list_job_environments(id: str, context: ContextOf) -> Page[JobEnvironm
             ref=str(one.get("ref")),
             config=one.get("config") or {},
             weight=float(one.get("weight", 1.0)),
-            description=await context.store.environment_description(job.id, index),
+            description=await context.store.environments.get(job.id, index),
         )
         for index, one in enumerate(job.spec_data.get("environments", ()))
     ]

@@ -10,11 +10,11 @@ from gspo_core import __version__
 from gspo_core.objective_config import NAMES
 from services.api.http.context import ContextOf
 from services.api.http.presence import ROLES
-from services.api.http.requests import MAX_BODY_BYTES
+from services.api.http.requests import MAX_BODY_BYTES, StrictRoute
 from services.api.submission.environment_sources import SOURCES
 from services.api.views.store_views import View
 
-router = APIRouter(prefix="/capabilities", tags=["operations"])
+router = APIRouter(prefix="/capabilities", tags=["operations"], route_class=StrictRoute)
 
 
 class CapabilitiesView(View):

@@ -10,11 +10,12 @@ from fastapi import APIRouter, Path
 from gspo_core.staleness import Position
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
+from services.api.http.requests import StrictRoute
 from services.api.views.checkpoint_views import CheckpointDetail, CheckpointView, checkpoints_of, files_of
 from services.files.checkpoints import CheckpointStore
 from services.files.job_dir import JobDir
 
-router = APIRouter(prefix="/checkpoints/{job}/{epoch}/{step}", tags=["artifacts"])
+router = APIRouter(prefix="/checkpoints/{job}/{epoch}/{step}", tags=["artifacts"], route_class=StrictRoute)
 
 Number = Annotated[int, Path(ge=0, le=2**53)]
 
@@ -22,14 +23,14 @@ Number = Annotated[int, Path(ge=0, le=2**53)]
 @router.get("")
 async def get_checkpoint(job: str, epoch: Number, step: Number, context: ContextOf) -> CheckpointDetail:
     """One checkpoint with its files and the state of its export."""
-    await context.store.get_job(job)
+    await context.store.jobs.get(job)
     return await asyncio.to_thread(_detail, context, job, epoch, step)
 
 
 @router.post("/export", status_code=202)
 async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> CheckpointDetail:
     """Write its weights as a plain model directory below the job's. The checkpoint says when it is ready."""
-    await context.store.get_job(job)
+    await context.store.jobs.get(job)
     await asyncio.to_thread(_detail, context, job, epoch, step)
     context.exports.begin(context.history.job_dir(job), Position(epoch, step))
     return await asyncio.to_thread(_detail, context, job, epoch, step)
@@ -38,7 +39,7 @@ async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> C
 @router.delete("", status_code=204, responses=documented(409))
 async def remove_checkpoint(job: str, epoch: Number, step: Number, context: ContextOf) -> None:
     """Remove a checkpoint and its export. The newest one of an unfinished job stays: the job would resume from it."""
-    record = await context.store.get_job(job)
+    record = await context.store.jobs.get(job)
     job_dir = context.history.job_dir(job)
     found = await asyncio.to_thread(_find, job_dir, Position(epoch, step))
     newest = (await asyncio.to_thread(checkpoints_of, job_dir))[:1]

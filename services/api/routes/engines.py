@@ -8,10 +8,11 @@ from fastapi import APIRouter
 
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import View
 from services.state.fleet_records import EngineRecord
 
-router = APIRouter(prefix="/engines", tags=["workers"])
+router = APIRouter(prefix="/engines", tags=["workers"], route_class=StrictRoute)
 
 
 class EngineDrainView(View):
@@ -31,7 +32,7 @@ async def drain_engine(engine: str, context: ContextOf) -> EngineDrainView:
     """Drain an engine, named by its address: it gets no new requests and no new weights. Running requests finish, then
     its job gives it back. It stays drained, even if it restarts at this address, until it is used again (DELETE)."""
     found = await _find(context, engine)
-    await context.store.drain_engine(engine)
+    await context.store.fleet.drain_engine(engine)
     return _view(*found, draining=True)
 
 
@@ -39,7 +40,7 @@ async def drain_engine(engine: str, context: ContextOf) -> EngineDrainView:
 async def use_engine_again(engine: str, context: ContextOf) -> EngineDrainView:
     """Use it again."""
     found = await _find(context, engine)
-    await context.store.drain_engine(engine, False)
+    await context.store.fleet.drain_engine(engine, False)
     return _view(*found, draining=False)
 
 

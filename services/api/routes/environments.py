@@ -295,7 +295,7 @@ async def remove_environment(environment: str, request: Request, context: Contex
         raise RequestRefused(422, "validation_failed", "name the version: name@version", param="environment")
     one = await _get(context, request, environment, to_change=True)
     require_match(if_match, one.digest[:16])
-    for job in await context.store.list_jobs(MAX_JOBS, order="desc"):
+    for job in await context.store.jobs.page(MAX_JOBS, order="desc"):
         refs = [entry.get("ref") for entry in job.spec_data.get("environments", ())]
         if not job.status.is_terminal and one.id in refs:
             raise RequestRefused(409, "environment_in_use", f"the job {job.id} uses {one.id}", headers=FINAL)
@@ -355,7 +355,7 @@ async def _add(
         raise _taken(error) from None
     if is_new:
         with contextlib.suppress(TooManyRequests):  # then it stays unexamined until someone asks for it
-            await context.errands.send({"environment": one.id, "do": "validate"}, is_awaited=False)
+            await context.worker_requests.send({"environment": one.id, "do": "validate"}, is_awaited=False)
     response.status_code = 201 if is_new else 200
     response.headers["Location"] = f"/v1/environments/{one.id}"
     return await asyncio.to_thread(_view, registry, one)
@@ -367,7 +367,7 @@ def _taken(error: NameTaken) -> RequestRefused:
 
 async def _ask(context: ApiContext, order: Mapping[str, Any], timeout_s: float) -> Any:
     try:
-        return await context.errands.ask(order, timeout_s)
+        return await context.worker_requests.ask(order, timeout_s)
     except WorkerRequestFailed as error:
         raise RequestRefused(422, "environment_invalid", str(error)[:2000], param="environment") from None
     except NoWorkerThere:

@@ -20,6 +20,7 @@ from services.api.http import sse
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.episode_stream import EpisodeState, frames, happenings, parse_position
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.http.stored_specs import readable_spec
 from services.api.views.episode_views import (
     EpisodeDetail,
@@ -36,7 +37,7 @@ from services.files.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBa
 from services.state.jobs import JobRecord
 from services.state.queue import EpisodeView, GroupView, Stage
 
-router = APIRouter(tags=["episodes"])
+router = APIRouter(tags=["episodes"], route_class=StrictRoute)
 
 Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 
@@ -107,7 +108,7 @@ class DetailQuery(BaseModel):
 @router.get("/jobs/{id}/groups")
 async def list_groups(id: str, query: Annotated[GroupQuery, Query()], context: ContextOf) -> Page[GroupSummary]:
     """Open groups, or trained ones."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     if query.status == "open":
         after = -1 if query.after is None else _number_in(query.after, job)
         found = await context.bus.groups(job.id, after=after, limit=query.limit + 1)
@@ -120,7 +121,7 @@ async def list_groups(id: str, query: Annotated[GroupQuery, Query()], context: C
 @router.get("/jobs/{id}/episodes")
 async def list_episodes(id: str, query: Annotated[EpisodeQuery, Query()], context: ContextOf) -> Page[EpisodeSummary]:
     """Episodes that were trained, the newest step first."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
 
     def matches(one: EpisodeSummary) -> bool:
         low, high = query.min_reward, query.max_reward
@@ -143,7 +144,7 @@ async def list_episodes(id: str, query: Annotated[EpisodeQuery, Query()], contex
 )
 async def export_episodes(id: str, query: Annotated[ExportQuery, Query()], context: ContextOf) -> Response:
     """Every episode that was trained, turn by turn, the oldest step first: one JSON object a line."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     tools = await _sole_tools(context, job)
     return StreamingResponse(_lines(context, job, tools, query), media_type=NDJSON)
 
@@ -151,7 +152,7 @@ async def export_episodes(id: str, query: Annotated[ExportQuery, Query()], conte
 @router.get("/groups/{job}/{group}")
 async def get_group(job: str, group: GroupNumber, context: ContextOf) -> GroupSummary:
     """One group with its episodes."""
-    record = await context.store.get_job(job)
+    record = await context.store.jobs.get(job)
     view = await _open(context, record, group)
     if view is not None:
         episodes = [open_episode(one, await _segments(context, one)) for one in view.episodes]
@@ -186,7 +187,7 @@ async def follow_episode(
         return await get_episode(job, group, member, DetailQuery(), context)
 
     async def look() -> EpisodeState:
-        view = await _open(context, await context.store.get_job(job), group)
+        view = await _open(context, await context.store.jobs.get(job), group)
         episode = view.episodes[member] if view is not None and member < len(view.episodes) else None
         return "settled" if episode is None else (episode.attempt, episode.num_segments, episode.stage)
 
@@ -203,7 +204,7 @@ async def get_episode(
     job: str, group: GroupNumber, member: MemberNumber, query: Annotated[DetailQuery, Query()], context: ContextOf
 ) -> EpisodeDetail:
     """One episode turn by turn, also while it runs."""
-    record = await context.store.get_job(job)
+    record = await context.store.jobs.get(job)
     view = await _open(context, record, group)
     if view is None:
         return await _trained_detail(context, record, EpisodeKey(record.id, group, member), query)
@@ -211,7 +212,7 @@ async def get_episode(
         raise EpisodeNotKept(EpisodeKey(record.id, group, member))
     one = view.episodes[member]
     segments = await _segments(context, one)
-    environment = await context.store.environment_description(record.id, view.environment)
+    environment = await context.store.environments.get(record.id, view.environment)
     tools = None if environment is None else environment.get("tools")
     base = open_group(record.id, view)
     return await asyncio.to_thread(
@@ -237,7 +238,7 @@ async def _trained_detail(context: ApiContext, job: JobRecord, key: EpisodeKey, 
 async def _sole_tools(context: ApiContext, job: JobRecord) -> list[ToolSchema] | None:
     """Logs do not name a group's environment, so tools are known only where the job has a single one."""
     sole = len(job.spec_data.get("environments", ())) == 1
-    environment = await context.store.environment_description(job.id, 0) if sole else None
+    environment = await context.store.environments.get(job.id, 0) if sole else None
     return None if environment is None else environment.get("tools")
 
 

@@ -12,10 +12,11 @@ from starlette.responses import Response, StreamingResponse
 from services.api.http import sse
 from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import EventView, Page, event_view, page
 from services.state.store import JobEvent, Store
 
-router = APIRouter(prefix="/jobs/{id}/events", tags=["events"])
+router = APIRouter(prefix="/jobs/{id}/events", tags=["events"], route_class=StrictRoute)
 
 CHUNK = 1000
 
@@ -50,7 +51,7 @@ async def read_events(
 
     A stream is resumed after `Last-Event-ID` (which wins) or `after`. Without either it begins with the newest status.
     """
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     position = last_event_id if last_event_id is not None else query.after
     check_position(position)
     if "text/event-stream" not in accept.lower():
@@ -72,10 +73,10 @@ def check_position(position: str | None) -> str | None:
 
 async def _page(store: Store, job: str, after: str, count: int, types: frozenset[str] | None) -> list[JobEvent]:
     if types is None:
-        return await store.read_events(job, after, count=count)
+        return await store.events.read(job, after, count=count)
     found: list[JobEvent] = []
     # The number of events that are kept is bounded, and so is the number of rounds.
-    while len(found) < count and (events := await store.read_events(job, after, count=CHUNK)):
+    while len(found) < count and (events := await store.events.read(job, after, count=CHUNK)):
         found += [event for event in events if event.type in types]
         after = events[-1].id
     return found[:count]

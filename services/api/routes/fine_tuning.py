@@ -39,14 +39,16 @@ JOBS = "/fine_tuning/jobs"
 
 
 class FacadeQuery(BaseModel):
-    """Other parameters are ignored, as OpenAI does."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     """Length of a page."""
     after: str | None = None
     """Id of the item before the page."""
+
+
+class FacadeListQuery(FacadeQuery, metadata_filter.Labelled):
+    """Jobs are also selected by `metadata[k]=v`."""
 
 
 class FineTuningCheckpoint(View):
@@ -93,7 +95,7 @@ async def create(
 
 @router.get(JOBS)
 async def list_jobs(
-    query: Annotated[FacadeQuery, Query()], request: Request, context: ContextOf
+    query: Annotated[FacadeListQuery, Query()], request: Request, context: ContextOf
 ) -> Page[FineTuningJob]:
     """Jobs, the newest first; `metadata[k]=v` selects."""
     found = await _jobs(
@@ -105,7 +107,7 @@ async def list_jobs(
 @router.get(JOBS + "/{id}")
 async def retrieve(id: str, context: ContextOf) -> FineTuningJob:
     """One job."""
-    return facade_job(await context.store.get_job(id))
+    return facade_job(await context.store.jobs.get(id))
 
 
 @router.post(JOBS + "/{id}/cancel", responses=documented(409))
@@ -129,9 +131,9 @@ async def resume(id: str, context: ContextOf) -> FineTuningJob:
 @router.get(JOBS + "/{id}/events")
 async def list_events(id: str, query: Annotated[FacadeQuery, Query()], context: ContextOf) -> Page[FineTuningEvent]:
     """Events, the oldest first."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     position = check_position(query.after) or sse.BEGINNING
-    events = await context.store.read_events(job.id, position, count=query.limit + 1)
+    events = await context.store.events.read(job.id, position, count=query.limit + 1)
     return page([facade_event(event) for event in events], query.limit)
 
 
@@ -140,7 +142,7 @@ async def list_checkpoints(
     id: str, query: Annotated[FacadeQuery, Query()], context: ContextOf
 ) -> Page[FineTuningCheckpoint]:
     """Checkpoints that are kept, the newest first."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     found = await asyncio.to_thread(checkpoints_of, context.history.job_dir(job.id))
     views = [
         FineTuningCheckpoint(
@@ -169,8 +171,8 @@ async def list_models(query: Annotated[FacadeQuery, Query()], request: Request, 
 
 
 async def _wish(context: ContextOf, job: str, wish: DesiredState) -> FineTuningJob:
-    await context.store.set_desired_state(job, wish)
-    return facade_job(await context.store.get_job(job))
+    await context.store.jobs.set_desired_state(job, wish)
+    return facade_job(await context.store.jobs.get(job))
 
 
 async def _jobs(
@@ -179,7 +181,7 @@ async def _jobs(
     found: list[JobRecord] = []
     after = query.after
     while len(found) <= query.limit:
-        some = await context.store.list_jobs(101, after, order="desc")
+        some = await context.store.jobs.page(101, after, order="desc")
         for job in some:
             if (
                 metadata_filter.fits(job, metadata)

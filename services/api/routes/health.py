@@ -10,10 +10,11 @@ from pydantic import BaseModel
 
 from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import ReadyView
 from services.state.away import Away, AwayReason
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], route_class=StrictRoute)
 
 # Probes come every few seconds and want an answer now, not after the client's retries.
 PROBE_TIMEOUT_S = 2.0

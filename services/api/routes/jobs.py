@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from gspo_core.spec import JobSpec, spec_warnings
 from services.api.http import metadata_filter
@@ -19,6 +19,7 @@ from services.api.http.etags import IfNoneMatch, tagged
 from services.api.http.presence import Presence
 from services.api.http.requests import StrictRoute
 from services.api.http.stored_specs import readable_spec
+from services.api.submission import preview
 from services.api.submission import submit as submitting
 from services.api.submission.environment_refs import pin
 from services.api.views.store_views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
@@ -43,7 +44,7 @@ class SubmitQuery(BaseModel):
     """Check and estimate; create nothing."""
 
 
-class JobListQuery(BaseModel):
+class JobListQuery(metadata_filter.Labelled):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
@@ -57,8 +58,6 @@ class JobListQuery(BaseModel):
     """By age: oldest or newest first."""
     status: JobStatus | None = None
     """Only jobs in this state."""
-
-    _leave_labels = model_validator(mode="before")(metadata_filter.without_asked)
 
 
 class CancelQuery(BaseModel):
@@ -113,7 +112,7 @@ async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, c
     order = query.order if not is_backwards else "desc" if query.order == "asc" else "asc"
     jobs: list[JobRecord] = []
     while len(jobs) <= query.limit:
-        some = await context.store.list_jobs(101, after, order=order)
+        some = await context.store.jobs.page(101, after, order=order)
         seen = [job for job in some if query.status in (None, job.status) and caller.sees(job.owner)]
         jobs += [job for job in seen if metadata_filter.fits(job, wanted)]
         if len(some) < 101:
@@ -129,14 +128,14 @@ async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, c
 @router.get("/{id}", response_model=JobView, responses={304: {"description": "As `If-None-Match` says"}})
 async def get_job(id: str, context: ContextOf, if_none_match: IfNoneMatch = None) -> Response:
     """One job. Its `ETag` is for `If-None-Match` here, and for `If-Match` when its settings are changed."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     return tagged(job_view(job), job.settings_version, if_none_match)
 
 
 @router.get("/{id}/config")
 async def get_config(id: str, context: ContextOf) -> ConfigView:
     """Its specification with every default spelled out."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     spec = readable_spec(job)
     warnings = ["it is of another release, which this one cannot read"] if spec is None else spec_warnings(spec)
     return ConfigView(job_id=job.id, config=job.spec_data, warnings=warnings)
@@ -145,15 +144,15 @@ async def get_config(id: str, context: ContextOf) -> ConfigView:
 @router.post("/{id}/pause", responses=documented(409))
 async def pause(id: str, context: ContextOf) -> JobView:
     """Ask a job to pause: it ends the step that it is in, and waits. Episodes that run go on to their end."""
-    await context.store.set_desired_state(id, DesiredState.PAUSED)
-    return job_view(await context.store.get_job(id))
+    await context.store.jobs.set_desired_state(id, DesiredState.PAUSED)
+    return job_view(await context.store.jobs.get(id))
 
 
 @router.post("/{id}/resume", responses=documented(409))
 async def resume(id: str, context: ContextOf) -> JobView:
     """Let a paused job go on."""
-    await context.store.set_desired_state(id, DesiredState.RUNNING)
-    return job_view(await context.store.get_job(id))
+    await context.store.jobs.set_desired_state(id, DesiredState.RUNNING)
+    return job_view(await context.store.jobs.get(id))
 
 
 @router.post("/{id}/cancel", responses=documented(409))
@@ -161,15 +160,17 @@ async def cancel(id: str, query: Annotated[CancelQuery, Query()], context: Conte
     """Ask for the end of a job. Its trainer brings it about; a job that nobody has taken yet ends at once. Ask again
     without `drain` for an end at once."""
     manner = CancelManner.of(drain=query.mode == "drain", checkpoint=query.checkpoint)
-    await context.store.set_desired_state(id, DesiredState.CANCELLED, manner)
-    return job_view(await context.store.get_job(id))
+    await context.store.jobs.set_desired_state(id, DesiredState.CANCELLED, manner)
+    return job_view(await context.store.jobs.get(id))
 
 
 async def _plan(spec: JobSpec, presence: Presence) -> PlanView:
+    seen = await asyncio.to_thread(preview.look, spec)
     alive = Counter(one.role for one in await presence.members() if one.is_alive)
     return PlanView(
         config=spec.model_dump(mode="json"),
-        warnings=spec_warnings(spec),
+        warnings=[*spec_warnings(spec), *seen.warnings],
+        unchecked=seen.unchecked,
         estimate=estimate(spec),
         capacity={"num_engines": alive["engine"], "num_workers": alive["rollout"]},
     )

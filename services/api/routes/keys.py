@@ -6,16 +6,18 @@ import asyncio
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from services.api.http.access import LOCAL, Caller
 from services.api.http.context import ApiContext, ContextOf
-from services.api.http.errors import RequestRefused
+from services.api.http.errors import FINAL, RequestRefused
 from services.api.http.key_ring import SCOPES, KeyRecord, KeyRing
 from services.api.http.paging import after_id
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import Page, View, page
 
-router = APIRouter(prefix="/keys", tags=["keys"])
+router = APIRouter(prefix="/keys", tags=["keys"], route_class=StrictRoute)
 
 DAY_S = 86_400.0
 
@@ -60,13 +62,24 @@ class NewKeyView(KeyView):
 
 
 @router.post("", status_code=201)
-async def make_key(query: Annotated[KeyQuery, Query()], response: Response, context: ContextOf) -> NewKeyView:
-    """Make a key. From the first one on, this API requires one."""
+async def make_key(
+    query: Annotated[KeyQuery, Query()], request: Request, response: Response, context: ContextOf
+) -> NewKeyView:
+    """Make a key. From the first one on, this API requires one; so the first one of an API without keys must be an
+    admin's that does not end, or no caller could make another."""
     scopes = [scope.strip() for scope in query.scopes.split(",") if scope.strip()]
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown or not scopes:
         message = f"{', '.join(unknown) or 'nothing'} is no scope; known are {', '.join(SCOPES)}"
         raise RequestRefused(422, "validation_failed", message, param="scopes")
+    caller: Caller = request.scope["caller"]
+    if caller is LOCAL and ("admin" not in scopes or query.days is not None):
+        message = (
+            "this API has no keys, and the first one closes it to everybody who has none. So that it does not lock "
+            "its operator out, the first key is an admin's without an end: POST /v1/keys?scopes=admin. Make further "
+            "keys with it"
+        )
+        raise RequestRefused(409, "would_lock_out", message, param="scopes", headers=FINAL)
     lifetime_s = None if query.days is None else query.days * DAY_S
     record, key = await asyncio.to_thread(_ring(context).issue, query.owner, scopes, lifetime_s)
     response.headers["Cache-Control"] = "no-store"

@@ -17,9 +17,10 @@ from starlette.responses import Response
 from gspo_core.problems import near
 from services.api.http.context import ContextOf
 from services.api.http.errors import RequestRefused
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import MetricsView
 
-router = APIRouter(prefix="/jobs/{id}/metrics", tags=["metrics"])
+router = APIRouter(prefix="/jobs/{id}/metrics", tags=["metrics"], route_class=StrictRoute)
 
 CSV, NDJSON = "text/csv", "application/x-ndjson"
 _TEXT = {"schema": {"type": "string"}}
@@ -49,8 +50,8 @@ async def read_metrics(
     id: str, query: Annotated[MetricsQuery, Query()], context: ContextOf, accept: Annotated[str, Header()] = ""
 ) -> Response:
     """Metrics from a step on. `Accept: text/csv` or `application/x-ndjson` gives a file instead."""
-    job = await context.store.get_job(id)
-    rows = await context.store.read_metrics(job.id, query.from_step)
+    job = await context.store.jobs.get(id)
+    rows = await context.store.metrics.read(job.id, query.from_step)
     if query.names is not None:
         rows = _only([name.strip() for name in query.names.split(",")], rows)
     shown: Sequence[Bucket] = rows[: query.limit] if query.max_points is None else downsample(rows, query.max_points)

@@ -34,7 +34,7 @@ async def change_job(id: str, changes: Changes, context: ContextOf, if_match: If
     `settings.applied` names that step. Repeating a change changes nothing. With `If-Match` the change is refused if
     another one came first."""
     while True:
-        job = await context.store.get_job(id)
+        job = await context.store.jobs.get(id)
         try:
             wanted = live_values(changes)
             values = {**job.settings, **wanted}
@@ -48,7 +48,7 @@ async def change_job(id: str, changes: Changes, context: ContextOf, if_match: If
         if changed.steps < job.step:
             raise invalid([_too_few_steps(changed.steps, job.step)])
         try:
-            job = await context.store.change_settings(id, job.settings_version, values, wanted)
+            job = await context.store.jobs.change_settings(id, job.settings_version, values, wanted)
             return tagged(job_view(job), job.settings_version)
         except Conflict:  # another change was faster: look again
             continue

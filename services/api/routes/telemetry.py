@@ -19,12 +19,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from services.api.http.context import ApiContext, ContextOf
 from services.api.http.presence import ROLES
+from services.api.http.requests import StrictRoute
 from services.state.away import Away, AwayReason
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobRecord, JobStatus
 
 Family = GaugeMetricFamily | CounterMetricFamily
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], route_class=StrictRoute)
 
 # Scrapes come every few seconds: finished jobs are counted, without asking for details.
 MAX_JOBS = 10_000
@@ -67,7 +68,7 @@ class _Gathered(Collector):
 
 
 async def _families(context: ApiContext) -> list[Family]:
-    jobs = await context.store.list_jobs(MAX_JOBS, order="desc")
+    jobs = await context.store.jobs.page(MAX_JOBS, order="desc")
     by_status = Counter(job.status for job in jobs)
     members = await context.presence.members()
     alive = Counter((one.role, one.is_alive) for one in members)
@@ -123,7 +124,7 @@ async def _of_jobs(context: ApiContext, jobs: list[JobRecord]) -> list[GaugeMetr
         if job.status is JobStatus.RUNNING:
             wanted = int(job.spec_data.get("groups_per_step", 1))
             deficit.add_metric([job.id], max(0, wanted - len(await context.bus.ready_groups(job.id))))
-        rows = await context.store.read_metrics(job.id, job.step)
+        rows = await context.store.metrics.read(job.id, job.step)
         for name, family in newest.items():
             if rows and name in rows[-1]:
                 family.add_metric([job.id], rows[-1][name])

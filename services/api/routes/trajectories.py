@@ -94,10 +94,10 @@ class DescribedView(View):
 async def describe_environment(id: str, index: int, given: Description, context: ContextOf) -> DescribedView:
     """Say how many tasks an environment has that is played outside, where no rollout worker can load it. The first
     description of an environment holds, whoever gave it."""
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     if not 0 <= index < len(job.spec_data.get("environments", ())):
         raise RequestRefused(404, "environment_not_found", f"the job has no environment {index}", param="index")
-    held = await context.store.describe_environment(job.id, index, given.model_dump(mode="json"))
+    held = await context.store.environments.describe(job.id, index, given.model_dump(mode="json"))
     return DescribedView(id=f"{job.id}/{index}", description=held)
 
 
@@ -106,7 +106,7 @@ async def push_trajectories(id: str, given: PushedTrajectories, request: Request
     """Push finished or partial trajectories that were sampled outside, each into an episode of an open group. Every
     item is answered by itself; repeating a request is harmless, what is there already is a `duplicate`."""
     caller: Caller = request.scope["caller"]
-    job = await context.store.get_job(id)
+    job = await context.store.jobs.get(id)
     if not job.status.is_served:
         answers = [_refused(n, "job_not_running", f"the job is {job.status}") for n in range(len(given.trajectories))]
         return PushedView(num_accepted=0, data=answers)
@@ -137,7 +137,7 @@ async def _rules(context: ApiContext, job: JobRecord, caller: Caller) -> Rules:
     except (OSError, ValueError) as error:
         message = f"the files of the job's model cannot be read here: {error}"
         raise RequestRefused(422, "validation_failed", message, param="model") from None
-    steps = {one.version: one.step for one in await context.store.versions(job.id)}
+    steps = {one.version: one.step for one in await context.store.versions.all(job.id)}
     cap = int(job.settings.get("rollout.staleness_cap", spec.rollout.staleness_cap))
     return Rules(spec, size, max(steps.values(), default=0) - cap, steps, f"pushed:{caller.name}")
 

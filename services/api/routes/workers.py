@@ -13,10 +13,11 @@ from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.paging import after_id
 from services.api.http.presence import Member, Role
+from services.api.http.requests import StrictRoute
 from services.api.views.store_views import Page, View, page
 from services.state.drains import Drains
 
-router = APIRouter(prefix="/workers", tags=["workers"])
+router = APIRouter(prefix="/workers", tags=["workers"], route_class=StrictRoute)
 
 
 class WorkerView(View):

@@ -1,12 +1,13 @@
 """Jobs in the terms of OpenAI's fine-tuning API, so that its unmodified client drives this service.
 
-Rule: a request is translated whole, or refused where it would mean something else here (a grader of OpenAI's); names
-unknown on both sides are ignored, as that API does. It stores nothing.
+Rule: a request is translated whole, or refused by name where it would mean something else here (a grader of OpenAI's)
+or nothing at all: a job that trains otherwise than asked costs more than a refusal. Null and `auto` mean "left out". It
+stores nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,23 @@ STATUSES: Mapping[JobStatus, str] = {
 _LEVELS: Mapping[str, Literal["warn"]] = {"alert": "warn", "gap": "warn"}
 # Fields that OpenAI places elsewhere; all other fields of a specification are taken as they are.
 _OWN = frozenset({"name", "metadata", "seed", "model"})
+# Hyperparameters of that API, and where a job says the same; each is a section and a key of it.
+_TUNED: Mapping[str, tuple[str, ...]] = {
+    "batch_size": ("groups_per_step",),
+    "learning_rate": ("optimizer", "lr"),
+    "eval_interval": ("evaluation", "every"),
+}
+# Those that mean nothing here, and what to say instead.
+_ELSEWHERE: Mapping[str, str] = {
+    "n_epochs": "a job is as long as its `steps`",
+    "learning_rate_multiplier": "give `learning_rate`, or `optimizer.lr`",
+    "compute_multiplier": "give `rollout.group_size` and `groups_per_step`",
+    "eval_samples": "give `evaluation.tasks` and `evaluation.episodes_per_task`",
+    "reasoning_effort": "give `chat.variables` of the model's template",
+    "validation_file": "held-out tasks come from the environment: give `evaluation`",
+    "integrations": "metrics are at /v1/jobs/{id}/metrics",
+    "response_format": "the environment judges what is said",
+}
 
 
 class FineTuningRequest(BaseModel):
@@ -53,15 +71,14 @@ class FineTuningRequest(BaseModel):
     training_file: Annotated[str, StringConstraints(max_length=1100)]
     """`env:NAME`, `env:NAME@VERSION` or `env:package.module:Class`."""
     hyperparameters: dict[str, JsonValue] | None = None
-    """`batch_size` becomes `groups_per_step`, `learning_rate` becomes `optimizer.lr`; `auto` leaves the default."""
+    """`batch_size` becomes `groups_per_step`, `learning_rate` becomes `optimizer.lr`, `eval_interval` becomes
+    `evaluation.every`; `auto` leaves the default. Others are refused."""
     method: dict[str, JsonValue] | None = None
     """`{"type": "reinforcement", "reinforcement": {"grader": {"type": "env"}, "hyperparameters": {...}}}`."""
     metadata: dict[str, str] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     suffix: str | None = None
     """The job's name."""
-    validation_file: str | None = None
-    """Not used: held-out tasks come from the environment (`evaluation`)."""
 
 
 class FacadeNumbers(TypedDict):
@@ -130,8 +147,9 @@ class FineTuningEvent(View):
 
 def specification(given: FineTuningRequest) -> dict[str, Any]:
     """The specification that a native client would have submitted. Raises RequestRefused."""
-    further = {name: value for name, value in (given.model_extra or {}).items() if name in JobSpec.model_fields}
-    spec = {name: value for name, value in further.items() if name not in _OWN}
+    further = {name: value for name, value in (given.model_extra or {}).items() if value is not None}
+    _refuse_unknown(further, JobSpec.model_fields.keys() - _OWN, "")
+    spec = dict(further)
     spec["model"] = given.model
     spec |= {
         name: value
@@ -143,30 +161,61 @@ def specification(given: FineTuningRequest) -> dict[str, Any]:
             message = "training_file names an environment: env:NAME, or env:package.module:Class"
             raise RequestRefused(422, "validation_failed", message, param="training_file")
         spec["environments"] = [{"ref": given.training_file.removeprefix(ENVIRONMENT)}]
-    _tune(spec, {**(given.hyperparameters or {}), **_of_method(given.method)})
+    _tune(spec, given.hyperparameters or {}, "hyperparameters")
+    _tune(spec, _of_method(given.method), "method.reinforcement.hyperparameters")
     return spec
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raises RequestRefused for the first name that would be passed over."""
+    for name, value in given.items():
+        if name in known or value is None:
+            continue
+        place = f"{where}.{name}" if where else name
+        reason = _ELSEWHERE.get(name, "it is no field of a job")
+        raise RequestRefused(422, "unknown_field", f"{place} would have no effect here: {reason}", param=place)
 
 
 def _of_method(method: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if method is None:
         return {}
     inner = method.get("reinforcement")
+    _refuse_unknown(method, ("type", "reinforcement"), "method")
     grader = inner.get("grader") if isinstance(inner, dict) else None
     if method.get("type") != "reinforcement" or (grader is not None and grader != {"type": "env"}):
         message = 'the method is "reinforcement" and its grader {"type": "env"}: the environment scores'
         raise RequestRefused(422, "validation_failed", message, param="method")
-    numbers = inner.get("hyperparameters") if isinstance(inner, dict) else None
-    return numbers if isinstance(numbers, dict) else {}
+    if inner is None:
+        return {}
+    if not isinstance(inner, dict):
+        raise RequestRefused(
+            422, "validation_failed", "method.reinforcement is an object", param="method.reinforcement"
+        )
+    _refuse_unknown(inner, ("grader", "hyperparameters"), "method.reinforcement")
+    numbers = inner.get("hyperparameters") or {}
+    if not isinstance(numbers, dict):
+        place = "method.reinforcement.hyperparameters"
+        raise RequestRefused(422, "validation_failed", f"{place} is an object", param=place)
+    return numbers
 
 
-def _tune(spec: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+def _tune(spec: dict[str, Any], numbers: Mapping[str, Any], where: str) -> None:
+    """Writes hyperparameters where a job has them. Raises RequestRefused where that place says something else."""
     given = {name: value for name, value in numbers.items() if value is not None and value != "auto"}
-    if "batch_size" in given:
-        spec.setdefault("groups_per_step", given["batch_size"])
-    if "learning_rate" in given:
-        optimizer = spec.setdefault("optimizer", {})
-        if isinstance(optimizer, dict):
-            optimizer.setdefault("lr", given["learning_rate"])
+    _refuse_unknown(given, _TUNED, where)
+    for name, value in given.items():
+        *sections, key = _TUNED[name]
+        place = spec
+        for section in sections:
+            inner = place.get(section)
+            place[section] = inner = {} if inner is None else inner
+            if not isinstance(inner, dict):
+                return  # the specification is refused for it
+            place = inner
+        if place.setdefault(key, value) != value:
+            said, other = f"{where}.{name}", ".".join(_TUNED[name])
+            message = f"{said} is {value!r}, but {other} is {place[key]!r}; say it once"
+            raise RequestRefused(422, "validation_failed", message, param=said)
 
 
 def facade_job(job: JobRecord) -> FineTuningJob:

@@ -27,7 +27,7 @@ async def submit(
     own_key = f"{caller.name}:{key}" if key else None
 
     async def create(wanted: JobSpec) -> JobRecord:
-        return await context.store.create_job(wanted, idempotency_key=own_key, job_id=job_id, owner=caller.owner)
+        return await context.store.jobs.create(wanted, idempotency_key=own_key, job_id=job_id, owner=caller.owner)
 
     held = await _made_before(context, own_key, job_id, is_repetition=is_repetition)
     if held is None:
@@ -45,10 +45,10 @@ async def submit(
 async def _made_before(
     context: ApiContext, own_key: str | None, job_id: str, *, is_repetition: bool
 ) -> JobRecord | None:
-    job = await context.store.job_under(own_key) if own_key else None
+    job = await context.store.jobs.under(own_key) if own_key else None
     if job is None and is_repetition:
         job = job_id
     try:
-        return None if job is None else await context.store.get_job(job)
+        return None if job is None else await context.store.jobs.get(job)
     except JobNotFound:  # the first request got no further than its key
         return None

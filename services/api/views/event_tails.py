@@ -54,8 +54,8 @@ class EventTail:
         try:
             await self._begin()
             while self.num_readers and not self.is_over and not self._stopping.is_set():
-                events = await self._store.read_events(self._job, self._after, count=COUNT, block_ms=BLOCK_MS)
-                is_over = (await self._store.get_job(self._job)).status.is_terminal
+                events = await self._store.events.read(self._job, self._after, count=COUNT, block_ms=BLOCK_MS)
+                is_over = (await self._store.jobs.get(self._job)).status.is_terminal
                 self._hold(events)
                 if events or is_over:
                     self.is_over = is_over
@@ -67,7 +67,7 @@ class EventTail:
 
     async def _begin(self) -> None:
         """The first client may have named a position in the future; others wait for earlier events."""
-        newest = await self._store.newest_event(self._job) or "0"
+        newest = await self._store.events.newest(self._job) or "0"
         if position_of(newest) < self._floor:
             self._after, self._floor = newest, position_of(newest)
 

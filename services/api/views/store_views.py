@@ -99,10 +99,13 @@ class PlanView(View):
 
     object: Literal["job.plan"] = "job.plan"
     valid: Literal[True] = True
+    """The specification is one; `warnings` and `unchecked` say what may still keep it from running."""
     config: dict[str, Any]
     """The specification with every default spelled out."""
     warnings: list[str]
-    """What is legal but known to be wrong."""
+    """What is legal but known to be wrong, and what is not there where the API looks."""
+    unchecked: list[str]
+    """What only trainers and rollout workers can tell."""
     estimate: dict[str, int]
     capacity: dict[str, int]
 

@@ -24,7 +24,7 @@ class EngineFairness:
     async def others_lack(self, records: Iterable[EngineRecord]) -> int:
         """Engines that other jobs have asked for and do not hold."""
         records = list(records)
-        others = [job for job in await self._store.running_jobs() if job != self._job]
+        others = [job for job in await self._store.jobs.served() if job != self._job]
         return sum([max(0, await self._of(job) - _num_bound(records, job)) for job in others])
 
     async def surplus(self, records: Sequence[EngineRecord], mine: Sequence[str]) -> list[str]:
@@ -38,7 +38,7 @@ class EngineFairness:
 
     async def _of(self, job: str) -> int:
         if job not in self._wanted:
-            spec = (await self._store.get_job(job)).spec
+            spec = (await self._store.jobs.get(job)).spec
             self._wanted[job] = JobSpec.model_validate_json(spec).resources.num_engines
         return self._wanted[job]
 

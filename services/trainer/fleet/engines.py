@@ -220,7 +220,7 @@ class EnginePool:
                 await self._give_back(engine.url)
             elif not is_fine:
                 await self._tell(engine)
-        records = await self._store.engines()
+        records = await self._store.fleet.engines()
         await self._drain({record.id for record in records if record.draining})
         records = [record for record in records if record.id not in self._draining]
         for url in await self._needs.surplus(records, [engine.url for engine in self._serving()]):
@@ -265,8 +265,8 @@ class EnginePool:
         if problem := await self._problem_of(client, info, capabilities):
             return self._refuse(url, problem)
         self._unfit.pop(url, None)
-        await self._store.register_engine(EngineRecord.of(url, info))
-        if await self._store.bind_engine(self._job, self._token, url):
+        await self._store.fleet.register_engine(EngineRecord.of(url, info))
+        if await self._store.fleet.bind(self._job, self._token, url):
             self._bound[url] = engine = BoundEngine(client)
             get_logger().info("engine bound", engine=url, job=self._job)
             await self._tell(engine)
@@ -298,7 +298,7 @@ class EnginePool:
         if engine := self._bound.pop(url, None):
             await self._transport.forget(engine.client)
         self._told.pop(url, None)
-        await self._store.unbind_engine(self._job, self._token, url)
+        await self._store.fleet.unbind(self._job, self._token, url)
 
     async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> None:
         """Publishes how it is, when that has changed."""
@@ -307,7 +307,7 @@ class EnginePool:
         said = EngineReport(state, engine.label, engine.reason, **asdict(engine.costs))
         if self._told.get(engine.url) != said:
             self._told[engine.url] = said
-            await self._store.mark_engine(self._job, self._token, engine.url, said)
+            await self._store.fleet.mark(self._job, self._token, engine.url, said)
 
 
 async def _is_idle(client: Engine) -> bool:

@@ -7,16 +7,13 @@ published, after any crash as well; what the run so far owes is started again be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
-from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import groups_admissible
 from gspo_core.types import Split
 from services.state.away import OutOfMemory
-from services.state.queue import Bus, Full
-from services.state.store import Claim
-from services.trainer.groups.step_settings import Tuning
+from services.state.queue import Full
 from services.trainer.groups.tasks import TaskSchedule
+from services.trainer.run_context import RunContext
 
 RETRY_S = 2.0
 # Of an encoded segment: id, log-prob and mask of a token, and its share of the header.
@@ -28,28 +25,9 @@ class Admission:
 
     schedule: TaskSchedule
 
-    def __init__(
-        self,
-        bus: Bus,
-        claim: Claim,
-        tuning: Tuning,
-        lineage: Lineage,
-        *,
-        budget_bytes: int | None,
-        is_over: Callable[[], bool],
-        engines_hold_newest: Callable[[], Awaitable[None]],
-        alert: Callable[[str, str], Awaitable[None]],
-    ) -> None:
-        self._bus = bus
-        self._claim = claim
-        self._tuning = tuning
-        self._lineage = lineage
-        self._max_bytes = budget_bytes
-        self._is_over = is_over
-        """Whether nothing new is to be started any more."""
-        self._engines_hold_newest = engines_hold_newest
-        """Waited for where tokens may not be stale at all."""
-        self._alert = alert
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._lineage = context.lineage
         self._admitting = asyncio.Lock()
         self.dispatched_steps: dict[int, int] = {}
         """Of open groups: the step whose weights were published when it was dispatched by this process."""
@@ -70,7 +48,7 @@ class Admission:
             self.dispatched_steps.pop(group, None)
 
     async def _admit(self) -> None:
-        spec, lineage = self._tuning.spec, self._lineage
+        spec, lineage, services = self._context.spec, self._lineage, self._context.services
         allowed = groups_admissible(
             max_staleness=spec.rollout.max_staleness,
             groups_per_step=spec.groups_per_step,
@@ -78,24 +56,21 @@ class Admission:
             num_dropped=lineage.num_dropped,
             num_published=lineage.num_published,
         )
-        if self._is_over():
+        if self._context.phase.manner is not None:
             return
         still_needed = spec.steps * spec.groups_per_step + lineage.num_dropped - lineage.num_dispatched
         if not spec.rollout.max_staleness:
-            await self._engines_hold_newest()
+            await services.engines.wait_for(self._context.newest)
         for _ in range(min(allowed, still_needed)):
             try:
-                if self._holds_a_step():
-                    await self._dispatch(lineage.num_dispatched, self._max_bytes)
+                # A step's worth of groups is always admitted: with less the job would wait for ever.
+                if self._context.fills_step:
+                    await self._dispatch(lineage.num_dispatched, services.budget_bytes)
                 else:
                     await self._dispatch_when_there_is_room(lineage.num_dispatched)
             except (Full, OutOfMemory):
                 break
             lineage.num_dispatched += 1
-
-    def _holds_a_step(self) -> bool:
-        """A step's worth of groups is always admitted: with less the job would wait for ever."""
-        return sum(1 for _ in self._lineage.owed()) >= self._tuning.spec.groups_per_step
 
     async def _dispatch_when_there_is_room(self, group: int) -> None:
         """In the server's memory, which others may have filled."""
@@ -105,22 +80,22 @@ class Admission:
                 await self._dispatch(group)
             except OutOfMemory as error:
                 if not is_told:
-                    await self._alert(
+                    await self._context.alert(
                         "redis_full", f"no room for group {group}: the job goes on when there is ({error})"
                     )
                 is_told = True
                 await asyncio.sleep(RETRY_S)
             else:
                 if is_told:
-                    await self._alert("redis_has_room", f"group {group} was started")
+                    await self._context.alert("redis_has_room", f"group {group} was started")
                 return
 
     async def _dispatch(self, group: int, budget_bytes: int | None = None) -> None:
-        spec, task = self._tuning.spec, self.schedule.task(group)
+        spec, task = self._context.spec, self.schedule.task(group)
         limits = spec.episode_limits(task.environment)
-        await self._bus.dispatch(
-            self._claim.job_id,
-            self._claim.token,
+        await self._context.services.bus.dispatch(
+            self._context.job,
+            self._context.token,
             group,
             size=spec.rollout.group_size,
             split=Split.TRAIN,

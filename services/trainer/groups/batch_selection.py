@@ -7,57 +7,32 @@ is trained; so what was taken can always be found again, and what is in a log is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
-from gspo_core.log.lineage import Lineage
 from gspo_core.types import Group, Split
-from services.files.batch_log import BatchLog
-from services.state.queue import Bus
-from services.state.store import Claim
 from services.trainer.fleet.parity import Held, ParityGate, ScoringLearner
 from services.trainer.groups.admission import Admission
-from services.trainer.groups.intake import Intake
 from services.trainer.groups.selection import Selection, nothing_to_train, refusal
 from services.trainer.groups.selection_bias import SelectionBias
-from services.trainer.groups.staleness import StalenessTable
-from services.trainer.groups.step_settings import Tuning
 from services.trainer.groups.tasks import FIRST_EVAL_GROUP
-from services.trainer.telling.disk_waits import DiskWaits
-from services.trainer.telling.status import JobStatusBoard
+from services.trainer.run_context import RunContext
 
 # So many batches' worth of groups dropped one after the other: what comes next would be no better.
 MAX_BATCHES_DROPPED_IN_A_ROW = 8
 
 
 class BatchSelection:
-    """Of one job."""
+    """Of one job. ``stops_waiting`` says that something else comes before the next batch; it raises what went wrong
+    meanwhile."""
 
     def __init__(
-        self,
-        claim: Claim,
-        tuning: Tuning,
-        lineage: Lineage,
-        ages: StalenessTable,
-        admission: Admission,
-        gate: ParityGate,
-        disk: DiskWaits,
-        *,
-        bus: Bus,
-        intake: Intake,
-        batch_log: BatchLog,
-        status: JobStatusBoard,
-        clock: Callable[[], float],
-        look: Callable[[], None],
-        alert: Callable[[str, str], Awaitable[None]],
+        self, context: RunContext, admission: Admission, gate: ParityGate, stops_waiting: Callable[[], bool]
     ) -> None:
-        self._claim, self._tuning, self._lineage, self._ages = claim, tuning, lineage, ages
-        self._admission, self._gate, self._disk = admission, gate, disk
-        self._bus, self._intake, self._batch_log, self._status = bus, intake, batch_log, status
-        self._clock = clock
-        self._look = look
-        """Raises what ends the waiting for a batch."""
-        self._alert = alert
-        self._census = SelectionBias(intake, claim.job_id)
+        self._context, self._admission, self._gate = context, admission, gate
+        self._stops_waiting = stops_waiting
+        self._bus, self._intake = context.services.bus, context.services.intake
+        self._lineage, self._tuning = context.lineage, context.tuning
+        self._census = SelectionBias(self._intake, context.job)
         self._dropped_in_a_row: Counter[str] = Counter()
         self._dropped_since: dict[str, list[int]] = {}
         """Groups by reason, since the last batch."""
@@ -68,37 +43,40 @@ class BatchSelection:
         """Since the last call."""
         return self._census.take_metrics() | self._num_dropped
 
-    async def batch(self, learner: ScoringLearner, held: Held) -> list[Group]:
-        """The groups that are to be trained next, logged and committed."""
+    async def batch(self, learner: ScoringLearner, held: Held) -> list[Group] | None:
+        """The groups that are to be trained next, logged and committed; None: something else comes first."""
         chosen = await self._choose(learner, held)
+        if chosen is None:
+            return None
         numbers = [group.group for group in chosen]
         step = self._lineage.step + 1
         extra = {
             "version": held.version,
             "num_dispatched": self._lineage.num_dispatched,
             "dropped": self._dropped_since,
-            "staleness": self._ages.table(chosen),
+            "staleness": self._context.ages.table(chosen),
             "settings": self._tuning.logged(),
         }
-        epoch = self._claim.epoch
-        await self._disk.write(f"the batch of step {step}", self._batch_log.write, epoch, step, chosen, extra)
+        epoch, log = self._context.claim.epoch, self._context.services.batch_log
+        await self._context.disk.write(f"the batch of step {step}", log.write, epoch, step, chosen, extra)
         self._num_dropped = {
             f"dropped/{name.removeprefix('dropped_')}": len(of) for name, of in self._dropped_since.items()
         }
         self._dropped_since = {}
-        await self._bus.commit(self._claim.job_id, self._claim.token, step, numbers)
+        await self._bus.commit(self._context.job, self._context.token, step, numbers)
         self._forget(numbers, are_trained=True)
         self._dropped_in_a_row.clear()
         return chosen
 
-    async def _choose(self, learner: ScoringLearner, held: Held) -> list[Group]:
-        spec, intake, lineage = self._tuning.spec, self._intake, self._lineage
-        selection = Selection(spec, intake, self._status, self._clock, self._admission.dispatched_steps)
+    async def _choose(self, learner: ScoringLearner, held: Held) -> list[Group] | None:
+        spec, intake, lineage, services = self._tuning.spec, self._intake, self._lineage, self._context.services
+        selection = Selection(spec, intake, services.status, services.clock, self._admission.dispatched_steps)
         while True:
-            self._look()
+            if self._stops_waiting():
+                return None
             num_segments = intake.num_segments
             ready = await self._trainable()
-            choice = selection.choose(list(lineage.owed()), ready, lineage.step, self._ages.of)
+            choice = selection.choose(list(lineage.owed()), ready, lineage.step, self._context.ages.of)
             for group in choice.drop:
                 await self.drop(group, "dropped_stale")
             if choice.train:
@@ -110,7 +88,7 @@ class BatchSelection:
             if choice.drop:
                 await self._admission.admit()
             closing = selection.to_close(list(lineage.owed()), ready)
-            if sum([await self._bus.cancel(self._claim.job_id, self._claim.token, group) for group in closing]):
+            if sum([await self._bus.cancel(self._context.job, self._context.token, group) for group in closing]):
                 continue
             await selection.explain(choice, lineage.step)
             await intake.progress(num_segments)
@@ -123,7 +101,7 @@ class BatchSelection:
         complete = await self._intake.complete(Split.TRAIN, among=owed)
         refused = [(number, "dropped_unreadable") for number in await self._intake.unreadable(among=owed)]
         while self._intake.refusals:
-            await self._alert("segment_refused", ": ".join(self._intake.refusals.popitem()))
+            await self._context.alert("segment_refused", ": ".join(self._intake.refusals.popitem()))
         refused += [
             (group.group, reason)
             for group in complete
@@ -137,7 +115,7 @@ class BatchSelection:
         return {group.group: group for group in complete if group.group not in gone}
 
     async def drop(self, group: int, reason: str) -> None:
-        await self._bus.commit(self._claim.job_id, self._claim.token, self._lineage.step + 1, [group], reason=reason)
+        await self._bus.commit(self._context.job, self._context.token, self._lineage.step + 1, [group], reason=reason)
         self._forget([group], are_trained=False)
         self._lineage.num_dropped += 1
         self._dropped_in_a_row[reason] += 1
@@ -155,10 +133,11 @@ class BatchSelection:
     async def commit_again(self) -> None:
         """What was logged leaves the queue: the trainer before may have died between the log and the commit. So do the
         rounds of evaluation that it has begun, whose answers nobody waits for."""
-        job, found = self._claim.job_id, await self._bus.open_groups(self._claim.job_id)
+        job = self._context.job
+        found = await self._bus.open_groups(job)
         orphans = [group for group in found if group >= FIRST_EVAL_GROUP]
         settled = [group for group in found if self._lineage.is_settled(group)]
         for left, reason in ((settled, "trained"), (orphans, "dropped_trainer_lost")):
             if left:
-                await self._bus.commit(job, self._claim.token, self._lineage.step, left, reason=reason)
+                await self._bus.commit(job, self._context.token, self._lineage.step, left, reason=reason)
                 self._intake.forget(left)

@@ -88,7 +88,7 @@ class Evaluator:
         metrics = group_metrics(groups)
         record = {"step": step, "version": version, **version_range(groups), **metrics}
         await self._report(step, metrics)
-        await self._store.add_event(self._claim.job_id, "evaluation", record, token=self._claim.token)
+        await self._store.events.add(self._claim.job_id, "evaluation", record, token=self._claim.token)
         get_logger().info("evaluation", **record)
 
     async def _played(self, numbers: list[int], step: int) -> list[Group]:
@@ -107,7 +107,7 @@ class Evaluator:
     async def _tell_of(self, lost: list[int], step: int) -> None:
         message = f"{len(lost)} of the held-out groups cannot be read: {'; '.join(self._intake.refusals.values())}"
         data = {"step": step, "kind": "segment_refused", "message": message}
-        await self._store.add_event(self._claim.job_id, "alert", data, token=self._claim.token)
+        await self._store.events.add(self._claim.job_id, "alert", data, token=self._claim.token)
 
 
 def version_range(groups: list[Group]) -> dict[str, int]:

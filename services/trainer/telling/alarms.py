@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from gspo_core.bounds import exceeds, falls_below
 from gspo_core.objective import Alarm, AlarmKind, AlarmPatience, group_alarms
 from gspo_core.objective.alarms import PATIENCE
 
@@ -110,7 +111,7 @@ def _shrunk(metrics: Mapping[str, float], at_first: Mapping[str, float]) -> list
     for name, before in at_first.items():
         kind, meaning = _COMPARED[name]
         value, bound = metrics.get(name, before), MIN_SHARE_LEFT * before
-        if value < bound:
+        if falls_below(value, bound):
             found.append(Alarm(kind, name, value, bound, f"{meaning}; in the first steps it was {before:.3g}"))
     return found
 
@@ -138,7 +139,7 @@ def _backlog(metrics: Mapping[str, float]) -> list[Alarm]:
     return [
         Alarm(RunAlarm.STALE_BACKLOG, name, value, MAX_BEYOND_CAP, meaning)
         for name, value in names.items()
-        if value > MAX_BEYOND_CAP
+        if exceeds(value, MAX_BEYOND_CAP)
     ][:1]
 
 

@@ -47,14 +47,14 @@ class DescribedEnvironments:
         await self._status.explain("waiting_for_workers", "no rollout worker has described the environments yet")
         counts = []
         for index in range(num_environments):
-            while (description := await self._store.environment_description(self._job, index)) is None:
+            while (description := await self._store.environments.get(self._job, index)) is None:
                 await self._heed_complaints()
                 await asyncio.sleep(POLL_S)
             counts.append(description["num_tasks"])
         return {split: [int(count[split.value]) for count in counts] for split in Split}
 
     async def _heed_complaints(self) -> None:
-        for event in await self._store.read_events(self._job, self._read_up_to):
+        for event in await self._store.events.read(self._job, self._read_up_to):
             self._read_up_to = event.id
             if event.type == "env.health" and not event.data["healthy"]:
                 await self._note(f"{event.data['worker']}: {event.data['error']}")

@@ -37,9 +37,9 @@ class IllEnvironments:
 
     async def look(self) -> None:
         """Once."""
-        workers = [one for one in await self._store.workers() if not self._watch.stands_still(one.id, one.beats)]
+        workers = [one for one in await self._store.fleet.workers() if not self._watch.stands_still(one.id, one.beats)]
         complaint = complaint_of(self._claim.job_id, workers)
-        job = await self._store.get_job(self._claim.job_id)
+        job = await self._store.jobs.get(self._claim.job_id)
         if job.status is not JobStatus.RUNNING:
             return
         code, message = (job.status_reason.code, job.status_reason.message) if job.status_reason else ("", "")
@@ -51,7 +51,7 @@ class IllEnvironments:
     async def _say(self, reason: StatusReason | None) -> None:
         job, token = self._claim.job_id, self._claim.token
         with contextlib.suppress(IllegalTransition):  # it runs no more
-            await self._store.set_status(job, JobStatus.RUNNING, token=token, reason=reason)
+            await self._store.jobs.set_status(job, JobStatus.RUNNING, token=token, reason=reason)
 
 
 def complaint_of(job: str, workers: Iterable[WorkerRecord]) -> str | None:

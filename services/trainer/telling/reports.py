@@ -47,7 +47,7 @@ class Reports:
     async def step(self, report: StepReport, of_the_loss: Sequence[Alarm]) -> None:
         record = {"step": report.step, "version": report.version, "epoch": report.epoch, **report.metrics}
         if not self._has_recalled:
-            self._alarms.recall(await self._store.read_metrics(self._claim.job_id))
+            self._alarms.recall(await self._store.metrics.read(self._claim.job_id))
             self._has_recalled = True
         await self._write(report.step, report.metrics, record)
         await self._tell("step", record)
@@ -68,10 +68,10 @@ class Reports:
         get_logger().warning("alert", **data)
 
     async def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
-        await self._store.add_event(self._claim.job_id, kind, data, token=self._claim.token)
+        await self._store.events.add(self._claim.job_id, kind, data, token=self._claim.token)
 
     async def _write(self, step: int, metrics: Mapping[str, float], record: Mapping[str, Any]) -> None:
-        await self._store.add_metrics(self._claim.job_id, step, metrics, token=self._claim.token)
+        await self._store.metrics.add(self._claim.job_id, step, metrics, token=self._claim.token)
         await asyncio.to_thread(self._write_files, step, metrics, record)
 
     def _write_files(self, step: int, metrics: Mapping[str, float], record: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ class JobStatusBoard:
 
     async def begin(self) -> None:
         """A job that was paused when its trainer was lost stays paused."""
-        job = await self._store.get_job(self._claim.job_id)
+        job = await self._store.jobs.get(self._claim.job_id)
         if job.status is JobStatus.PAUSED:
             await self._wait_for_resume()
             await self._set(JobStatus.STARTING)
@@ -66,7 +66,7 @@ class JobStatusBoard:
         return True
 
     async def _desired(self) -> DesiredState:
-        return (await self._store.get_job(self._claim.job_id)).desired_state
+        return (await self._store.jobs.get(self._claim.job_id)).desired_state
 
     async def _set(self, status: JobStatus, reason: StatusReason | None = None) -> None:
-        await self._store.set_status(self._claim.job_id, status, token=self._claim.token, reason=reason)
+        await self._store.jobs.set_status(self._claim.job_id, status, token=self._claim.token, reason=reason)

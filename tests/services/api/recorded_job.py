@@ -169,13 +169,13 @@ async def record_job(
             "steps": 40,
         }
     )
-    job = await store.create_job(spec)
-    claim = await store.claim_job("trainer-0")
+    job = await store.jobs.create(spec)
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
     assert claim.job_id == job.id
     player = Player(load_codec(model_dir), load_environment(REF))
-    await store.describe_environment(job.id, 0, player.environment.describe())
-    await store.set_status(job.id, JobStatus.RUNNING, token=claim.token)
+    await store.environments.describe(job.id, 0, player.environment.describe())
+    await store.jobs.set_status(job.id, JobStatus.RUNNING, token=claim.token)
     await _publish(store, claim, 0)
     generator = random.Random(5)
     for step in range(1, num_steps + 1):
@@ -184,16 +184,16 @@ async def record_job(
         TrainedLog(JobDir(jobs_dir / job.id)).write(claim.epoch, step, _as_trained(groups))
         await _publish(store, claim, step)
         await _report(store, claim, step, groups)
-    await store.add_event(
+    await store.events.add(
         job.id, "evaluation", {"step": num_steps, "version": num_steps, "reward/mean": 0.75, "episodes/count": 8.0}
     )
     message = "the clip cuts 41 % of the tokens: the steps are too large for the clip range"
-    await store.add_event(
+    await store.events.add(
         job.id,
         "alert",
         {"step": num_steps, "kind": "clip_too_active", "message": message, "advice": "lower optimizer.lr"},
     )
-    await store.set_status(
+    await store.jobs.set_status(
         job.id, JobStatus.RUNNING, token=claim.token, reason=StatusReason("waiting_for_trajectories", "episodes run")
     )
     open_group = num_steps * GROUPS_PER_STEP
@@ -227,11 +227,11 @@ def _as_trained(groups: Sequence[Group]) -> dict[EpisodeKey, NDArray[np.float32]
 
 
 async def _publish(store: Store, claim: Claim, step: int) -> None:
-    version = await store.next_version(claim.job_id, claim.token)
+    version = await store.versions.next(claim.job_id, claim.token)
     files = (WeightFile("model.safetensors", 3_000_000, "0" * 64),)
     manifest = WeightsManifest(claim.job_id, version, claim.epoch, step, files)
-    await store.publish_version(claim.job_id, claim.token, manifest)
-    await store.update_progress(claim.job_id, claim.token, step, version)
+    await store.versions.publish(claim.job_id, claim.token, manifest)
+    await store.jobs.update_progress(claim.job_id, claim.token, step, version)
 
 
 async def _report(store: Store, claim: Claim, step: int, groups: Sequence[Group]) -> None:
@@ -255,8 +255,8 @@ async def _report(store: Store, claim: Claim, step: int, groups: Sequence[Group]
         "time/episode_env_s": 0.9,
         "time/episode_queue_s": 0.3,
     }
-    await store.add_metrics(claim.job_id, step, metrics)
-    await store.add_event(claim.job_id, "step", {"step": step, "version": step, "epoch": claim.epoch, **metrics})
+    await store.metrics.add(claim.job_id, step, metrics)
+    await store.events.add(claim.job_id, "step", {"step": step, "version": step, "epoch": claim.epoch, **metrics})
 
 
 async def _leave_open(bus: Bus, player: Player, claim: Claim, group: int, version: int) -> None:

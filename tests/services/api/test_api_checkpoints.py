@@ -65,7 +65,7 @@ async def test_a_checkpoint_shows_its_files_and_is_removed_whole(
     assert (await http.delete(f"/v1/checkpoints/{job}/1/10")).status_code == 204
     assert (old.exists(), new.exists()) == (False, True)
     assert list((tmp_path / "jobs" / job / "exports").iterdir()) == []
-    await store.set_desired_state(job, DesiredState.CANCELLED)
+    await store.jobs.set_desired_state(job, DesiredState.CANCELLED)
     assert (await http.delete(f"/v1/checkpoints/{job}/1/20")).status_code == 204
     for method, path in (("GET", ""), ("POST", "/export"), ("DELETE", "")):
         gone = await http.request(method, f"/v1/checkpoints/{job}/1/20{path}")

@@ -85,13 +85,13 @@ class CuttingProxy:
 
 
 async def finished_job(store: Store, num_events: int) -> str:
-    job = await store.create_job(JobSpec.model_validate(SPEC))
-    claim = await store.claim_job("trainer-0")
+    job = await store.jobs.create(JobSpec.model_validate(SPEC))
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
     for step in range(num_events):
-        await store.add_event(job.id, "step", {"step": step, "message": "ü" * (step % 50)})
+        await store.events.add(job.id, "step", {"step": step, "message": "ü" * (step % 50)})
     for status in (JobStatus.RUNNING, JobStatus.SUCCEEDED):
-        await store.set_status(job.id, status, token=claim.token)
+        await store.jobs.set_status(job.id, status, token=claim.token)
     return job.id
 
 
@@ -123,7 +123,7 @@ def test_jobs_come_newest_first_over_all_pages(client: Client):
 async def test_metrics_come_whole_over_all_pages(client: Client, store: Store):
     job = await finished_job(store, 0)
     for step in range(1100):
-        await store.add_metrics(job, step, {"reward/mean": float(step), "x": 0.0})
+        await store.metrics.add(job, step, {"reward/mean": float(step), "x": 0.0})
     rows = await asyncio.to_thread(client.metrics, job, 50, names="reward/*")
     assert rows == [{"step": step, "reward/mean": float(step)} for step in range(50, 1100)]
 
@@ -247,7 +247,7 @@ async def test_events_come_once_and_in_order_over_connections_that_break_anywher
             return list(itertools.islice(client.events(job), 1000)), proxy.num_connections
 
     seen, num_connections = await asyncio.to_thread(follow)
-    listed = await store.read_events(job, "0", count=1000)
+    listed = await store.events.read(job, "0", count=1000)
     assert [(event.id, event.type, event.data) for event in seen] == [(one.id, one.type, one.data) for one in listed]
     assert len(seen) == 304
     assert num_connections > 10
@@ -255,13 +255,13 @@ async def test_events_come_once_and_in_order_over_connections_that_break_anywher
 
 async def test_events_resume_after_the_one_given(client: Client, store: Store):
     job = await finished_job(store, 3)
-    ids = [event.id for event in await store.read_events(job)]
+    ids = [event.id for event in await store.events.read(job)]
     seen = await asyncio.to_thread(lambda: [event.id for event in client.events(job, after=ids[2])])
     assert seen == ids[3:]
 
 
 async def test_events_end_in_an_error_when_the_api_stays_away(redis_server: RedisServer, store: Store):
-    job = await store.create_job(JobSpec.model_validate(SPEC))
+    job = await store.jobs.create(JobSpec.model_validate(SPEC))
     waits: list[float] = []
 
     def follow() -> None:
@@ -300,15 +300,15 @@ async def test_a_reader_that_is_killed_again_and_again_sees_all_of_ten_thousand_
 ):
     """Connections break anywhere, and the reader itself ends at random and begins anew after the last event it had."""
     total = 9_990  # with the job's states as many as are kept
-    job = await store.create_job(JobSpec.model_validate(SPEC))
-    claim = await store.claim_job("trainer-0")
+    job = await store.jobs.create(JobSpec.model_validate(SPEC))
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
 
     async def write() -> None:
         for first in range(0, total, 90):
-            await asyncio.gather(*(store.add_event(job.id, "log", {"n": first + one}) for one in range(90)))
+            await asyncio.gather(*(store.events.add(job.id, "log", {"n": first + one}) for one in range(90)))
         for status in (JobStatus.RUNNING, JobStatus.SUCCEEDED):
-            await store.set_status(job.id, status, token=claim.token)
+            await store.jobs.set_status(job.id, status, token=claim.token)
 
     chance = random.Random(11)
     seen: list[Event] = []
@@ -327,7 +327,7 @@ async def test_a_reader_that_is_killed_again_and_again_sees_all_of_ten_thousand_
     writing = asyncio.create_task(write())
     num_connections = await asyncio.to_thread(read)
     await writing
-    listed = await store.read_events(job.id, "0", count=20_000)
+    listed = await store.events.read(job.id, "0", count=20_000)
     assert [event.id for event in seen] == [event.id for event in listed]
     assert sorted(event.data["n"] for event in seen if event.type == "log") == list(range(total))
     assert lives > 20

@@ -13,7 +13,7 @@ from services.files.data_dir import EnvironmentsDir
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
-from services.rollout.errands import RequestRunner
+from services.rollout.request_runner import RequestRunner
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store

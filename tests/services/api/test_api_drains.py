@@ -36,8 +36,8 @@ async def state(http: httpx.AsyncClient) -> tuple[bool, str | None]:
 async def test_an_engine_drains_until_its_job_gives_it_back_and_can_be_used_again(
     http: httpx.AsyncClient, store: Store, claim: Claim, tmp_path: Path
 ) -> None:
-    await store.register_engine(EngineRecord(id=ENGINE, url=ENGINE))
-    assert await store.bind_engine(claim.job_id, claim.token, ENGINE)
+    await store.fleet.register_engine(EngineRecord(id=ENGINE, url=ENGINE))
+    assert await store.fleet.bind(claim.job_id, claim.token, ENGINE)
     for path in (PATH, PATH.replace("/10", "%2F10", 1)):  # asking twice is asking once
         answer = await http.post(path)
         assert answer.status_code == 202
@@ -49,7 +49,7 @@ async def test_an_engine_drains_until_its_job_gives_it_back_and_can_be_used_agai
             "job": claim.job_id,
         }
     assert await state(http) == (True, claim.job_id)
-    await store.unbind_engine(claim.job_id, claim.token, ENGINE)
+    await store.fleet.unbind(claim.job_id, claim.token, ENGINE)
     assert (await http.post(PATH)).json()["state"] == "drained"
     again = await http.delete(PATH)
     assert (again.status_code, again.json()["state"]) == (200, "in_use")
@@ -60,18 +60,18 @@ async def test_an_engine_drains_until_its_job_gives_it_back_and_can_be_used_agai
 
 
 async def test_an_engine_that_leaves_for_good_takes_the_wish_with_it(store: Store) -> None:
-    await store.register_engine(EngineRecord(id=ENGINE, url=ENGINE))
-    await store.drain_engine(ENGINE)
-    await store.remove_engine(ENGINE)
-    await store.register_engine(EngineRecord(id=ENGINE, url=ENGINE))
-    assert [one.draining for one in await store.engines()] == [False]
+    await store.fleet.register_engine(EngineRecord(id=ENGINE, url=ENGINE))
+    await store.fleet.drain_engine(ENGINE)
+    await store.fleet.remove_engine(ENGINE)
+    await store.fleet.register_engine(EngineRecord(id=ENGINE, url=ENGINE))
+    assert [one.draining for one in await store.fleet.engines()] == [False]
 
 
 async def test_a_trainer_is_asked_to_leave_and_an_engine_has_its_own_way(
     http: httpx.AsyncClient, store: Store, bus: Bus
 ) -> None:
-    await store.register_trainer(TrainerRecord(id="trainer-0"))
-    await store.register_engine(EngineRecord(id="engine-0", url="http://e"))
+    await store.fleet.register_trainer(TrainerRecord(id="trainer-0"))
+    await store.fleet.register_engine(EngineRecord(id="engine-0", url="http://e"))
     answer = await http.post("/v1/workers/trainer-0/drain")
     assert (answer.status_code, answer.json()["id"]) == (202, "trainer-0")
     assert await Drains(bus._redis).is_asked("trainer-0")
@@ -90,8 +90,8 @@ def test_the_client_and_the_command_do_it(
 
         async with connect(redis_server.url) as redis:
             here = Store(redis)
-            await here.register_engine(EngineRecord(id=ENGINE, url=ENGINE))
-            await here.register_trainer(TrainerRecord(id="trainer-0"))
+            await here.fleet.register_engine(EngineRecord(id=ENGINE, url=ENGINE))
+            await here.fleet.register_trainer(TrainerRecord(id="trainer-0"))
 
     asyncio.run(register())
     with ApiProcess(redis_server.url) as api:

@@ -1,4 +1,5 @@
-"""Environments over HTTP, with a real rollout worker's errands beside the API: registered, examined, tried, refused."""
+"""Environments over HTTP, with a real rollout worker's requests beside the API: registered, examined, tried,
+refused."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from services.hosts.session import HostedEnvironment
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
-from services.rollout.errands import RequestRunner
+from services.rollout.request_runner import RequestRunner
 from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store

@@ -282,14 +282,14 @@ async def test_prometheus_is_told_what_is_there(http: httpx.AsyncClient, store: 
     assert f'gspo_job_step{{job_id="{job.id}"}} 6.0' in text
     assert f'gspo_job_groups{{fate="in_flight",job_id="{job.id}"}} 1.0' in text
     assert f'gspo_job_staleness_mean{{job_id="{job.id}"}} 1.7' in text
-    wanted = JobSpec.model_validate_json((await store.get_job(job.id)).spec).groups_per_step
+    wanted = JobSpec.model_validate_json((await store.jobs.get(job.id)).spec).groups_per_step
     assert f'gspo_ready_groups_deficit{{job_id="{job.id}"}} {wanted}.0' in text  # none is ready
     assert "calculator" not in text
 
 
 async def test_prometheus_is_told_what_workers_do_and_where_time_goes(http: httpx.AsyncClient, store: Store):
     counters = {"episodes/finished": 7, "time/engine_s": 12.5, "time/env_s": 0.25}
-    await store.register_worker(WorkerRecord(id="rollout-secret-host-1", num_episodes=3, counters=counters))
+    await store.fleet.register_worker(WorkerRecord(id="rollout-secret-host-1", num_episodes=3, counters=counters))
     text = (await http.get("/metrics")).text
     (worker,) = set(re.findall(r'gspo_rollout_episodes{worker="(\w+)"} 3.0', text))
     assert f'gspo_rollout_total{{kind="episodes/finished",worker="{worker}"}} 7.0' in text
@@ -299,7 +299,7 @@ async def test_prometheus_is_told_what_workers_do_and_where_time_goes(http: http
 
 async def test_alarms_and_graphs_ask_for_labels_that_are_there(http: httpx.AsyncClient, store: Store, job: RecordedJob):
     """And none of ours is one that Prometheus writes itself: it would move ours away, and all jobs be one."""
-    await store.register_worker(
+    await store.fleet.register_worker(
         WorkerRecord(id="w-1", num_episodes=3, counters={"time/env_s": 0.25, "episodes/finished": 1})
     )
     await data(http, "/v1/jobs")

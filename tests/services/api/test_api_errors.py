@@ -126,7 +126,11 @@ async def test_json_may_be_declared_in_all_its_spellings(http: httpx.AsyncClient
 class BrokenStore(Store):
     """Fails in a way that nobody expects."""
 
-    async def get_job(self, job: str) -> Any:
+    def __init__(self, redis: RedisClient) -> None:
+        super().__init__(redis)
+        self.jobs.get = self._fail  # type: ignore[method-assign]
+
+    async def _fail(self, job: str) -> Any:
         raise ZeroDivisionError("the secret of the inside")
 
 

@@ -31,15 +31,15 @@ async def http(store: Store) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def job(store: Store) -> Claim:
-    await store.create_job(JobSpec.model_validate(SPEC))
-    claim = await store.claim_job("trainer-0")
+    await store.jobs.create(JobSpec.model_validate(SPEC))
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
     return claim
 
 
 async def finish(store: Store, job: Claim) -> None:
     for status in (JobStatus.RUNNING, JobStatus.SUCCEEDED):
-        await store.set_status(job.job_id, status, token=job.token)
+        await store.jobs.set_status(job.job_id, status, token=job.token)
 
 
 async def frames_of(http: httpx.AsyncClient, job: str, after: str | None = None) -> list[dict[str, str]]:
@@ -55,7 +55,7 @@ async def frames_of(http: httpx.AsyncClient, job: str, after: str | None = None)
 
 async def test_pages_hold_the_events_in_order(http: httpx.AsyncClient, store: Store, job: Claim):
     for step in range(5):
-        await store.add_event(job.job_id, "step", {"step": step})
+        await store.events.add(job.job_id, "step", {"step": step})
     found: list[dict[str, Any]] = []
     after = "0"
     for has_more in (True, True, False):
@@ -97,7 +97,7 @@ async def test_a_stream_says_how_it_is_to_be_treated(http: httpx.AsyncClient, st
 
 async def test_a_stream_of_a_finished_job_replays_and_ends(http: httpx.AsyncClient, store: Store, job: Claim):
     text = 'line\nbreak \u2028 "quotes" ü'
-    await store.add_event(job.job_id, "log", {"message": text})
+    await store.events.add(job.job_id, "log", {"message": text})
     await finish(store, job)
     listed = (await http.get(f"/v1/jobs/{job.job_id}/events")).json()["data"]
     retry, *events, end = await frames_of(http, job.job_id, "0")
@@ -122,10 +122,10 @@ async def test_the_header_wins_over_the_parameter(http: httpx.AsyncClient, store
 
 async def test_trimmed_history_is_announced_once(http: httpx.AsyncClient, store: Store, job: Claim):
     for step in range(20):
-        await store.add_event(job.job_id, "step", {"step": step})
+        await store.events.add(job.job_id, "step", {"step": step})
     await finish(store, job)
     ids = [event["id"] for event in (await http.get(f"/v1/jobs/{job.job_id}/events")).json()["data"]]
-    await store.trim_events(job.job_id, 5)
+    await store.events.trim(job.job_id, 5)
     _, gap, *events, end = await frames_of(http, job.job_id, ids[3])
     assert gap["event"] == "gap"
     assert httpx.Response(200, text=gap["data"]).json() == {"resumed_after": ids[3], "first_available": ids[-5]}
@@ -180,13 +180,13 @@ class Reader:
 async def test_without_a_position_a_stream_begins_with_the_newest_status(
     live: httpx.AsyncClient, store: Store, job: Claim
 ):
-    await store.set_status(job.job_id, JobStatus.RUNNING, token=job.token)
+    await store.jobs.set_status(job.job_id, JobStatus.RUNNING, token=job.token)
     for step in range(1100):
-        await store.add_event(job.job_id, "step", {"step": step})
+        await store.events.add(job.job_id, "step", {"step": step})
     async with asyncio.timeout(60), live.stream("GET", f"/v1/jobs/{job.job_id}/events", headers=STREAM) as answer:
         reader = Reader(answer)
         first = await reader.next()
-        news = await store.add_event(job.job_id, "step", {"step": -1})
+        news = await store.events.add(job.job_id, "step", {"step": -1})
         second = await reader.next()
     assert (first["event"], '"running"' in first["data"]) == ("job.status", True)
     assert (second["event"], second["id"]) == ("step", news)
@@ -205,7 +205,7 @@ async def test_events_arrive_while_they_happen_and_the_end_closes(live: httpx.As
         reader = Reader(answer)
         seen = [await reader.next() for _ in range(2)]
         for step in range(3):
-            written = await store.add_event(job.job_id, "step", {"step": step})
+            written = await store.events.add(job.job_id, "step", {"step": step})
             seen.append(await reader.next())
             assert seen[-1]["id"] == written
         await finish(store, job)
@@ -234,7 +234,7 @@ async def test_streams_cut_anywhere_resume_without_gap_or_duplicate(
                 ended = await _read_some(next(urls), job.job_id, headers, seen, chance.randrange(1, 9))
                 cuts += 1
     await writing
-    listed = await store.read_events(job.job_id, "0", count=1000)
+    listed = await store.events.read(job.job_id, "0", count=1000)
     assert seen == [event.id for event in listed]
     assert len(seen) == 254
     assert cuts >= 40
@@ -243,7 +243,7 @@ async def test_streams_cut_anywhere_resume_without_gap_or_duplicate(
 
 async def _write(store: Store, job: Claim, number: int) -> None:
     for step in range(number):
-        await store.add_event(job.job_id, "step", {"step": step})
+        await store.events.add(job.job_id, "step", {"step": step})
     await finish(store, job)
 
 
@@ -280,7 +280,7 @@ async def test_silent_streams_are_pinged(store: Store, job: Claim):
 async def test_a_slow_client_holds_up_nobody(live: httpx.AsyncClient, store: Store, job: Claim):
     payload = "x" * 20_000
     for step in range(300):
-        await store.add_event(job.job_id, "log", {"step": step, "message": payload})
+        await store.events.add(job.job_id, "log", {"step": step, "message": payload})
     await finish(store, job)
     url = f"/v1/jobs/{job.job_id}/events?after=0"
     async with asyncio.timeout(60), live.stream("GET", url, headers=STREAM) as slow:
@@ -298,7 +298,7 @@ async def test_readers_from_any_position_see_what_follows_it_once_whatever_the_l
     generator = random.Random(3)
     stopping = asyncio.Event()
     tails = EventTails(store, render, stopping)
-    ids = [event.id for event in await store.read_events(job.job_id, "0")]
+    ids = [event.id for event in await store.events.read(job.job_id, "0")]
 
     async def read(after: str) -> list[str]:
         stream = EventStream(store, tails, job.job_id, stopping, time.monotonic).frames(after)
@@ -309,11 +309,11 @@ async def test_readers_from_any_position_see_what_follows_it_once_whatever_the_l
         if step % 6 == 0:
             after = generator.choice([ids[-1], ids[0], generator.choice(ids)])
             reading.append((after, asyncio.create_task(read(after))))
-        ids.append(await store.add_event(job.job_id, "log", {"step": step}))
+        ids.append(await store.events.add(job.job_id, "log", {"step": step}))
     await finish(store, job)
     async with asyncio.timeout(30):
         seen = [(after, await task) for after, task in reading]
-    ids = [event.id for event in await store.read_events(job.job_id, "0", count=1000)]
+    ids = [event.id for event in await store.events.read(job.job_id, "0", count=1000)]
     for after, lines in seen:
         assert [line[4:] for line in lines if line.startswith("id: ")] == ids[ids.index(after) + 1 :]
         assert lines.count("event: end") == 1
@@ -341,8 +341,8 @@ async def test_a_reader_from_a_position_that_nothing_has_reached_keeps_nothing_f
         reading = asyncio.create_task(until(other, b"the news"))
         for _ in range(3):  # while it reads, and while it waits
             await asyncio.sleep(0.2)
-            await store.add_event(job.job_id, "log", {"message": "not yet"})
-        await store.add_event(job.job_id, "log", {"message": "the news"})
+            await store.events.add(job.job_id, "log", {"message": "not yet"})
+        await store.events.add(job.job_id, "log", {"message": "the news"})
         await asyncio.wait_for(reading, 10)
         await finish(store, job)
         await waiting
@@ -357,16 +357,13 @@ async def test_digits_of_other_scripts_are_no_position(http: httpx.AsyncClient, 
 async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(store: Store, job: Claim):
     reads = 0
 
-    class Counting(Store):
-        async def read_events(self, *args: Any, **options: Any) -> Any:
-            nonlocal reads
-            reads += 1
-            return await store.read_events(*args, **options)
+    async def read(*args: Any, **options: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return await store.events.read(*args, **options)
 
-        async def get_job(self, job: str) -> Any:
-            return await store.get_job(job)
-
-    counting = Counting(store._functions.redis)
+    counting = Store(store._functions.redis)
+    counting.events.read = read  # type: ignore[method-assign]
     stopping = asyncio.Event()
     tails = EventTails(counting, render, stopping)
     streams = [EventStream(counting, tails, job.job_id, stopping, time.monotonic).frames("0") for _ in range(50)]
@@ -382,7 +379,7 @@ async def test_many_silent_readers_cost_as_much_as_one_and_all_hear_the_news(sto
     before = reads
     await asyncio.sleep(1.2)
     assert reads - before < 10
-    await store.add_event(job.job_id, "log", {"message": "the news"})
+    await store.events.add(job.job_id, "log", {"message": "the news"})
     async with asyncio.timeout(10):
         await asyncio.gather(*waiting)
     assert reads - before < 20  # and not one for each reader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -50,7 +51,7 @@ async def test_the_stored_specification_spells_every_default_out(http: httpx.Asy
     assert config["config"]["rollout"]["staleness_cap"] == 16
     assert config["config"]["sampling"]["temperature"] == 1.0
     assert config["warnings"][0].startswith("objective.minibatches")
-    stored = JobSpec.model_validate_json((await store.get_job(job["id"])).spec)
+    stored = JobSpec.model_validate_json((await store.jobs.get(job["id"])).spec)
     assert stored == JobSpec.model_validate(SPEC | {"objective": {"minibatches": 1}})
 
 
@@ -69,6 +70,35 @@ async def test_dry_run_answers_like_a_submission_and_creates_nothing(http: httpx
     assert (await http.get("/v1/jobs")).json()["data"] == []
     refused = await http.post("/v1/jobs?dry_run=true", json=SPEC | {"steps": 0})
     assert error_of(refused)["param"] == "steps"
+
+
+async def test_dry_run_says_what_is_not_there_and_what_it_cannot_tell(http: httpx.AsyncClient, tmp_path: Path):
+    """Nothing is loaded for it, and what is missing here may be there where jobs run."""
+
+    async def plan(model: str, ref: str) -> tuple[list[str], list[str]]:
+        spec = {"model": model, "environments": [{"ref": ref}]}
+        found = (await http.post("/v1/jobs?dry_run=true", json=spec)).json()
+        return found["warnings"], found["unchecked"]
+
+    warnings, unchecked = await plan("models/nope", "environments.nope:Nope")
+    assert "model: there is no directory models/nope where the API runs" in warnings
+    assert "environments[0].ref: there is no module environments.nope where the API runs" in warnings
+    assert [one.partition(":")[0] for one in unchecked] == ["model", "environments[0].ref"]
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "world.py").write_text("import os\nos.abort()\nclass World: ...\n")
+    for ref, warning in (
+        ("environments.calculator:Calculator", None),
+        ("environments.calculator:Abacus", "calculator.py defines no Abacus"),
+        (f"{tmp_path}/world.py:World", None),
+        (f"{tmp_path}/world.py:Nope", "world.py defines no Nope"),
+        ("nothere.py:Nope", "there is no file nothere.py"),
+    ):
+        warnings, _ = await plan(str(tmp_path), ref)
+        assert (warnings == []) if warning is None else (warning in warnings[0]), (ref, warnings)
+    (tmp_path / "config.json").unlink()
+    warnings, _ = await plan(str(tmp_path), "environments.calculator:Calculator")
+    assert warnings == [f"model: {tmp_path} holds no config.json"]
 
 
 async def test_what_is_wrong_is_named_all_of_it(http: httpx.AsyncClient):
@@ -246,7 +276,7 @@ async def test_a_queued_job_is_cancelled_at_once_and_again_without_harm(http: ht
 async def test_a_running_job_is_asked_to_end(http: httpx.AsyncClient, store: Store):
     job = (await submit(http)).json()
     claim = await claimed(store)
-    await store.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
+    await store.jobs.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
     answer = (await http.post(job["links"]["cancel"])).json()
     assert (answer["status"], answer["desired_state"]) == ("running", "cancelled")
 
@@ -255,7 +285,7 @@ async def test_a_job_that_is_over_cannot_be_cancelled(http: httpx.AsyncClient, s
     job = (await submit(http)).json()
     claim = await claimed(store)
     for status in (JobStatus.RUNNING, JobStatus.SUCCEEDED):
-        await store.set_status(claim.job_id, status, token=claim.token)
+        await store.jobs.set_status(claim.job_id, status, token=claim.token)
     answer = await http.post(job["links"]["cancel"])
     assert answer.status_code == 409
     assert error_of(answer)["code"] == "invalid_transition"
@@ -263,7 +293,7 @@ async def test_a_job_that_is_over_cannot_be_cancelled(http: httpx.AsyncClient, s
 
 
 async def claimed(store: Store) -> Claim:
-    claim = await store.claim_job("trainer-0")
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
     return claim
 
@@ -274,7 +304,7 @@ async def claimed(store: Store) -> Claim:
 async def test_metrics_are_rows_from_a_step_on(http: httpx.AsyncClient, store: Store):
     job = (await submit(http)).json()
     for step in range(1, 6):
-        await store.add_metrics(job["id"], step, {"reward/mean": step / 10, "reward/std": 0.5, "gspo/loss": -1.0})
+        await store.metrics.add(job["id"], step, {"reward/mean": step / 10, "reward/std": 0.5, "gspo/loss": -1.0})
     url = job["links"]["metrics"]
     everything = (await http.get(url)).json()
     assert (everything["object"], everything["has_more"]) == ("job.metrics", False)
@@ -299,9 +329,9 @@ async def test_metrics_of_a_job_without_steps_are_empty(http: httpx.AsyncClient)
 
 
 async def test_workers_and_engines_are_listed_with_whether_they_live(store: Store):
-    await store.register_worker(WorkerRecord(id="rollout-1"))
-    await store.register_worker(WorkerRecord(id="rollout-2"))
-    await store.register_engine(EngineRecord(id="engine-1", url="http://127.0.0.1:1"))
+    await store.fleet.register_worker(WorkerRecord(id="rollout-1"))
+    await store.fleet.register_worker(WorkerRecord(id="rollout-2"))
+    await store.fleet.register_engine(EngineRecord(id="engine-1", url="http://127.0.0.1:1"))
     async with application(store, lease_s=0.5) as app, http_to(app) as http:
         beating = asyncio.create_task(_beat(store, "rollout-1"))
         async with asyncio.timeout(30):
@@ -317,7 +347,7 @@ async def test_workers_and_engines_are_listed_with_whether_they_live(store: Stor
 
 async def _beat(store: Store, worker: str) -> None:
     while True:
-        await store.register_worker(WorkerRecord(id=worker))
+        await store.fleet.register_worker(WorkerRecord(id=worker))
         await asyncio.sleep(0.05)
 
 

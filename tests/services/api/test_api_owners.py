@@ -89,7 +89,7 @@ async def test_every_route_of_a_job_is_as_if_it_were_not_there_for_others(
     app: FastAPI, store: Store, bus: Bus, job: RecordedJob
 ):
     stranger = await key_of(app, "stranger")
-    before = (await store.get_job(job.id), await store.read_events(job.id, count=1000), await bus.counters(job.id))
+    before = (await store.jobs.get(job.id), await store.events.read(job.id, count=1000), await bus.counters(job.id))
     tried = routes(app, "id", "job")
     assert len(tried) >= 28
     for method, path in tried:
@@ -101,7 +101,7 @@ async def test_every_route_of_a_job_is_as_if_it_were_not_there_for_others(
         allowed = await ask(app, method, filled(path, id=job.id, job=job.id), ADMIN) if method == "GET" else None
         assert allowed is None or allowed.status_code == 200, (path, allowed.text)
     assert before == (
-        *(await store.get_job(job.id), await store.read_events(job.id, count=1000), await bus.counters(job.id)),
+        *(await store.jobs.get(job.id), await store.events.read(job.id, count=1000), await bus.counters(job.id)),
     )
 
 

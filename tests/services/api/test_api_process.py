@@ -29,7 +29,7 @@ UNLIMITED = httpx.Limits(max_connections=None)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_it_stops_soon_although_streams_are_open(redis_server: RedisServer, store: Store, number: signal.Signals):
-    job = await store.create_job(JobSpec.model_validate(SPEC))
+    job = await store.jobs.create(JobSpec.model_validate(SPEC))
     with ApiProcess(redis_server.url) as api:
         async with httpx.AsyncClient(base_url=api.url, timeout=30, trust_env=False) as http:
             streams = [
@@ -247,7 +247,7 @@ async def test_a_request_names_one_host_and_asks_for_no_other_protocol(redis_ser
 
 async def test_more_readers_than_connections_to_redis_wait_for_their_turn(redis_server: RedisServer, store: Store):
     """Hundreds come at the same moment, as after a restart of the API: none is sent away."""
-    job = await store.create_job(JobSpec.model_validate(SPEC))
+    job = await store.jobs.create(JobSpec.model_validate(SPEC))
     before = await num_connections(redis_server)
     with ApiProcess(redis_server.url) as api:
         async with httpx.AsyncClient(base_url=api.url, timeout=120, trust_env=False, limits=UNLIMITED) as http:

@@ -23,7 +23,7 @@ from services.files.job_dir import JobDir, step_name
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
-from services.rollout.errands import RequestRunner
+from services.rollout.request_runner import RequestRunner
 from services.state.fleet_records import EngineRecord, WorkerRecord
 from services.state.kept_replies import KEPT_S, LEASE_S, KeptReplies
 from services.state.keys import job_key
@@ -106,16 +106,16 @@ async def job(http: httpx.AsyncClient, store: Store, bus: Bus, jobs_dir: Path, t
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 10}')
     job = str((await http.post("/v1/jobs", json=SPEC | {"model": str(tmp_path / "model")})).json()["id"])
-    claim = await store.claim_job("trainer-0")
+    claim = await store.jobs.claim("trainer-0")
     assert claim
-    assert await store.next_version(job, claim.token) == 0
-    await store.publish_version(job, claim.token, WeightsManifest(job, 0, 1, 0, (WeightFile("w", 1, "0" * 64),)))
+    assert await store.versions.next(job, claim.token) == 0
+    await store.versions.publish(job, claim.token, WeightsManifest(job, 0, 1, 0, (WeightFile("w", 1, "0" * 64),)))
     await bus.dispatch(job, claim.token, 0, size=2, split=Split.TRAIN, task_index=0)
     path = JobDir(jobs_dir / job).checkpoints / step_name(Position(1, 10))
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(b"{}")
-    await store.register_worker(WorkerRecord(id="worker-0"))
-    await store.register_engine(EngineRecord(id="http://engine-0", url="http://engine-0"))
+    await store.fleet.register_worker(WorkerRecord(id="worker-0"))
+    await store.fleet.register_engine(EngineRecord(id="http://engine-0", url="http://engine-0"))
     await http.post("/v1/environments", json=ENV)
     return job
 
@@ -137,11 +137,11 @@ class Effects:
         self._store, self._ring, self._job = store, ring, job
         self._registry = EnvironmentRegistry(EnvironmentsDir(jobs_dir.parent / "environments"))
         context = app.state.context
-        self.num_errands = self.num_exports = self.num_wishes = 0
-        send, wish = context.errands.send, context.store.set_desired_state
+        self.num_worker_requests = self.num_exports = self.num_wishes = 0
+        send, wish = context.worker_requests.send, context.store.jobs.set_desired_state
 
         async def counted_send(*args: Any, **options: Any) -> str:
-            self.num_errands += 1
+            self.num_worker_requests += 1
             answer: str = await send(*args, **options)
             return answer
 
@@ -152,19 +152,19 @@ class Effects:
             self.num_wishes += 1
             return await wish(*args)
 
-        context.errands.send, context.exports.begin = counted_send, counted_begin
-        context.store.set_desired_state = counted_wish
+        context.worker_requests.send, context.exports.begin = counted_send, counted_begin
+        context.store.jobs.set_desired_state = counted_wish
 
     async def seen(self) -> dict[str, Any]:
         return {
-            "jobs": len(await self._store.list_jobs(1000)),
+            "jobs": len(await self._store.jobs.page(1000)),
             "keys": len(self._ring.valid()),
             "environments": [one.id for one in self._registry.all()],
-            "events": [(one.type, one.data) for one in await self._store.read_events(self._job, count=1000)],
+            "events": [(one.type, one.data) for one in await self._store.events.read(self._job, count=1000)],
             "wishes": self.num_wishes,
-            "errands": self.num_errands,
+            "errands": self.num_worker_requests,
             "segments": await self._store._functions.redis.xlen(job_key(self._job, "segments")),
-            "description": await self._store.environment_description(self._job, 0),
+            "description": await self._store.environments.get(self._job, 0),
             "exports": self.num_exports,
             "drains": await self._store._functions.redis.hlen("gspo:{service}:drains"),
             "engine drains": await self._store._functions.redis.hlen("gspo:{service}:engine_drains"),

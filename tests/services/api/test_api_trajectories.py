@@ -52,13 +52,13 @@ async def claim(store: Store, bus: Bus, http: httpx.AsyncClient, tmp_path: Path)
     spec = SPEC | {"model": str(tmp_path / "model"), "limits": {"max_context_tokens": 64}}
     answer = await http.post("/v1/jobs", json=spec)
     assert answer.status_code == 201, answer.text
-    claim = await store.claim_job("trainer")
+    claim = await store.jobs.claim("trainer")
     assert claim is not None
-    await store.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
+    await store.jobs.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
     for version in (0, 29, 30):
-        number = await store.next_version(claim.job_id, claim.token, at_least=version)
+        number = await store.versions.next(claim.job_id, claim.token, at_least=version)
         manifest = WeightsManifest(claim.job_id, number, 1, number, (WeightFile("w", 1, "0" * 64),))
-        await store.publish_version(claim.job_id, claim.token, manifest)
+        await store.versions.publish(claim.job_id, claim.token, manifest)
     await bus.dispatch(claim.job_id, claim.token, 7, size=3, split=Split.TRAIN, task_index=4)
     await bus.dispatch(claim.job_id, claim.token, 8, size=1, split=Split.EVAL, task_index=0)
     return claim
@@ -195,7 +195,7 @@ async def test_a_job_that_does_not_run_takes_nothing_and_a_body_that_is_none_is_
         assert (await http.post(path, json=body)).status_code == 422
     answer = await http.post(path, json={"trajectories": [item(token_ids=[-1])]})
     assert error_of(answer)["param"] == "trajectories[0].token_ids[0]"
-    await store.set_status(claim.job_id, JobStatus.FAILED, token=claim.token)
+    await store.jobs.set_status(claim.job_id, JobStatus.FAILED, token=claim.token)
     assert await push(http, claim, item(), item()) == ["job_not_running"] * 2
 
 
@@ -206,7 +206,7 @@ async def test_an_environment_that_nobody_here_can_load_is_described_once(
     first = await http.post(path, json={"num_tasks": {"train": 5}})
     second = await http.post(path, json={"num_tasks": {"train": 9}})
     assert first.json()["description"] == second.json()["description"] == {"num_tasks": {"train": 5, "eval": 0}}
-    assert await store.environment_description(claim.job_id, 0) == {"num_tasks": {"train": 5, "eval": 0}}
+    assert await store.environments.get(claim.job_id, 0) == {"num_tasks": {"train": 5, "eval": 0}}
     answer = await http.post(path.replace("/0/", "/1/"), json={"num_tasks": {"train": 5}})
     assert (answer.status_code, error_of(answer)["code"]) == (404, "environment_not_found")
 
@@ -270,7 +270,7 @@ async def test_a_job_that_is_only_pushed_to_learns_what_a_plain_loop_learns(
         worker = loop.worker()
         serving = asyncio.create_task(worker.run(over))
         async with asyncio.timeout(DEADLINE_S):
-            while not (job := await loop.store.get_job(loop.job)).status.is_terminal and not serving.done():
+            while not (job := await loop.store.jobs.get(loop.job)).status.is_terminal and not serving.done():
                 await asyncio.sleep(0.02)
             over.set()
             await serving

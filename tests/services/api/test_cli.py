@@ -71,7 +71,7 @@ async def test_cancelling_a_running_job_says_that_it_will_end_and_a_queued_one_t
     api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     claimed = submitted(api, job_file, capsys)
-    assert await store.claim_job("trainer") is not None
+    assert await store.jobs.claim("trainer") is not None
     queued = submitted(api, job_file, capsys)
     assert main(["cancel", claimed, "--url", api.url]) == 0
     assert "asked to end" in capsys.readouterr().out
@@ -83,31 +83,31 @@ async def test_settings_are_changed_and_a_drain_is_asked_for(
     api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = submitted(api, job_file, capsys)
-    assert await store.claim_job("trainer") is not None
+    assert await store.jobs.claim("trainer") is not None
     assert main(["set", job, "optimizer.lr=0.5", "rollout.on_stale=drop", "--url", api.url]) == 0
     assert '"optimizer.lr": 0.5' in capsys.readouterr().out
-    assert (await store.get_job(job)).settings == {"optimizer.lr": 0.5, "rollout.on_stale": "drop"}
+    assert (await store.jobs.get(job)).settings == {"optimizer.lr": 0.5, "rollout.on_stale": "drop"}
     assert main(["set", job, "seed=3", "--url", api.url]) == 1
     assert "seed cannot change" in capsys.readouterr().err
     assert main(["set", job, "seed", "--url", api.url]) == 1
     assert "KEY=VALUE" in capsys.readouterr().err
     assert main(["cancel", job, "--drain", "--checkpoint", "--url", api.url]) == 0
-    assert (await store.get_job(job)).cancel_manner == "drain+checkpoint"
+    assert (await store.jobs.get(job)).cancel_manner == "drain+checkpoint"
 
 
 async def test_pausing_and_resuming_say_what_was_asked_and_what_holds(
     api: ApiProcess, store: Store, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = submitted(api, job_file, capsys)
-    claim = await store.claim_job("trainer")
+    claim = await store.jobs.claim("trainer")
     assert claim is not None
-    await store.set_status(job, "running", token=claim.token)
+    await store.jobs.set_status(job, "running", token=claim.token)
     assert main(["pause", job, "--url", api.url]) == 0
     assert capsys.readouterr().out == f"{job} is running; it was asked to pause\n"
-    assert (await store.get_job(job)).desired_state == "paused"
+    assert (await store.jobs.get(job)).desired_state == "paused"
     assert main(["resume", job, "--url", api.url]) == 0
     assert capsys.readouterr().out == f"{job} is running\n"
-    assert (await store.get_job(job)).desired_state == "running"
+    assert (await store.jobs.get(job)).desired_state == "running"
 
 
 def test_an_api_that_is_not_there_and_a_job_that_is_not_there_are_one_line_each(

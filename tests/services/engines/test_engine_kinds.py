@@ -84,10 +84,10 @@ class Store:
         urls = ["parrot+http://e", "of-tomorrow+http://e", "parrot+http://silent"]
         return [EngineRecord(id=url, url=url, job="job_a", report=EngineReport(EngineState.READY)) for url in urls]
 
-    async def current_version(self, job: str) -> WeightsManifest | None:
+    async def current(self, job: str) -> WeightsManifest | None:
         return None
 
-    async def versions(self, job: str) -> list[WeightsManifest]:
+    async def all(self, job: str) -> list[WeightsManifest]:
         return []
 
 

@@ -49,10 +49,10 @@ class Place:
     async def engines(self) -> list[EngineRecord]:
         return self.records
 
-    async def current_version(self, job: str) -> WeightsManifest | None:
+    async def current(self, job: str) -> WeightsManifest | None:
         return self.published[-1]
 
-    async def versions(self, job: str) -> list[WeightsManifest]:
+    async def all(self, job: str) -> list[WeightsManifest]:
         return self.published
 
     def add(self, name: str, *, label: str = f"{JOB}/1/0", **options: Any) -> ScriptedEngine:

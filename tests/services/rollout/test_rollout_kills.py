@@ -179,7 +179,7 @@ async def storm(stage: Stage, claim: Claim, watcher: Watcher, url: str, num_kill
             break
         await asyncio.sleep(0.05)
     await watcher.look()
-    while not workers.keys() <= {record.pid for record in await stage.store.workers()}:
+    while not workers.keys() <= {record.pid for record in await stage.store.fleet.workers()}:
         await asyncio.sleep(0.05)  # one that is only starting does not know how to leave yet
     for worker in workers.values():
         worker.terminate()
@@ -189,7 +189,7 @@ async def storm(stage: Stage, claim: Claim, watcher: Watcher, url: str, num_kill
 
 async def pids_that_play(stage: Stage) -> list[int]:
     """Where the machine is slow, a worker that has only just started is left alone: its death would show nothing."""
-    return [record.pid for record in await stage.store.workers() if record.num_episodes]
+    return [record.pid for record in await stage.store.fleet.workers() if record.num_episodes]
 
 
 def start_worker(stage: Stage, url: str) -> subprocess.Popen[bytes]:

@@ -186,16 +186,16 @@ class Stage:
             "sampling": {"max_new_tokens": 24},
             "rollout": {"group_size": 2, "max_staleness": 1},
         }
-        await self.store.create_job(json.dumps(spec | changes))
-        claim = await self.store.claim_job("trainer")
+        await self.store.jobs.create(json.dumps(spec | changes))
+        claim = await self.store.jobs.claim("trainer")
         assert claim is not None
         return claim
 
     async def publish(self, claim: Claim, model: Path, *, step: int = 0, load: bool = True) -> WeightsManifest:
-        version = await self.store.next_version(claim.job_id, claim.token)
+        version = await self.store.versions.next(claim.job_id, claim.token)
         files = (WeightFile("model.safetensors", 1, "0" * 64),)
         manifest = WeightsManifest(claim.job_id, version, claim.epoch, step, files)
-        await self.store.publish_version(claim.job_id, claim.token, manifest)
+        await self.store.versions.publish(claim.job_id, claim.token, manifest)
         if load:
             await self.load(manifest, model)
         return manifest
@@ -311,7 +311,7 @@ async def test_episodes_complete_and_every_recorded_token_is_what_was_sent(stage
         await stage.all_ready(claim, 8)
         await until(lambda: worker.counters["episodes/finished"] == 16)
         assert worker._record()["environment_capacity"] == {claim.job_id: 16 * 64}
-        description = await stage.store.environment_description(claim.job_id, 0)
+        description = await stage.store.environments.get(claim.job_id, 0)
     assert description is not None
     assert description["num_tasks"] == {"train": 50, "eval": 1}
     codec = stage.place.codec
@@ -326,7 +326,7 @@ async def test_episodes_complete_and_every_recorded_token_is_what_was_sent(stage
         StopReason.PARSE_ERROR,  # noise may end a turn by another token than the format does
     }
     assert max(trajectory.num_turns for trajectory in trajectories) > 2
-    (record,) = await stage.store.workers()
+    (record,) = await stage.store.fleet.workers()
     assert record.counters["episodes/finished"] == 16
     assert record.counters["tokens/sampled"] == sum(trajectory.num_actions for trajectory in trajectories)
 
@@ -615,7 +615,7 @@ async def test_a_failing_world_and_a_job_that_cannot_be_loaded_do_not_touch_the_
     async with stage.working(stage.worker()) as worker:
         await stage.all_ready(healthy, 4)
         await until(lambda: worker.counters["jobs/not_servable"] > 0)
-        events = await stage.store.read_events(unloadable.job_id)
+        events = await stage.store.events.read(unloadable.job_id)
         (health,) = [event.data for event in events if event.type == "env.health"]
         assert health["healthy"] is False
         assert "has no 'Nowhere'" in health["error"]
@@ -662,7 +662,7 @@ async def test_an_environment_that_only_fails_is_quarantined_said_to_be_ill_and_
     await stage.dispatch(ill, 10, size=2)
 
     async def told() -> list[dict[str, Any]]:
-        events = await stage.store.read_events(ill.job_id)
+        events = await stage.store.events.read(ill.job_id)
         return [event.data for event in events if event.type == "env.health"]
 
     async def is_ill() -> bool:
@@ -671,7 +671,7 @@ async def test_an_environment_that_only_fails_is_quarantined_said_to_be_ill_and_
     async with stage.working(stage.worker()) as worker:
         await until(is_ill)
         assert "No such file" in (await told())[0]["error"]
-        (record,) = await stage.store.workers()
+        (record,) = await stage.store.fleet.workers()
         ((environment, error),) = record.ill_environments[ill.job_id].items()
         assert environment.endswith(":Away")
         assert "No such file" in error
@@ -723,9 +723,9 @@ async def test_a_job_that_is_paused_gets_its_episodes_back_and_goes_on_later(sta
 
         await until(begun)
         for status in ("running", "pausing", "paused"):
-            await stage.store.set_status(claim.job_id, status, token=claim.token)
+            await stage.store.jobs.set_status(claim.job_id, status, token=claim.token)
         await until(lambda: worker.counters["episodes/handed_back"] > 0)
-        await stage.store.set_status(claim.job_id, "resuming", token=claim.token)
+        await stage.store.jobs.set_status(claim.job_id, "resuming", token=claim.token)
         await stage.all_ready(claim, 4)
         assert worker.counters["episodes/resumed"] > 0
 

@@ -100,7 +100,7 @@ class SmallTrainer:
 
     async def _step(self) -> None:
         # A wiped server holds nothing to wait for; a trainer learns of it by its beat.
-        await self._world.store.beat_trainer(self._world.job, self._claim.token)
+        await self._world.store.jobs.beat(self._world.job, self._claim.token)
         while self.lineage.num_dispatched < min(self._world.num_groups, self.lineage.step * GROUPS_PER_STEP + WINDOW):
             await self._dispatch(self.lineage.num_dispatched)
             self.lineage.num_dispatched += 1
@@ -149,11 +149,11 @@ class SmallTrainer:
 
     async def _publish(self) -> None:
         world, token = self._world, self._claim.token
-        version = await world.store.next_version(world.job, token)
+        version = await world.store.versions.next(world.job, token)
         files = (WeightFile("chain", 1, hashlib.sha256(self.chain.encode()).hexdigest()),)
         manifest = WeightsManifest(world.job, version, self._claim.epoch, self.lineage.step, files)
-        await world.store.publish_version(world.job, token, manifest)
-        await world.store.update_progress(world.job, token, self.lineage.step, version)
+        await world.store.versions.publish(world.job, token, manifest)
+        await world.store.jobs.update_progress(world.job, token, self.lineage.step, version)
 
     def _save(self, directory: Path) -> None:
         directory.mkdir()
@@ -200,7 +200,7 @@ async def judge(world: World) -> None:
         chain = hashlib.sha256(f"{chain}/{group}".encode()).hexdigest()
     assert (last.learner_dir / "chain").read_text() == chain, "the weights hold something else than the logs"
     assert last.lineage.low_watermark == world.num_groups
-    versions = await world.store.versions(world.job)
+    versions = await world.store.versions.all(world.job)
     assert len({one.label for one in versions}) == len(versions)
     counts = await world.bus.counters(world.job)
     assert counts["dispatched"] == sum(count for name, count in counts.items() if name != "dispatched")

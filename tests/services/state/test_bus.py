@@ -66,8 +66,8 @@ async def test_impossible_groups_are_refused_before_they_are_sent(
 
 async def test_only_the_owner_of_the_job_dispatches_and_commits(bus: Bus, store: Store, claim: Claim) -> None:
     await dispatch(bus, claim, 0)
-    await store.release_job(claim.job_id, claim.token)
-    heir = await store.claim_job("trainer-1")
+    await store.jobs.release(claim.job_id, claim.token)
+    heir = await store.jobs.claim("trainer-1")
     assert heir is not None
     with pytest.raises(Fenced):
         await dispatch(bus, claim, 1)
@@ -79,7 +79,7 @@ async def test_only_the_owner_of_the_job_dispatches_and_commits(bus: Bus, store:
 
 
 async def test_without_an_owner_no_token_is_right(bus: Bus, store: Store, claim: Claim) -> None:
-    await store.release_job(claim.job_id, claim.token)
+    await store.jobs.release(claim.job_id, claim.token)
     for token in ("", claim.token):
         with pytest.raises(Fenced):
             await bus.dispatch(claim.job_id, token, 0, size=1, split=Split.TRAIN, task_index=0)
@@ -410,8 +410,8 @@ async def test_reading_goes_on_after_the_last_position(bus: Bus, claim: Claim) -
 
 
 async def test_jobs_do_not_see_each_other(bus: Bus, store: Store, claim: Claim) -> None:
-    await store.create_job("{}")
-    other = await store.claim_job("trainer-1")
+    await store.jobs.create("{}")
+    other = await store.jobs.claim("trainer-1")
     assert other is not None
     assert other.job_id != claim.job_id
     await dispatch(bus, claim, 0)

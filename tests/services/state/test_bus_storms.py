@@ -117,8 +117,8 @@ async def eight_leases(server: MortalServer) -> AsyncIterator[tuple[Redis, Bus, 
     async with connect(server.url) as client:
         bus, store = Bus(client), Store(client)
         await bus.load_functions()
-        await store.create_job("{}")
-        claim = await store.claim_job("trainer")
+        await store.jobs.create("{}")
+        claim = await store.jobs.claim("trainer")
         assert claim is not None
         await bus.dispatch(claim.job_id, claim.token, 0, size=NUM_WORKERS, split=Split.TRAIN, task_index=0)
         token = await bus.join("w")

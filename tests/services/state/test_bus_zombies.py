@@ -87,15 +87,15 @@ async def test_the_late_writes_of_a_worker_that_was_stopped_are_fenced(
 async def test_the_late_writes_of_a_trainer_that_was_stopped_are_fenced(
     redis_server: RedisServer, redis_client: Redis, bus: Bus, store: Store
 ) -> None:
-    job = (await store.create_job("{}")).id
-    await store.register_engine(EngineRecord(id="engine"))
+    job = (await store.jobs.create("{}")).id
+    await store.fleet.register_engine(EngineRecord(id="engine"))
     heirs = Store(redis_client, lease_s=LEASE_S)
     async with zombie("trainer", redis_server.url, job) as sleeper:
         sleeper.stop()
         heir: Claim | None = None
         async with asyncio.timeout(30):
             while heir is None:
-                heir = await heirs.claim_job("heir")
+                heir = await heirs.jobs.claim("heir")
                 await asyncio.sleep(LEASE_S / 20)
         assert heir.epoch == sleeper.holds["epoch"] + 1
         before = await state(bus, store, job)
@@ -103,16 +103,16 @@ async def test_the_late_writes_of_a_trainer_that_was_stopped_are_fenced(
         assert await state(bus, store, job) == before
     assert set(told.values()) == {"fenced"}, told
     assert len(told) == 11
-    await store.set_status(job, "running", token=heir.token)
+    await store.jobs.set_status(job, "running", token=heir.token)
 
 
 async def state(bus: Bus, store: Store, job: str) -> list[object]:
     return [
         await bus.groups(job),
         await bus.counters(job),
-        await store.get_job(job),
-        await store.read_events(job),
-        await store.read_metrics(job),
-        await store.versions(job),
-        await store.engines(),
+        await store.jobs.get(job),
+        await store.events.read(job),
+        await store.metrics.read(job),
+        await store.versions.all(job),
+        await store.fleet.engines(),
     ]

@@ -32,7 +32,7 @@ class Answering:
 async def test_an_idle_engine_counts_as_alive_until_it_stops_answering(store: Store, tmp_path: Path) -> None:
     engine = Answering()
     async with httpx.AsyncClient(transport=httpx.MockTransport(engine.answer)) as http:
-        beats = EngineBeats(store, info_calls([EngineClient("http://engine", http)], ANSWER_S), lease_s=LEASE_S)
+        beats = EngineBeats(store.fleet, info_calls([EngineClient("http://engine", http)], ANSWER_S), lease_s=LEASE_S)
         beating = asyncio.create_task(beats.run())
         presence = Presence(store, LEASE_S, asyncio.get_running_loop().time)
 
@@ -44,7 +44,7 @@ async def test_an_idle_engine_counts_as_alive_until_it_stops_answering(store: St
             assert False not in await alive()
             await asyncio.sleep(0.05)
         assert await alive() == [True]
-        (record,) = await store.engines()
+        (record,) = await store.fleet.engines()
         assert record.weight_version == "default"
         assert b"secret" not in record.to_json()
         engine.alive = False

@@ -107,7 +107,7 @@ async def test_records_of_the_release_before_are_read_beside_garbage_which_is_to
     store: Store, redis_client: Redis, claim: Claim
 ) -> None:
     await put(redis_client, "engine", URL, ENGINE | {"of_a_later_release": 1})
-    assert await store.bind_engine(claim.job_id, claim.token, URL)
+    assert await store.fleet.bind(claim.job_id, claim.token, URL)
     await redis_client.hset(service_key("engine_states"), URL, json.dumps(REPORT))
     await put(redis_client, "trainer", "trainer-0", TRAINER)
     await put(redis_client, "worker", "rollout-0", WORKER)
@@ -115,10 +115,10 @@ async def test_records_of_the_release_before_are_read_beside_garbage_which_is_to
         await put(redis_client, kind, "broken", b"\x80not json")
     with capture_logs() as logs:
         for _ in range(3):
-            (engine,) = await store.engines()
-            found = await store.processes()
-            assert (found.engines, found.trainers) == ([engine], await store.trainers())
-            assert found.workers == await store.workers()
+            (engine,) = await store.fleet.engines()
+            found = await store.fleet.everyone()
+            assert (found.engines, found.trainers) == ([engine], await store.fleet.trainers())
+            assert found.workers == await store.fleet.workers()
     assert (engine.job, engine.state, engine.label) == (claim.job_id, EngineState.READY, "job_a/1/7")
     assert engine.report is not None
     assert engine.report.num_switches == 3
@@ -130,11 +130,11 @@ async def test_records_of_the_release_before_are_read_beside_garbage_which_is_to
 async def test_a_state_of_a_later_release_leaves_an_engine_without_a_report(
     store: Store, redis_client: Redis, claim: Claim
 ) -> None:
-    await store.register_engine(EngineRecord(id=URL, url=URL))
-    await store.bind_engine(claim.job_id, claim.token, URL)
+    await store.fleet.register_engine(EngineRecord(id=URL, url=URL))
+    await store.fleet.bind(claim.job_id, claim.token, URL)
     await redis_client.hset(service_key("engine_states"), URL, json.dumps(REPORT | {"state": "hibernating"}))
     with capture_logs() as logs:
-        (engine,) = await store.engines()
+        (engine,) = await store.fleet.engines()
     assert (engine.job, engine.report) == (claim.job_id, None)
     assert "hibernating" in logs[0]["error"]
 
@@ -144,7 +144,7 @@ async def test_the_api_shows_an_engine_with_its_report_among_its_fields(
 ) -> None:
     await put(redis_client, "engine", URL, ENGINE)
     await put(redis_client, "engine", "broken", b"{}")
-    await store.bind_engine(claim.job_id, claim.token, URL)
+    await store.fleet.bind(claim.job_id, claim.token, URL)
     await redis_client.hset(service_key("engine_states"), URL, json.dumps(REPORT))
     await put(redis_client, "trainer", "trainer-0", TRAINER)
     await put(redis_client, "worker", "rollout-0", WORKER)

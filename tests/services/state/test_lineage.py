@@ -74,7 +74,7 @@ class Fate:
             self._depth -= 1
 
     async def claim(self) -> Claim:
-        while (claim := await self._world.store.claim_job("trainer")) is None:
+        while (claim := await self._world.store.jobs.claim("trainer")) is None:
             self._clock.now += LEASE_S / 5
         return claim
 
@@ -84,7 +84,7 @@ async def world_of(redis_client: Redis, tmp_path: Path, num_steps: int) -> tuple
     store = Store(redis_client, lease_s=LEASE_S, clock=clock, max_attempts=10_000, jobs_dir=JobsDir(tmp_path))
     bus = Bus(redis_client, clock=clock)
     await bus.load_functions()
-    job = (await store.create_job("{}")).id
+    job = (await store.jobs.create("{}")).id
     return World(store, bus, job, tmp_path / job, num_steps, Counter()), clock
 
 

@@ -113,15 +113,15 @@ async def check_that_an_epoch_issued_twice_lets_nobody_in(
 ) -> None:
     tokens = (f"{epoch}-of-{owner}" for epoch, owner in [(1, "first"), (2, "zombie"), (2, "heir")])
     monkeypatch.setattr("services.state.job_table.uuid4", lambda: SimpleNamespace(hex=next(tokens)))
-    job = (await store.create_job("{}")).id
-    first = await store.claim_job("first")
+    job = (await store.jobs.create("{}")).id
+    first = await store.jobs.claim("first")
     assert first is not None
-    await store.release_job(job, first.token)
+    await store.jobs.release(job, first.token)
     kept = {name: await redis_client.dump(job_key(job, name)) for name in ("job", "trainer")}
-    zombie = await store.claim_job("zombie")
+    zombie = await store.jobs.claim("zombie")
     for name, dumped in kept.items():
         await redis_client.restore(job_key(job, name), 0, dumped, replace=True)
-    heir = await store.claim_job("heir")
+    heir = await store.jobs.claim("heir")
     assert zombie is not None
     assert heir is not None
     assert (zombie.epoch, heir.epoch) == (2, 2)

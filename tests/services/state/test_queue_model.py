@@ -24,8 +24,9 @@ from services.state.queue_records import Append, Snapshot, Stage
 from services.state.refusals import Refused
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
-from tests.apparatus.twin import TwinBus, TwinStore, World
-from tests.apparatus.twin.world import TwinEpisode
+from tests.services.state.twin_jobs import TwinStore
+from tests.services.state.twin_queue import TwinBus
+from tests.services.state.twin_world import TwinEpisode, World
 
 pytestmark = pytest.mark.every_server
 
@@ -107,7 +108,7 @@ class QueueModel:
         self.clock = clock
         self.real = Side(Bus(self.redis, lease_s=LEASE_S, clock=clock), Store(self.redis, clock=clock), [], {})
         twin = TwinBus(self.world, lease_s=LEASE_S, clock=clock)
-        self.twin = Side(twin, TwinStore(self.world, clock=clock), [], {})
+        self.twin = Side(twin, TwinStore(self.world), [], {})
         self.joined: dict[str, list[str]] = {worker: [] for worker in WORKERS}
         self.ever_leased: list[tuple[str, EpisodeKey]] = []
 
@@ -184,7 +185,7 @@ class QueueModel:
     def begin(self) -> None:
         self.loop.run_until_complete(self.real.store.load_functions())
         for side in (self.real, self.twin):
-            self.loop.run_until_complete(side.store.create_job("{}", job_id=JOB))
+            self.loop.run_until_complete(side.store.jobs.create("{}", job_id=JOB))
         self._claim()
         self.another_trainer_takes_over()
         for worker in (*WORKERS, *WORKERS):
@@ -192,14 +193,14 @@ class QueueModel:
 
     def _claim(self) -> None:
         for side in (self.real, self.twin):
-            claim = self.loop.run_until_complete(side.store.claim_job(f"trainer-{len(side.claims)}"))
+            claim = self.loop.run_until_complete(side.store.jobs.claim(f"trainer-{len(side.claims)}"))
             assert claim is not None
             side.claims.append(claim)
 
     @rule()
     def another_trainer_takes_over(self) -> None:
         for side in (self.real, self.twin):
-            self.loop.run_until_complete(side.store.release_job(JOB, side.claims[-1].token))
+            self.loop.run_until_complete(side.store.jobs.release(JOB, side.claims[-1].token))
         self._claim()
 
     @rule(

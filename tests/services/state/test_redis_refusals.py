@@ -267,7 +267,11 @@ async def test_a_service_with_wrong_credentials_says_so(trouble: Trouble, client
 
 
 class FullDisk(Store):
-    async def create_job(self, *args: Any, **options: Any) -> Any:
+    def __init__(self, redis: RedisClient) -> None:
+        super().__init__(redis)
+        self.jobs.create = self._fail  # type: ignore[method-assign]
+
+    async def _fail(self, *args: Any, **options: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -383,7 +387,7 @@ class RunInTrouble(JobRun):
         self._claim, self._store, self._begin = claim, store, begin
 
     async def run(self) -> None:
-        await self._store.set_status(self._claim.job_id, JobStatus.RUNNING, token=self._claim.token)
+        await self._store.jobs.set_status(self._claim.job_id, JobStatus.RUNNING, token=self._claim.token)
         if self._begin is None:
             raise ValueError("the end")
         await self._begin()
@@ -400,7 +404,7 @@ async def test_a_trainer_lets_go_of_its_job_and_takes_it_again(
     monkeypatch.setattr("services.process.first_to_end.CLEANING_UP_S", 0.02)
     store, claims, has_begun, stop = Store(client), list[Claim](), asyncio.Event(), asyncio.Event()
     await store.load_functions()
-    job = await store.create_job(JobSpec.model_validate(SPEC))
+    job = await store.jobs.create(JobSpec.model_validate(SPEC))
 
     async def begin() -> None:
         await trouble.begin(reason)
@@ -416,7 +420,7 @@ async def test_a_trainer_lets_go_of_its_job_and_takes_it_again(
         await asyncio.sleep(0.5)
         assert not training.done()
         await trouble.end(reason)
-        while not (record := await store.get_job(job.id)).status.is_terminal:
+        while not (record := await store.jobs.get(job.id)).status.is_terminal:
             await asyncio.sleep(0.05)
         stop.set()
         await training

@@ -63,52 +63,52 @@ async def test_every_role_can_do_its_work(as_user: As, tmp_path: Path) -> None:
     api = Store(as_user("gspo-api"), jobs_dir=JobsDir(tmp_path / "jobs"))
     await api.load_functions()
     await api.rebuild()
-    job = (await api.create_job("{}", idempotency_key="k")).id
+    job = (await api.jobs.create("{}", idempotency_key="k")).id
     trainer_redis = as_user("gspo-trainer")
     trainer, store = Bus(trainer_redis), Store(trainer_redis, jobs_dir=JobsDir(tmp_path / "jobs"))
     await trainer.load_functions()
-    await store.register_trainer(TrainerRecord(id="t"))
-    await store.register_engine(EngineRecord(id="e"))
-    claim = await store.claim_job("t")
+    await store.fleet.register_trainer(TrainerRecord(id="t"))
+    await store.fleet.register_engine(EngineRecord(id="e"))
+    claim = await store.jobs.claim("t")
     assert claim is not None
     await train(trainer, store, claim)
     await work(Bus(as_user("gspo-rollout")), Store(as_user("gspo-rollout")), job)
     assert len(await trainer.read_segments(job)) == 3
     await trainer.commit(job, claim.token, 1, [one.group for one in await trainer.ready_groups(job)])
-    await store.set_status(job, "running", token=claim.token)
-    await store.set_status(job, "succeeded", token=claim.token)
-    assert [one.status for one in await api.list_jobs()] == ["succeeded"]
-    assert await api.read_events(job)
-    assert (await api.read_metrics(job))[0]["step"] == 1
-    assert await api.workers()
+    await store.jobs.set_status(job, "running", token=claim.token)
+    await store.jobs.set_status(job, "succeeded", token=claim.token)
+    assert [one.status for one in await api.jobs.page()] == ["succeeded"]
+    assert await api.events.read(job)
+    assert (await api.metrics.read(job))[0]["step"] == 1
+    assert await api.fleet.workers()
     assert (await trainer.counters(job))["in_flight"] == 0
 
 
 async def train(bus: Bus, store: Store, claim: Claim) -> None:
     job, token = claim.job_id, claim.token
-    await store.beat_trainer(job, token)
-    version = await store.next_version(job, token)
+    await store.jobs.beat(job, token)
+    version = await store.versions.next(job, token)
     manifest = WeightsManifest(job, version, claim.epoch, 0, (WeightFile("m", 1, "0" * 64),))
-    await store.publish_version(job, token, manifest)
-    await store.update_progress(job, token, 0, version)
-    assert await store.bind_engine(job, token, "e")
+    await store.versions.publish(job, token, manifest)
+    await store.jobs.update_progress(job, token, 0, version)
+    assert await store.fleet.bind(job, token, "e")
     for group in range(2):
         await bus.dispatch(job, token, group, size=1, split=Split.TRAIN, task_index=0)
-    await store.add_event(job, "step", {}, token=token)
-    await store.add_metrics(job, 1, {"x": 1.0}, token=token)
+    await store.events.add(job, "step", {}, token=token)
+    await store.metrics.add(job, 1, {"x": 1.0}, token=token)
     await bus.groups(job)
 
 
 async def work(bus: Bus, store: Store, job: str) -> None:
     await bus.load_functions()  # finds them loaded
     token = await bus.join("w")
-    await store.register_worker(WorkerRecord(id="w"))
-    assert await store.running_jobs() == [job]
-    await store.get_job(job)
-    await store.describe_environment(job, 0, {})
-    await store.current_version(job)
-    await store.versions(job)
-    await store.engines()
+    await store.fleet.register_worker(WorkerRecord(id="w"))
+    assert await store.jobs.served() == [job]
+    await store.jobs.get(job)
+    await store.environments.describe(job, 0, {})
+    await store.versions.current(job)
+    await store.versions.all(job)
+    await store.fleet.engines()
     first, second = await bus.lease(job, "w", token, 2)
     await bus.append(job, token, [Append(first.key, 0, 0, b"a", False), Append(second.key, 0, 0, b"b", False)])
     await bus.restart(second.key, token, 1)
@@ -122,7 +122,7 @@ async def work(bus: Bus, store: Store, job: str) -> None:
     assert await bus.read_episode(first.key) == [b"a"]
     await bus.append(job, token, [Append(first.key, 0, 1, b"c", True), Append(second.key, 1, 0, b"d", True)])
     await bus.fail(first.key, token, "too late")
-    await store.add_event(job, "env.health", {})
+    await store.events.add(job, "env.health", {})
     await bus.beat("w", token)
     await bus.reap(job)
     await bus.leave("w", token)
@@ -143,10 +143,10 @@ FORBIDDEN = {
 async def test_the_api_asks_and_a_rollout_worker_answers_under_their_roles(as_user: As) -> None:
     asking, doing = WorkerRequests(as_user("gspo-api")), WorkerRequests(as_user("gspo-rollout"))
     asked = asyncio.create_task(asking.ask({"environment": "a@1", "do": "schema"}, 30.0))
-    position, errand = "0", None
-    while errand is None:
-        position, errand = await doing.next(position, "w")
-    await doing.answer(errand, {"result": 7})
+    position, request = "0", None
+    while request is None:
+        position, request = await doing.next(position, "w")
+    await doing.answer(request, {"result": 7})
     assert await asked == 7
     await Drains(as_user("gspo-api")).ask("w")
     stop = asyncio.Event()
@@ -190,7 +190,7 @@ async def test_a_server_takes_the_file_at_its_start(server_binary: Path, tmp_pat
         password = PASSWORDS["gspo-api"].replace(" ", "%20")
         async with connect(child.url.replace("unix://", f"unix://gspo-api:{password}@")) as api:
             await Store(api).load_functions()
-            assert await Store(api).list_jobs() == []
+            assert await Store(api).jobs.page() == []
         async with connect(child.url) as nobody:
             nobody.set_retry(Retry(NoBackoff(), 0))
             with pytest.raises(CredentialsRefused, match="Authentication required"):
@@ -233,13 +233,13 @@ async def test_a_killed_server_with_these_users_still_holds_what_it_acknowledged
                 store = Store(redis, jobs_dir=JobsDir(tmp_path / f"jobs-{attempt}"))
                 if attempt == 0:
                     await store.load_functions()
-                    job = (await store.create_job('{"kept":true}')).id
+                    job = (await store.jobs.create('{"kept":true}')).id
                     async with redis.pipeline(transaction=True) as together:
                         for number in range(3):
                             together.hset("gspo:together", str(number), "kept")
                         await together.execute()
                 else:
-                    assert (await store.get_job(job)).spec == '{"kept":true}'
+                    assert (await store.jobs.get(job)).spec == '{"kept":true}'
                     assert await redis.hlen("gspo:together") == 3
         finally:
             server.kill()

@@ -59,7 +59,7 @@ async def force(redis_client: Redis, job: str, status: str) -> None:
 
 
 async def test_a_new_job_is_queued_with_a_reason(store: Store) -> None:
-    job = await store.create_job(Spec())
+    job = await store.jobs.create(Spec())
     assert (job.status, job.desired_state, job.attempt, job.step) == ("queued", "running", 0, 0)
     assert job.policy_version is None
     assert job.status_reason is not None
@@ -68,7 +68,7 @@ async def test_a_new_job_is_queued_with_a_reason(store: Store) -> None:
     assert job.created_at.endswith("Z")
     assert Spec.model_validate_json(job.spec) == Spec()
     assert job.to_dict()["spec"] == {"name": "test", "clip": [3e-4, 4e-4]}
-    assert await store.get_job(job.id) == job
+    assert await store.jobs.get(job.id) == job
 
 
 async def test_ids_sort_by_time() -> None:
@@ -81,50 +81,50 @@ async def test_ids_sort_by_time() -> None:
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"x"'])
 async def test_a_specification_is_an_object(store: Store, text: str) -> None:
     with pytest.raises(TypeError, match="JSON object"):
-        await store.create_job(text)
-    assert await store.list_jobs() == []
+        await store.jobs.create(text)
+    assert await store.jobs.page() == []
 
 
 async def test_a_job_without_id_is_not_found(store: Store) -> None:
     for job in ("job_none", "", "a}b{c", "../x", "x" * 100):
         with pytest.raises(JobNotFound):
-            await store.get_job(job)
+            await store.jobs.get(job)
         with pytest.raises(JobNotFound):
-            await store.set_status(job, "starting")
+            await store.jobs.set_status(job, "starting")
         with pytest.raises(JobNotFound):
-            await store.set_desired_state(job, "cancelled")
+            await store.jobs.set_desired_state(job, "cancelled")
 
 
 async def test_the_same_key_and_body_is_the_same_job(store: Store) -> None:
-    first = await store.create_job('{"a": 1, "b": 2}', idempotency_key="key")
-    again = await store.create_job('{"b":2,"a":1}', idempotency_key="key")
-    other = await store.create_job('{"a": 1, "b": 2}', idempotency_key="other")
-    unnamed = await store.create_job('{"a": 1, "b": 2}')
+    first = await store.jobs.create('{"a": 1, "b": 2}', idempotency_key="key")
+    again = await store.jobs.create('{"b":2,"a":1}', idempotency_key="key")
+    other = await store.jobs.create('{"a": 1, "b": 2}', idempotency_key="other")
+    unnamed = await store.jobs.create('{"a": 1, "b": 2}')
     assert again == first
     assert len({first.id, other.id, unnamed.id}) == 3
 
 
 async def test_the_same_key_with_another_body_is_a_conflict(store: Store) -> None:
-    first = await store.create_job('{"a": 1}', idempotency_key="key")
+    first = await store.jobs.create('{"a": 1}', idempotency_key="key")
     with pytest.raises(JobConflict) as caught:
-        await store.create_job('{"a": 2}', idempotency_key="key")
+        await store.jobs.create('{"a": 2}', idempotency_key="key")
     assert caught.value.job == first.id
-    assert len(await store.list_jobs()) == 1
+    assert len(await store.jobs.page()) == 1
 
 
 async def test_an_id_may_be_chosen_and_is_then_idempotent(store: Store) -> None:
-    first = await store.create_job('{"a": 1}', job_id="mine")
+    first = await store.jobs.create('{"a": 1}', job_id="mine")
     assert first.id == "mine"
-    assert await store.create_job('{"a": 1}', job_id="mine") == first
+    assert await store.jobs.create('{"a": 1}', job_id="mine") == first
     with pytest.raises(JobConflict):
-        await store.create_job('{"a": 2}', job_id="mine")
+        await store.jobs.create('{"a": 2}', job_id="mine")
 
 
 async def test_many_clients_with_one_key_create_one_job(store: Store, new_client: Callable[[], Redis]) -> None:
     stores = [Store(new_client()) for _ in range(20)]
-    jobs = await asyncio.gather(*(each.create_job("{}", idempotency_key="key") for each in stores))
+    jobs = await asyncio.gather(*(each.jobs.create("{}", idempotency_key="key") for each in stores))
     assert len({job.id for job in jobs}) == 1
-    assert len(await store.list_jobs()) == 1
+    assert len(await store.jobs.page()) == 1
 
 
 @pytest.mark.parametrize("function", [b"gspo_reserve", b"gspo_create", b"gspo_announce"])
@@ -132,10 +132,10 @@ async def test_a_lost_reply_creates_no_second_job(
     proxy: LossyProxy, lossy_client: Redis, store: Store, function: bytes
 ) -> None:
     proxy.disturb(function, lose_reply={0, 1}, lose_request={2})
-    job = await Store(lossy_client).create_job("{}", idempotency_key="key")
+    job = await Store(lossy_client).jobs.create("{}", idempotency_key="key")
     assert proxy.num_seen == 4
-    assert await store.list_jobs() == [job]
-    assert len(await store.read_events(job.id)) == 1
+    assert await store.jobs.page() == [job]
+    assert len(await store.events.read(job.id)) == 1
 
 
 # Lists
@@ -143,32 +143,32 @@ async def test_a_lost_reply_creates_no_second_job(
 
 async def test_jobs_are_listed_in_pages_in_both_orders(store: Store) -> None:
     times = iter(range(1, 100))
-    store._jobs._now = lambda: float(next(times))
-    ids = [(await store.create_job("{}")).id for _ in range(5)]
-    assert [job.id for job in await store.list_jobs()] == ids
-    assert [job.id for job in await store.list_jobs(2)] == ids[:2]
-    assert [job.id for job in await store.list_jobs(2, ids[1])] == ids[2:4]
-    assert [job.id for job in await store.list_jobs(2, before=ids[3])] == ids[:2]
-    assert await store.list_jobs(2, ids[4]) == []
-    assert [job.id for job in await store.list_jobs(order="desc")] == ids[::-1]
-    assert [job.id for job in await store.list_jobs(2, ids[4], order="desc")] == [ids[3], ids[2]]
-    assert [job.id for job in await store.list_jobs(9, before=ids[1], order="desc")] == [ids[4], ids[3], ids[2]]
+    store.jobs._now = lambda: float(next(times))
+    ids = [(await store.jobs.create("{}")).id for _ in range(5)]
+    assert [job.id for job in await store.jobs.page()] == ids
+    assert [job.id for job in await store.jobs.page(2)] == ids[:2]
+    assert [job.id for job in await store.jobs.page(2, ids[1])] == ids[2:4]
+    assert [job.id for job in await store.jobs.page(2, before=ids[3])] == ids[:2]
+    assert await store.jobs.page(2, ids[4]) == []
+    assert [job.id for job in await store.jobs.page(order="desc")] == ids[::-1]
+    assert [job.id for job in await store.jobs.page(2, ids[4], order="desc")] == [ids[3], ids[2]]
+    assert [job.id for job in await store.jobs.page(9, before=ids[1], order="desc")] == [ids[4], ids[3], ids[2]]
 
 
 async def test_an_unknown_cursor_is_an_error(store: Store) -> None:
-    await store.create_job("{}")
+    await store.jobs.create("{}")
     with pytest.raises(InvalidCursor):
-        await store.list_jobs(after="job_none")
+        await store.jobs.page(after="job_none")
     with pytest.raises(ValueError, match="asc or desc"):
-        await store.list_jobs(order="up")
+        await store.jobs.page(order="up")
 
 
 async def test_workers_serve_the_jobs_that_have_work(store: Store, redis_client: Redis) -> None:
     served = set()
     for status in LEGAL:
-        job = await store.create_job("{}")
+        job = await store.jobs.create("{}")
         await force(redis_client, job.id, status)
-        if job.id in await store.running_jobs():
+        if job.id in await store.jobs.served():
             served.add(status)
     assert served == {"starting", "running", "pausing", "resuming"}
 
@@ -181,18 +181,18 @@ async def test_workers_serve_the_jobs_that_have_work(store: Store, redis_client:
 async def test_only_transitions_of_the_table_happen(
     store: Store, redis_client: Redis, current: str, wanted: str
 ) -> None:
-    job = await store.create_job("{}")
+    job = await store.jobs.create("{}")
     await force(redis_client, job.id, current)
-    before = len(await store.read_events(job.id))
+    before = len(await store.events.read(job.id))
     if wanted == current or wanted in LEGAL[current]:
-        assert (await store.set_status(job.id, wanted)).status == wanted
-        assert len(await store.read_events(job.id)) == before + (wanted != current)
+        assert (await store.jobs.set_status(job.id, wanted)).status == wanted
+        assert len(await store.events.read(job.id)) == before + (wanted != current)
     else:
         with pytest.raises(IllegalTransition) as caught:
-            await store.set_status(job.id, wanted)
+            await store.jobs.set_status(job.id, wanted)
         assert (caught.value.current, caught.value.wanted) == (current, wanted)
-        assert (await store.get_job(job.id)).status == current
-        assert len(await store.read_events(job.id)) == before
+        assert (await store.jobs.get(job.id)).status == current
+        assert len(await store.events.read(job.id)) == before
 
 
 def test_terminal_states_lead_nowhere() -> None:
@@ -200,23 +200,24 @@ def test_terminal_states_lead_nowhere() -> None:
 
 
 async def test_of_two_that_move_a_job_at_once_one_is_refused(store: Store, redis_client: Redis) -> None:
-    job = await store.create_job("{}")
+    job = await store.jobs.create("{}")
     await force(redis_client, job.id, "running")
     results = await asyncio.gather(
-        *(store.set_status(job.id, status) for status in ("succeeded", "failed", "pausing")), return_exceptions=True
+        *(store.jobs.set_status(job.id, status) for status in ("succeeded", "failed", "pausing")),
+        return_exceptions=True,
     )
     assert sum(isinstance(result, IllegalTransition) for result in results) == 2
 
 
 async def test_a_transition_is_an_event_with_its_cause(store: Store, claim: Claim) -> None:
     reason = StatusReason("non_finite_loss", "the loss of step 3 is not finite")
-    await store.set_status(claim.job_id, "running", token=claim.token)
-    failed = await store.set_status(claim.job_id, "failed", token=claim.token, reason=reason)
+    await store.jobs.set_status(claim.job_id, "running", token=claim.token)
+    failed = await store.jobs.set_status(claim.job_id, "failed", token=claim.token, reason=reason)
     assert failed.finished_at is not None
     assert failed.started_at is not None
     assert failed.status_reason is not None
     assert (failed.status_reason.code, failed.status_reason.message) == (reason.code, reason.message)
-    events = await store.read_events(claim.job_id)
+    events = await store.events.read(claim.job_id)
     assert [(event.data["previous"], event.data["status"]) for event in events] == [
         (None, "queued"),
         ("queued", "starting"),
@@ -229,7 +230,7 @@ async def test_a_transition_is_an_event_with_its_cause(store: Store, claim: Clai
 
 async def test_a_reason_may_change_without_a_transition(store: Store, claim: Claim) -> None:
     async def reason_after(reason: StatusReason | None) -> StatusReason:
-        job = await store.set_status(claim.job_id, "running", token=claim.token, reason=reason)
+        job = await store.jobs.set_status(claim.job_id, "running", token=claim.token, reason=reason)
         assert job.status_reason is not None
         return job.status_reason
 
@@ -238,69 +239,69 @@ async def test_a_reason_may_change_without_a_transition(store: Store, claim: Cla
     second = await reason_after(StatusReason("capacity", "5 of 8 engines"))
     assert (second.message, second.since) == ("5 of 8 engines", first.since)
     assert await reason_after(None) == second
-    events = await store.read_events(claim.job_id)
+    events = await store.events.read(claim.job_id)
     await reason_after(StatusReason("capacity", "5 of 8 engines"))
-    assert await store.read_events(claim.job_id) == events, "nothing changed, so there is nothing to tell"
+    assert await store.events.read(claim.job_id) == events, "nothing changed, so there is nothing to tell"
 
 
 async def test_a_text_that_is_no_state_is_refused(store: Store, claim: Claim) -> None:
     with pytest.raises(ValueError, match="asleep"):
-        await store.set_status(claim.job_id, "asleep")
+        await store.jobs.set_status(claim.job_id, "asleep")
 
 
 async def test_a_status_set_by_someone_else_fences_the_trainer_of_a_job_that_is_over(
     store: Store, claim: Claim
 ) -> None:
-    await store.set_status(claim.job_id, "failed")
+    await store.jobs.set_status(claim.job_id, "failed")
     with pytest.raises(Fenced):
-        await store.beat_trainer(claim.job_id, claim.token)
+        await store.jobs.beat(claim.job_id, claim.token)
 
 
 # What the user wants
 
 
 async def test_a_queued_job_is_cancelled_at_once(store: Store) -> None:
-    job = await store.create_job("{}")
-    cancelled = await store.set_desired_state(job.id, "cancelled")
+    job = await store.jobs.create("{}")
+    cancelled = await store.jobs.set_desired_state(job.id, "cancelled")
     assert (cancelled.status, cancelled.desired_state) == ("cancelled", "cancelled")
     assert cancelled.finished_at is not None
-    assert await store.set_desired_state(job.id, "cancelled") == cancelled
-    assert await store.claim_job("t") is None
+    assert await store.jobs.set_desired_state(job.id, "cancelled") == cancelled
+    assert await store.jobs.claim("t") is None
 
 
 async def test_a_queued_job_that_is_to_pause_waits_unclaimed(store: Store) -> None:
-    job = await store.create_job("{}")
-    assert (await store.set_desired_state(job.id, "paused")).status == "queued"
-    assert await store.claim_job("t") is None
-    await store.set_desired_state(job.id, "running")
-    claim = await store.claim_job("t")
+    job = await store.jobs.create("{}")
+    assert (await store.jobs.set_desired_state(job.id, "paused")).status == "queued"
+    assert await store.jobs.claim("t") is None
+    await store.jobs.set_desired_state(job.id, "running")
+    claim = await store.jobs.claim("t")
     assert claim is not None
     assert claim.job_id == job.id
 
 
 async def test_a_wish_leaves_the_status_of_an_owned_job_to_its_owner(store: Store, claim: Claim) -> None:
     for desired in ("paused", "paused", "running", "cancelled", "cancelled"):
-        job = await store.set_desired_state(claim.job_id, desired)
+        job = await store.jobs.set_desired_state(claim.job_id, desired)
         assert (job.status, job.desired_state) == ("starting", desired)
-    events = [event.data["desired_state"] for event in await store.read_events(claim.job_id)]
+    events = [event.data["desired_state"] for event in await store.events.read(claim.job_id)]
     assert events == ["running", "running", "paused", "running", "cancelled"]
 
 
 async def test_a_cancelled_wish_is_final(store: Store, claim: Claim) -> None:
-    await store.set_desired_state(claim.job_id, "cancelled")
+    await store.jobs.set_desired_state(claim.job_id, "cancelled")
     for desired in ("running", "paused"):
         with pytest.raises(IllegalTransition):
-            await store.set_desired_state(claim.job_id, desired)
+            await store.jobs.set_desired_state(claim.job_id, desired)
 
 
 @pytest.mark.parametrize("desired", ["running", "paused", "cancelled"])
 async def test_a_job_that_is_over_has_no_other_wish(store: Store, redis_client: Redis, desired: str) -> None:
-    job = await store.create_job("{}")
+    job = await store.jobs.create("{}")
     await force(redis_client, job.id, "succeeded")
     with pytest.raises(IllegalTransition):
-        await store.set_desired_state(job.id, desired)
+        await store.jobs.set_desired_state(job.id, desired)
 
 
 async def test_events_and_records_are_plain_json(store: Store, claim: Claim) -> None:
-    job = await store.get_job(claim.job_id)
-    json.dumps([job.to_dict(), *(event.data for event in await store.read_events(job.id))])
+    job = await store.jobs.get(claim.job_id)
+    json.dumps([job.to_dict(), *(event.data for event in await store.events.read(job.id))])

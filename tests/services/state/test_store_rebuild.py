@@ -44,8 +44,8 @@ async def store(redis_client: Redis, jobs_dir: Path) -> Store:
 
 @pytest.fixture
 async def claim(store: Store) -> Claim:
-    await store.create_job('{"name": "test"}', idempotency_key="key")
-    claim = await store.claim_job("trainer-0")
+    await store.jobs.create('{"name": "test"}', idempotency_key="key")
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
     return claim
 
@@ -55,37 +55,37 @@ def manifest(job: str, version: int, epoch: int, step: int) -> WeightsManifest:
 
 
 async def publish(store: Store, claim: Claim, step: int) -> WeightsManifest:
-    version = await store.next_version(claim.job_id, claim.token)
+    version = await store.versions.next(claim.job_id, claim.token)
     published = manifest(claim.job_id, version, claim.epoch, step)
-    await store.publish_version(claim.job_id, claim.token, published)
-    await store.update_progress(claim.job_id, claim.token, step, version)
+    await store.versions.publish(claim.job_id, claim.token, published)
+    await store.jobs.update_progress(claim.job_id, claim.token, step, version)
     return published
 
 
 async def everything(store: Store) -> list[dict[str, Any]]:
-    return [job.to_dict() for job in await store.list_jobs(100)]
+    return [job.to_dict() for job in await store.jobs.page(100)]
 
 
 async def test_after_a_total_loss_the_same_jobs_are_listed(store: Store, claim: Claim, redis_client: Redis) -> None:
     job = claim.job_id
-    await store.set_status(job, "running", token=claim.token)
+    await store.jobs.set_status(job, "running", token=claim.token)
     published = [await publish(store, claim, step) for step in range(3)]
-    await store.describe_environment(job, 0, {"num_tasks": {"train": 7, "eval": 2}})
-    await store.environment_description(job, 0)  # as the trainer does: what it knows is on disk
-    waiting = await store.create_job('{"name": "waiting"}')
-    over = await store.create_job('{"name": "over"}')
-    await store.set_desired_state(over.id, "cancelled")
+    await store.environments.describe(job, 0, {"num_tasks": {"train": 7, "eval": 2}})
+    await store.environments.get(job, 0)  # as the trainer does: what it knows is on disk
+    waiting = await store.jobs.create('{"name": "waiting"}')
+    over = await store.jobs.create('{"name": "over"}')
+    await store.jobs.set_desired_state(over.id, "cancelled")
     before = await everything(store)
     assert [one["status"] for one in before] == ["running", "queued", "cancelled"]
     await redis_client.flushall()
     assert await everything(store) == before
-    assert await store.environment_description(job, 0) == {"num_tasks": {"train": 7, "eval": 2}}
-    assert await store.versions(job) == published
-    assert await store.current_version(job) == published[-1]
-    assert (await store.get_job(waiting.id)).spec_data == {"name": "waiting"}
-    assert await store.running_jobs() == [job]
+    assert await store.environments.get(job, 0) == {"num_tasks": {"train": 7, "eval": 2}}
+    assert await store.versions.all(job) == published
+    assert await store.versions.current(job) == published[-1]
+    assert (await store.jobs.get(waiting.id)).spec_data == {"name": "waiting"}
+    assert await store.jobs.served() == [job]
     # the key of a client that never got its answer still names the same job
-    assert (await store.create_job('{"name": "test"}', idempotency_key="key")).id == job
+    assert (await store.jobs.create('{"name": "test"}', idempotency_key="key")).id == job
 
 
 @pytest.mark.parametrize("notice", ["get", "list", "create", "claim", "rebuild"])
@@ -94,62 +94,62 @@ async def test_whoever_comes_first_notices_the_loss(
 ) -> None:
     await redis_client.flushall()
     notices = {
-        "get": lambda: store.get_job(claim.job_id),
-        "list": store.list_jobs,
-        "create": lambda: store.create_job("{}"),
-        "claim": lambda: store.claim_job("heir"),
+        "get": lambda: store.jobs.get(claim.job_id),
+        "list": store.jobs.page,
+        "create": lambda: store.jobs.create("{}"),
+        "claim": lambda: store.jobs.claim("heir"),
         "rebuild": store.rebuild,
     }
     await notices[notice]()
     assert await redis_client.exists(job_key(claim.job_id, "job"))
-    assert len(await store.list_jobs()) == (2 if notice == "create" else 1)
+    assert len(await store.jobs.page()) == (2 if notice == "create" else 1)
 
 
 async def test_a_running_system_goes_on_and_the_former_owner_is_fenced(
     store: Store, bus: Bus, claim: Claim, redis_client: Redis
 ) -> None:
     job = claim.job_id
-    await store.set_status(job, "running", token=claim.token)
+    await store.jobs.set_status(job, "running", token=claim.token)
     await bus.dispatch(job, claim.token, 0, size=1, split=Split.TRAIN, task_index=0)
     token = await bus.join("w")
     await redis_client.flushall()
     for late in (
         bus.dispatch(job, claim.token, 1, size=1, split=Split.TRAIN, task_index=0),
         bus.beat("w", token),
-        store.beat_trainer(job, claim.token),
-        store.next_version(job, claim.token),
+        store.jobs.beat(job, claim.token),
+        store.versions.next(job, claim.token),
     ):
         with pytest.raises(Fenced):
             await late
-    heir = await store.claim_job("trainer-1")
+    heir = await store.jobs.claim("trainer-1")
     assert heir is not None
     assert (heir.job_id, heir.epoch, heir.attempt) == (job, claim.epoch + 1, claim.attempt + 1)
-    for late in (store.beat_trainer(job, claim.token), store.set_status(job, "running", token=claim.token)):
+    for late in (store.jobs.beat(job, claim.token), store.jobs.set_status(job, "running", token=claim.token)):
         with pytest.raises(Fenced):
             await late
-    await store.set_status(job, "running", token=heir.token)
+    await store.jobs.set_status(job, "running", token=heir.token)
     assert await bus.dispatch(job, heir.token, 0, size=1, split=Split.TRAIN, task_index=0)
     assert await bus.counters(job) == {"dispatched": 1, "trained": 0, "evaluated": 0, "in_flight": 1}
 
 
 async def test_a_wish_that_was_acknowledged_is_not_forgotten(store: Store, claim: Claim, redis_client: Redis) -> None:
-    await store.set_desired_state(claim.job_id, "cancelled")
+    await store.jobs.set_desired_state(claim.job_id, "cancelled")
     await redis_client.flushall()
-    job = await store.get_job(claim.job_id)
+    job = await store.jobs.get(claim.job_id)
     assert (job.desired_state, job.status) == ("cancelled", "starting")
 
 
 async def test_a_client_that_resumes_its_events_is_told_of_the_gap(
     store: Store, claim: Claim, redis_client: Redis
 ) -> None:
-    seen = await store.add_event(claim.job_id, "step", {"step": 1})
+    seen = await store.events.add(claim.job_id, "step", {"step": 1})
     await asyncio.sleep(0.002)  # the ids of both streams are milliseconds
     await redis_client.flushall()
-    await store.get_job(claim.job_id)
-    events = await store.read_events(claim.job_id, seen)
+    await store.jobs.get(claim.job_id)
+    events = await store.events.read(claim.job_id, seen)
     assert [event.type for event in events] == ["gap", "job.status"]
     assert events[0].data["resumed_after"] == seen
-    assert await store.read_events(claim.job_id, events[-1].id) == []
+    assert await store.events.read(claim.job_id, events[-1].id) == []
 
 
 async def test_metrics_come_back_from_the_file_of_the_job(
@@ -160,8 +160,8 @@ async def test_metrics_come_back_from_the_file_of_the_job(
         "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "rew'
     )
     await redis_client.flushall()
-    await store.get_job(claim.job_id)
-    assert await store.read_metrics(claim.job_id) == [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}]
+    await store.jobs.get(claim.job_id)
+    assert await store.metrics.read(claim.job_id) == [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}]
 
 
 async def test_a_server_that_lost_its_newest_writes_is_told_what_it_forgot(
@@ -169,22 +169,22 @@ async def test_a_server_that_lost_its_newest_writes_is_told_what_it_forgot(
 ) -> None:
     """A failover to a replica that was behind: nothing is missing, but all of it is old."""
     job = claim.job_id
-    await store.set_status(job, "running", token=claim.token)
+    await store.jobs.set_status(job, "running", token=claim.token)
     old = {name: await redis_client.dump(job_key(job, name)) for name in ("job", "trainer")}
     versions = [(await publish(store, claim, step)).version for step in range(2)]
-    later = await store.create_job('{"name": "later"}')
-    await store.release_job(job, claim.token)
-    heir = await store.claim_job("trainer-1")
+    later = await store.jobs.create('{"name": "later"}')
+    await store.jobs.release(job, claim.token)
+    heir = await store.jobs.claim("trainer-1")
     assert heir is not None
-    await store.set_desired_state(job, "paused")
+    await store.jobs.set_desired_state(job, "paused")
     for name, dumped in old.items():
         await redis_client.restore(job_key(job, name), 0, dumped, replace=True)
     await redis_client.delete(job_key(job, "versions"), job_key(later.id, "job"))
     assert await store.rebuild() == 2
-    record = await store.get_job(job)
+    record = await store.jobs.get(job)
     assert (record.epoch, record.attempt, record.desired_state, record.status) == (2, 2, "paused", "starting")
     assert record.policy_version == versions[-1]
-    assert (await store.get_job(later.id)).status == "queued"
+    assert (await store.jobs.get(later.id)).status == "queued"
     assert await store.rebuild() == 0
 
 
@@ -195,11 +195,11 @@ async def test_what_is_acknowledged_after_the_server_went_back_in_time_holds(
     job = claim.job_id
     old = await redis_client.dump(job_key(job, "job"))
     for desired in ("paused", "running", "paused"):
-        await store.set_desired_state(job, desired)
+        await store.jobs.set_desired_state(job, desired)
     await redis_client.restore(job_key(job, "job"), 0, old, replace=True)
-    await store.set_desired_state(job, "cancelled")
+    await store.jobs.set_desired_state(job, "cancelled")
     await redis_client.flushall()
-    assert (await store.get_job(job)).desired_state == "cancelled"
+    assert (await store.jobs.get(job)).desired_state == "cancelled"
 
 
 async def test_an_epoch_that_the_server_forgot_is_not_handed_out_again(
@@ -207,16 +207,16 @@ async def test_an_epoch_that_the_server_forgot_is_not_handed_out_again(
 ) -> None:
     """Even when nobody has told the server: its number would name two histories."""
     job = claim.job_id
-    await store.release_job(job, claim.token)
+    await store.jobs.release(job, claim.token)
     old = await redis_client.dump(job_key(job, "job"))
-    second = await store.claim_job("t")
+    second = await store.jobs.claim("t")
     assert second is not None
-    await store.release_job(job, second.token)
+    await store.jobs.release(job, second.token)
     await redis_client.restore(job_key(job, "job"), 0, old, replace=True)
-    third = await store.claim_job("t")
+    third = await store.jobs.claim("t")
     assert third is not None
     assert (second.epoch, third.epoch) == (2, 3)
-    assert (await store.get_job(job)).epoch == 3
+    assert (await store.jobs.get(job)).epoch == 3
 
 
 async def test_a_version_is_never_reused_whatever_the_server_forgets(
@@ -225,15 +225,15 @@ async def test_a_version_is_never_reused_whatever_the_server_forgets(
     job = claim.job_id
     names = {(await publish(store, claim, step)).label for step in range(3)}
     # handed out, its weights written, never published
-    unpublished = await store.next_version(job, claim.token)
+    unpublished = await store.versions.next(job, claim.token)
     (jobs_dir / job / "weights" / f"v{unpublished}").mkdir(parents=True)
     await redis_client.flushall()
-    heir = await store.claim_job("heir")
+    heir = await store.jobs.claim("heir")
     assert heir is not None
     after = await publish(store, heir, 1)
     assert after.version == unpublished + 1
     assert after.label not in names
-    assert [one.version for one in await store.versions(job)] == [0, 1, 2, 4]
+    assert [one.version for one in await store.versions.all(job)] == [0, 1, 2, 4]
 
 
 async def test_two_that_publish_one_number_are_told_apart_on_disk(
@@ -244,18 +244,18 @@ async def test_two_that_publish_one_number_are_told_apart_on_disk(
     await redis_client.delete(job_key(job, "versions"))
     await redis_client.hdel(job_key(job, "job"), "published_version")
     with pytest.raises(Conflict):
-        await store.publish_version(job, claim.token, manifest(job, 0, 9, 9))
+        await store.versions.publish(job, claim.token, manifest(job, 0, 9, 9))
 
 
 async def test_a_fenced_trainer_leaves_nothing_on_disk(
     store: Store, claim: Claim, redis_client: Redis, jobs_dir: Path
 ) -> None:
-    await store.release_job(claim.job_id, claim.token)
-    await store.claim_job("heir")
+    await store.jobs.release(claim.job_id, claim.token)
+    await store.jobs.claim("heir")
     before = sorted(path for path in (jobs_dir / claim.job_id).rglob("*"))
     for write in (
-        lambda: store.publish_version(claim.job_id, claim.token, manifest(claim.job_id, 0, 1, 0)),
-        lambda: store.set_status(claim.job_id, "failed", token=claim.token),
+        lambda: store.versions.publish(claim.job_id, claim.token, manifest(claim.job_id, 0, 1, 0)),
+        lambda: store.jobs.set_status(claim.job_id, "failed", token=claim.token),
     ):
         with pytest.raises(Fenced):
             await write()
@@ -267,7 +267,7 @@ async def test_what_was_written_last_holds_however_late_others_write(
 ) -> None:
     directory = JobRecords(JobDir(jobs_dir / claim.job_id))
     revision, fields = directory.newest_status()
-    await store.set_status(claim.job_id, "running", token=claim.token)
+    await store.jobs.set_status(claim.job_id, "running", token=claim.token)
     directory.write_status(revision - 1, {**fields, "status": "failed"})  # wakes up now
     assert directory.newest_status()[1]["status"] == "running"
     assert directory.newest_status()[0] == revision + 1
@@ -278,35 +278,35 @@ async def test_the_same_key_with_another_body_is_a_conflict_even_after_a_loss(
 ) -> None:
     await redis_client.flushall()
     with pytest.raises(JobConflict):
-        await store.create_job('{"name": "another"}', idempotency_key="key")
+        await store.jobs.create('{"name": "another"}', idempotency_key="key")
 
 
 async def test_a_job_that_was_accepted_and_no_more_is_queued(store: Store, redis_client: Redis, jobs_dir: Path) -> None:
-    job = await store.create_job('{"name": "x"}')
+    job = await store.jobs.create('{"name": "x"}')
     for path in (jobs_dir / job.id / "status").iterdir():
         path.unlink()
     await redis_client.flushall()
-    again = await store.get_job(job.id)
+    again = await store.jobs.get(job.id)
     assert again == job
 
 
 async def test_one_damaged_directory_keeps_no_other_job_away(
     store: Store, claim: Claim, redis_client: Redis, jobs_dir: Path
 ) -> None:
-    damaged = await store.create_job('{"name": "damaged"}')
+    damaged = await store.jobs.create('{"name": "damaged"}')
     (jobs_dir / damaged.id / "job.json").write_bytes(b'{"spec": ')
     (jobs_dir / "not a job").mkdir()
     (jobs_dir / "not a job" / "job.json").write_bytes(b"{}")
     await redis_client.flushall()
-    assert [job.id for job in await store.list_jobs()] == [claim.job_id]
+    assert [job.id for job in await store.jobs.page()] == [claim.job_id]
     with pytest.raises(JobNotFound):
-        await store.get_job(damaged.id)
+        await store.jobs.get(damaged.id)
 
 
 async def test_a_wipe_in_the_middle_of_a_rebuild_is_noticed(
     store: Store, redis_client: Redis, jobs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = {(await store.create_job("{}")).id for _ in range(4)}
+    jobs = {(await store.jobs.create("{}")).id for _ in range(4)}
     await redis_client.flushall()
     read, wiped = JobRecords.accepted, []
 
@@ -315,34 +315,34 @@ async def test_a_wipe_in_the_middle_of_a_rebuild_is_noticed(
         return read(directory)
 
     monkeypatch.setattr(JobRecords, "accepted", wipe_after_two)
-    listing = asyncio.create_task(store.list_jobs())
+    listing = asyncio.create_task(store.jobs.page())
     async with asyncio.timeout(10):
         while len(wiped) < 2:
             await asyncio.sleep(0)
     await redis_client.flushall()
     await listing
-    assert {job.id for job in await store.list_jobs()} == jobs
+    assert {job.id for job in await store.jobs.page()} == jobs
 
 
 async def test_many_processes_rebuild_at_once(
     store: Store, redis_client: Redis, jobs_dir: Path, new_client: Any
 ) -> None:
-    jobs = [(await store.create_job("{}")).id for _ in range(5)]
+    jobs = [(await store.jobs.create("{}")).id for _ in range(5)]
     await redis_client.flushall()
     others = [Store(new_client(), jobs_dir=JobsDir(jobs_dir)) for _ in range(4)]
-    for listed in await asyncio.gather(*(other.list_jobs() for other in others)):
+    for listed in await asyncio.gather(*(other.jobs.page() for other in others)):
         assert [job.id for job in listed] == jobs
 
 
 async def test_a_store_without_directories_writes_no_file(redis_client: Redis, jobs_dir: Path) -> None:
     store = Store(redis_client)
-    job = await store.create_job("{}")
+    job = await store.jobs.create("{}")
     assert await store.rebuild() == 0
     assert JobsDir(jobs_dir).accepted() == {}
     assert JobRecords(JobDir(jobs_dir / job.id)).newest_status() == (0, {})
     await redis_client.flushall()
     with pytest.raises(JobNotFound):
-        await store.get_job(job.id)
+        await store.jobs.get(job.id)
 
 
 def test_a_version_file_names_one_thing(tmp_path: Path) -> None:
@@ -370,9 +370,9 @@ async def test_a_server_that_is_wiped_while_a_state_is_written_down_gets_the_who
         return False  # as where the server counts again what is on disk
 
     monkeypatch.setattr(JobRecords, "write_status", wipe)
-    await store.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
-    assert [job.id for job in await store.list_jobs()] == [claim.job_id]
-    assert (await store.get_job(claim.job_id)).spec_data == {"name": "test"}
+    await store.jobs.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
+    assert [job.id for job in await store.jobs.page()] == [claim.job_id]
+    assert (await store.jobs.get(claim.job_id)).spec_data == {"name": "test"}
 
 
 async def test_versions_are_given_back_to_a_job_that_is_known_only(
@@ -392,8 +392,8 @@ async def test_versions_are_given_back_to_a_job_that_is_known_only(
 async def test_a_server_that_is_wiped_in_the_middle_of_a_claim_is_claimed_from_again(
     store: Store, redis_client: Redis, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    job = (await store.create_job("{}")).id
-    real = getattr(store._jobs, after)
+    job = (await store.jobs.create("{}")).id
+    real = getattr(store.jobs, after)
 
     async def then_wipe(*args: Any) -> Any:
         answer = await real(*args)
@@ -401,15 +401,15 @@ async def test_a_server_that_is_wiped_in_the_middle_of_a_claim_is_claimed_from_a
         return answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._jobs, after, then_wipe)
-        first = await store.claim_job("trainer")
+        patch.setattr(store.jobs, after, then_wipe)
+        first = await store.jobs.claim("trainer")
     if first is not None:  # it was restored in time, and somebody may have it: this one is fenced
         with pytest.raises(Fenced):
-            await store.beat_trainer(job, first.token)
-    claim = await store.claim_job("trainer")
+            await store.jobs.beat(job, first.token)
+    claim = await store.jobs.claim("trainer")
     assert claim is not None
     assert claim.job_id == job
-    await store.beat_trainer(job, claim.token)
+    await store.jobs.beat(job, claim.token)
 
 
 async def test_a_server_that_is_wiped_while_it_gets_its_jobs_back_gets_them_once_more(
@@ -427,4 +427,4 @@ async def test_a_server_that_is_wiped_while_it_gets_its_jobs_back_gets_them_once
 
     monkeypatch.setattr(Rebuild, "_restore_environments", then_wipe)
     assert await store.rebuild() == 1
-    assert [record["step"] for record in await store.read_metrics(claim.job_id)] == [1]
+    assert [record["step"] for record in await store.metrics.read(claim.job_id)] == [1]

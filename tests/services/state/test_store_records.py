@@ -35,52 +35,52 @@ def manifest(job: str, version: int, *, epoch: int = 1, step: int = 0, digest: s
 async def test_events_are_read_in_order_and_resumed_after_any_of_them(store: Store, claim: Claim) -> None:
     job = claim.job_id
     data = {"step": 41, "reward/mean": 0.1, "text": "Grüße, 世界"}
-    ids = [await store.add_event(job, "step", data | {"n": n}) for n in range(5)]
-    events = await store.read_events(job)
+    ids = [await store.events.add(job, "step", data | {"n": n}) for n in range(5)]
+    events = await store.events.read(job)
     assert [event.id for event in events[-5:]] == ids
     assert events[-1].data == data | {"n": 4}
     assert events[-1].created_at.endswith("Z")
     for position, event in enumerate(events):
-        assert await store.read_events(job, event.id) == events[position + 1 :]
-    assert await store.read_events(job, "0", count=2) == events[:2]
+        assert await store.events.read(job, event.id) == events[position + 1 :]
+    assert await store.events.read(job, "0", count=2) == events[:2]
 
 
 async def test_a_reader_waits_for_the_next_event(store: Store, claim: Claim) -> None:
-    last = (await store.read_events(claim.job_id))[-1].id
-    waiting = asyncio.create_task(store.read_events(claim.job_id, last, block_ms=5000))
-    event_id = await store.add_event(claim.job_id, "log", {"message": "x"})
+    last = (await store.events.read(claim.job_id))[-1].id
+    waiting = asyncio.create_task(store.events.read(claim.job_id, last, block_ms=5000))
+    event_id = await store.events.add(claim.job_id, "log", {"message": "x"})
     assert [event.id for event in await waiting] == [event_id]
-    assert await store.read_events(claim.job_id, event_id, block_ms=1) == []
+    assert await store.events.read(claim.job_id, event_id, block_ms=1) == []
 
 
 async def test_an_event_whose_reply_is_lost_is_added_once(
     proxy: LossyProxy, lossy_client: Redis, store: Store, claim: Claim
 ) -> None:
     proxy.disturb(b"gspo_add_event", lose_reply={0, 1})
-    event_id = await Store(lossy_client).add_event(claim.job_id, "log", {})
-    assert [event.id for event in await store.read_events(claim.job_id) if event.type == "log"] == [event_id]
+    event_id = await Store(lossy_client).events.add(claim.job_id, "log", {})
+    assert [event.id for event in await store.events.read(claim.job_id) if event.type == "log"] == [event_id]
 
 
 async def test_trimmed_history_is_announced_exactly(store: Store, claim: Claim) -> None:
     job = claim.job_id
-    await store.trim_events(job, 0)
-    ids = [await store.add_event(job, "log", {"n": n}) for n in range(10)]
-    await store.trim_events(job, 4)
+    await store.events.trim(job, 0)
+    ids = [await store.events.add(job, "log", {"n": n}) for n in range(10)]
+    await store.events.trim(job, 4)
 
     def of(events: list[JobEvent]) -> list[tuple[str, str]]:
         return [(event.type, event.id) for event in events]
 
     rest = [("log", event_id) for event_id in ids[6:]]
     for missed in ("0", ids[0], ids[4]):
-        [gap, *events] = await store.read_events(job, missed)
+        [gap, *events] = await store.events.read(job, missed)
         assert gap.type == "gap"
         assert gap.data == {"resumed_after": missed, "first_available": ids[6]}
         assert of(events) == rest
-        assert of(await store.read_events(job, gap.id)) == rest, "who resumes after the gap is not told twice"
-    assert of(await store.read_events(job, ids[5])) == rest, "nothing after it is gone"
-    assert of(await store.read_events(job, ids[7])) == rest[2:]
-    await store.trim_events(job, 0)
-    [gap] = await store.read_events(job, ids[7])
+        assert of(await store.events.read(job, gap.id)) == rest, "who resumes after the gap is not told twice"
+    assert of(await store.events.read(job, ids[5])) == rest, "nothing after it is gone"
+    assert of(await store.events.read(job, ids[7])) == rest[2:]
+    await store.events.trim(job, 0)
+    [gap] = await store.events.read(job, ids[7])
     assert gap.data == {"resumed_after": ids[7], "first_available": None}
 
 
@@ -94,18 +94,18 @@ async def test_events_are_bounded(store: Store, claim: Claim, redis_client: Redi
     assert 10_000 <= await redis_client.xlen(job_key(job, "events")) < 10_500
     # events of the store itself have no nonce
     assert await redis_client.hlen(job_key(job, "event_nonces")) == await redis_client.xlen(job_key(job, "events"))
-    assert (await store.read_events(job, "0", count=1))[0].type == "gap"
+    assert (await store.events.read(job, "0", count=1))[0].type == "gap"
 
 
 @pytest.mark.parametrize("after", ["", "x", "-1", "5-", "1-2-3", "$", "1" * 17, "0\n"])
 async def test_a_position_that_is_none_is_refused(store: Store, claim: Claim, after: str) -> None:
     with pytest.raises(InvalidCursor):
-        await store.read_events(claim.job_id, after)
+        await store.events.read(claim.job_id, after)
 
 
 async def test_an_event_is_json(store: Store, claim: Claim) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        await store.add_event(claim.job_id, "step", {"loss": math.nan})
+        await store.events.add(claim.job_id, "step", {"loss": math.nan})
 
 
 # Versions
@@ -113,42 +113,42 @@ async def test_an_event_is_json(store: Store, claim: Claim) -> None:
 
 async def test_versions_count_from_zero_and_are_never_handed_out_twice(store: Store, claim: Claim) -> None:
     job, token = claim.job_id, claim.token
-    assert await store.current_version(job) is None
-    handed_out = [await store.next_version(job, token) for _ in range(3)]
+    assert await store.versions.current(job) is None
+    handed_out = [await store.versions.next(job, token) for _ in range(3)]
     assert handed_out == [0, 1, 2]
-    assert await store.next_version(job, token, at_least=37) == 37
-    await store.publish_version(job, token, manifest(job, 50))
-    assert await store.next_version(job, token, at_least=4) == 51
+    assert await store.versions.next(job, token, at_least=37) == 37
+    await store.versions.publish(job, token, manifest(job, 50))
+    assert await store.versions.next(job, token, at_least=4) == 51
 
 
 async def test_a_lost_reply_wastes_a_number_at_most(
     proxy: LossyProxy, lossy_client: Redis, store: Store, claim: Claim
 ) -> None:
     proxy.disturb(b"gspo_next_version", lose_reply={0})
-    first = await Store(lossy_client).next_version(claim.job_id, claim.token)
-    assert await store.next_version(claim.job_id, claim.token) > first
+    first = await Store(lossy_client).versions.next(claim.job_id, claim.token)
+    assert await store.versions.next(claim.job_id, claim.token) > first
 
 
 async def test_published_versions_are_kept_as_they_were(store: Store, claim: Claim) -> None:
     job, token = claim.job_id, claim.token
     published = [manifest(job, 0), manifest(job, 2, step=1), manifest(job, 10, epoch=2, step=1)]
     for one in published:
-        await store.publish_version(job, token, one)
-        await store.publish_version(job, token, one)
-        assert await store.current_version(job) == one
-    assert await store.versions(job) == published
-    assert (await store.get_job(job)).policy_version == 10
+        await store.versions.publish(job, token, one)
+        await store.versions.publish(job, token, one)
+        assert await store.versions.current(job) == one
+    assert await store.versions.all(job) == published
+    assert (await store.jobs.get(job)).policy_version == 10
 
 
 async def test_a_version_never_names_two_weight_sets(store: Store, claim: Claim) -> None:
     job, token = claim.job_id, claim.token
-    await store.publish_version(job, token, manifest(job, 3))
+    await store.versions.publish(job, token, manifest(job, 3))
     for other in (manifest(job, 3, digest="f"), manifest(job, 3, step=1), manifest(job, 2)):
         with pytest.raises(Conflict):
-            await store.publish_version(job, token, other)
+            await store.versions.publish(job, token, other)
     with pytest.raises(ValueError, match="no version of job"):
-        await store.publish_version(job, token, manifest("other", 4))
-    assert await store.versions(job) == [manifest(job, 3)]
+        await store.versions.publish(job, token, manifest("other", 4))
+    assert await store.versions.all(job) == [manifest(job, 3)]
 
 
 # Metrics
@@ -165,19 +165,19 @@ async def test_metrics_keep_every_bit_and_their_order(store: Store, claim: Claim
         "zero": -0.0,
     }
     for step in (10, 2, 0):
-        await store.add_metrics(job, step, values)
-    rows = await store.read_metrics(job)
+        await store.metrics.add(job, step, values)
+    rows = await store.metrics.read(job)
     assert [row["step"] for row in rows] == [0, 2, 10]
     assert all({name: row[name] for name in values} == values for row in rows)
-    assert [row["step"] for row in await store.read_metrics(job, 2)] == [2, 10]
-    assert await store.read_metrics(job, 11) == []
+    assert [row["step"] for row in await store.metrics.read(job, 2)] == [2, 10]
+    assert await store.metrics.read(job, 11) == []
 
 
 async def test_a_step_that_runs_again_replaces_what_it_said(store: Store, claim: Claim) -> None:
-    await store.add_metrics(claim.job_id, 1, {"loss": 1.0, "reward/mean": 0.5})
-    await store.add_metrics(claim.job_id, 1, {"loss": 2.0})
-    await store.add_metrics(claim.job_id, 1, {"eval/success": 0.25})
-    assert await store.read_metrics(claim.job_id) == [
+    await store.metrics.add(claim.job_id, 1, {"loss": 1.0, "reward/mean": 0.5})
+    await store.metrics.add(claim.job_id, 1, {"loss": 2.0})
+    await store.metrics.add(claim.job_id, 1, {"eval/success": 0.25})
+    assert await store.metrics.read(claim.job_id) == [
         {"step": 1, "eval/success": 0.25, "loss": 2.0, "reward/mean": 0.5}
     ]
 
@@ -185,8 +185,8 @@ async def test_a_step_that_runs_again_replaces_what_it_said(store: Store, claim:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 async def test_a_metric_is_a_finite_number(store: Store, claim: Claim, value: float) -> None:
     with pytest.raises(ValueError, match="loss of step 1 is not a finite number"):
-        await store.add_metrics(claim.job_id, 1, {"reward": 1.0, "loss": value})
-    assert await store.read_metrics(claim.job_id) == []
+        await store.metrics.add(claim.job_id, 1, {"reward": 1.0, "loss": value})
+    assert await store.metrics.read(claim.job_id) == []
 
 
 # Environments
@@ -195,107 +195,107 @@ async def test_a_metric_is_a_finite_number(store: Store, claim: Claim, value: fl
 async def test_the_first_description_of_an_environment_holds(store: Store, claim: Claim) -> None:
     job = claim.job_id
     first = {"num_tasks": {"train": 100, "eval": 20}, "name": "calculator"}
-    assert await store.environment_description(job, 0) is None
-    assert await store.describe_environment(job, 0, first) == first
-    assert await store.describe_environment(job, 0, {"num_tasks": {"train": 1}}) == first
-    assert await store.describe_environment(job, 1, {"num_tasks": {"train": 1}}) != first
-    assert await store.environment_description(job, 0) == first
+    assert await store.environments.get(job, 0) is None
+    assert await store.environments.describe(job, 0, first) == first
+    assert await store.environments.describe(job, 0, {"num_tasks": {"train": 1}}) == first
+    assert await store.environments.describe(job, 1, {"num_tasks": {"train": 1}}) != first
+    assert await store.environments.get(job, 0) == first
 
 
 # Engines and workers
 
 
 async def test_engines_and_workers_are_listed_with_their_beats(store: Store) -> None:
-    await store.register_engine(EngineRecord(id="e1", url="http://a"))
-    await store.register_engine(EngineRecord(id="e0", url="http://b"))
-    await store.register_engine(EngineRecord(id="e1", url="http://c"))
-    await store.register_worker(WorkerRecord(id="w"))
-    assert await store.engines() == [
+    await store.fleet.register_engine(EngineRecord(id="e1", url="http://a"))
+    await store.fleet.register_engine(EngineRecord(id="e0", url="http://b"))
+    await store.fleet.register_engine(EngineRecord(id="e1", url="http://c"))
+    await store.fleet.register_worker(WorkerRecord(id="w"))
+    assert await store.fleet.engines() == [
         EngineRecord(id="e0", url="http://b", beats=1),
         EngineRecord(id="e1", url="http://c", beats=2),
     ]
-    assert await store.workers() == [WorkerRecord(id="w", beats=1)]
-    await store.remove_engine("e1")
-    await store.remove_worker("w")
-    assert [engine.id for engine in await store.engines()] == ["e0"]
-    assert await store.workers() == []
+    assert await store.fleet.workers() == [WorkerRecord(id="w", beats=1)]
+    await store.fleet.remove_engine("e1")
+    await store.fleet.remove_worker("w")
+    assert [engine.id for engine in await store.fleet.engines()] == ["e0"]
+    assert await store.fleet.workers() == []
 
 
 @pytest.mark.parametrize("name", [None, "", 3])
 async def test_a_record_names_what_it_is_about(store: Store, name: Any) -> None:
     with pytest.raises(ValueError, match="under 'id'"):
-        await store.register_engine(EngineRecord(id=name))
+        await store.fleet.register_engine(EngineRecord(id=name))
 
 
 async def test_an_engine_drains_until_that_is_taken_back_or_it_is_gone(store: Store, claim: Claim) -> None:
     for name in ("e0", "e1"):
-        await store.register_engine(EngineRecord(id=name))
-    await store.bind_engine(claim.job_id, claim.token, "e0")
+        await store.fleet.register_engine(EngineRecord(id=name))
+    await store.fleet.bind(claim.job_id, claim.token, "e0")
     for _ in range(2):
-        await store.drain_engine("e0")
-    assert [(one.job, one.draining) for one in await store.engines()] == [
+        await store.fleet.drain_engine("e0")
+    assert [(one.job, one.draining) for one in await store.fleet.engines()] == [
         (claim.job_id, True),
         (None, False),
     ]
-    await store.drain_engine("e0", False)
-    assert not any(one.draining for one in await store.engines())
-    await store.drain_engine("e1")
-    await store.remove_engine("e1")
-    await store.register_engine(EngineRecord(id="e1"))
-    assert not any(one.draining for one in await store.engines())
+    await store.fleet.drain_engine("e0", False)
+    assert not any(one.draining for one in await store.fleet.engines())
+    await store.fleet.drain_engine("e1")
+    await store.fleet.remove_engine("e1")
+    await store.fleet.register_engine(EngineRecord(id="e1"))
+    assert not any(one.draining for one in await store.fleet.engines())
 
 
 async def test_an_engine_serves_one_job_at_a_time(store: Store, claim: Claim) -> None:
-    await store.create_job("{}")
-    other = await store.claim_job("other")
+    await store.jobs.create("{}")
+    other = await store.jobs.claim("other")
     assert other is not None
-    await store.register_engine(EngineRecord(id="e"))
-    assert await store.bind_engine(claim.job_id, claim.token, "e") is True
-    assert await store.bind_engine(claim.job_id, claim.token, "e") is True
-    assert await store.bind_engine(other.job_id, other.token, "e") is False
-    await store.unbind_engine(other.job_id, other.token, "e")
-    assert (await store.engines())[0].job == claim.job_id
-    await store.unbind_engine(claim.job_id, claim.token, "e")
-    assert await store.bind_engine(other.job_id, other.token, "e") is True
+    await store.fleet.register_engine(EngineRecord(id="e"))
+    assert await store.fleet.bind(claim.job_id, claim.token, "e") is True
+    assert await store.fleet.bind(claim.job_id, claim.token, "e") is True
+    assert await store.fleet.bind(other.job_id, other.token, "e") is False
+    await store.fleet.unbind(other.job_id, other.token, "e")
+    assert (await store.fleet.engines())[0].job == claim.job_id
+    await store.fleet.unbind(claim.job_id, claim.token, "e")
+    assert await store.fleet.bind(other.job_id, other.token, "e") is True
     with pytest.raises(Missing):
-        await store.bind_engine(other.job_id, other.token, "no engine")
+        await store.fleet.bind(other.job_id, other.token, "no engine")
 
 
 async def test_only_who_holds_an_engine_says_how_it_is(store: Store, claim: Claim) -> None:
-    await store.register_engine(EngineRecord(id="e"))
-    assert not await store.mark_engine(claim.job_id, claim.token, "e", EngineReport(EngineState.READY))
-    await store.bind_engine(claim.job_id, claim.token, "e")
-    assert await store.mark_engine(claim.job_id, claim.token, "e", EngineReport(EngineState.DIRTY))
-    assert not await store.mark_engine(claim.job_id, "another", "e", EngineReport(EngineState.READY))
-    await store.register_engine(EngineRecord(id="e"))  # a beat says nothing about it
-    assert (await store.engines())[0].state == "dirty"
-    await store.unbind_engine(claim.job_id, claim.token, "e")
-    assert (await store.engines())[0].report is None
+    await store.fleet.register_engine(EngineRecord(id="e"))
+    assert not await store.fleet.mark(claim.job_id, claim.token, "e", EngineReport(EngineState.READY))
+    await store.fleet.bind(claim.job_id, claim.token, "e")
+    assert await store.fleet.mark(claim.job_id, claim.token, "e", EngineReport(EngineState.DIRTY))
+    assert not await store.fleet.mark(claim.job_id, "another", "e", EngineReport(EngineState.READY))
+    await store.fleet.register_engine(EngineRecord(id="e"))  # a beat says nothing about it
+    assert (await store.fleet.engines())[0].state == "dirty"
+    await store.fleet.unbind(claim.job_id, claim.token, "e")
+    assert (await store.fleet.engines())[0].report is None
 
 
 async def test_an_engine_of_a_finished_job_is_free(store: Store, claim: Claim) -> None:
-    await store.create_job("{}")
-    other = await store.claim_job("other")
+    await store.jobs.create("{}")
+    other = await store.jobs.claim("other")
     assert other is not None
-    await store.register_engine(EngineRecord(id="e"))
-    await store.bind_engine(claim.job_id, claim.token, "e")
-    await store.mark_engine(claim.job_id, claim.token, "e", EngineReport(EngineState.READY))
-    await store.set_status(claim.job_id, "failed", token=claim.token)
-    (engine,) = await store.engines()
+    await store.fleet.register_engine(EngineRecord(id="e"))
+    await store.fleet.bind(claim.job_id, claim.token, "e")
+    await store.fleet.mark(claim.job_id, claim.token, "e", EngineReport(EngineState.READY))
+    await store.jobs.set_status(claim.job_id, "failed", token=claim.token)
+    (engine,) = await store.fleet.engines()
     assert (engine.job, engine.state) == (None, None), "its trainer may have died before it gave it back"
-    assert (await store.processes()).engines[0].job is None
-    assert await store.bind_engine(other.job_id, other.token, "e") is True
+    assert (await store.fleet.everyone()).engines[0].job is None
+    assert await store.fleet.bind(other.job_id, other.token, "e") is True
 
 
 async def test_a_new_owner_inherits_the_engine_and_the_old_one_cannot_give_it_away(store: Store, claim: Claim) -> None:
-    await store.register_engine(EngineRecord(id="e"))
-    await store.bind_engine(claim.job_id, claim.token, "e")
-    await store.release_job(claim.job_id, claim.token)
-    heir = await store.claim_job("heir")
+    await store.fleet.register_engine(EngineRecord(id="e"))
+    await store.fleet.bind(claim.job_id, claim.token, "e")
+    await store.jobs.release(claim.job_id, claim.token)
+    heir = await store.jobs.claim("heir")
     assert heir is not None
-    assert await store.bind_engine(heir.job_id, heir.token, "e") is True
-    await store.unbind_engine(claim.job_id, claim.token, "e")
-    assert (await store.engines())[0].job == claim.job_id
+    assert await store.fleet.bind(heir.job_id, heir.token, "e") is True
+    await store.fleet.unbind(claim.job_id, claim.token, "e")
+    assert (await store.fleet.engines())[0].job == claim.job_id
 
 
 # The library
@@ -309,7 +309,7 @@ async def test_the_library_is_loaded_once_and_by_whoever_misses_it(redis_client:
     after = (await redis_client.info("commandstats"))["cmdstat_function|load"]["calls"]
     assert after == before
     await redis_client.function_flush()
-    await Store(redis_client).beat_trainer(claim.job_id, claim.token)
+    await Store(redis_client).jobs.beat(claim.job_id, claim.token)
 
 
 async def test_many_processes_load_the_library_at_once(redis_client: Redis) -> None:
@@ -338,14 +338,14 @@ def test_a_job_id_cannot_escape_from_its_hash_tag(job: str) -> None:
 
 
 async def test_every_key_of_a_job_lies_in_its_slot(store: Store, claim: Claim, redis_client: Redis) -> None:
-    await store.register_engine(EngineRecord(id="e"))
+    await store.fleet.register_engine(EngineRecord(id="e"))
     tags = set()
     async for key in redis_client.scan_iter():
         prefix, tag, _name = key.decode().split(":")
         assert prefix == "gspo"
         tags.add(tag)
     assert tags == {f"{{{claim.job_id}}}", "{service}"}
-    msgspec.json.encode(await store.engines())
+    msgspec.json.encode(await store.fleet.engines())
 
 
 # What nobody renews any more
@@ -354,9 +354,9 @@ async def test_every_key_of_a_job_lies_in_its_slot(store: Store, claim: Claim, r
 async def test_a_write_about_a_job_that_is_not_there_makes_no_key(store: Store, redis_client: Redis) -> None:
     """A worker that outlived its server's memory must not make half of a job."""
     writes = [
-        store.add_event("job_gone", "env.health", {}),
-        store.add_metrics("job_gone", 1, {"x": 1.0}),
-        store.describe_environment("job_gone", 0, {}),
+        store.events.add("job_gone", "env.health", {}),
+        store.metrics.add("job_gone", 1, {"x": 1.0}),
+        store.environments.describe("job_gone", 0, {}),
     ]
     for write in writes:
         with pytest.raises(JobNotFound):
@@ -365,7 +365,7 @@ async def test_a_write_about_a_job_that_is_not_there_makes_no_key(store: Store, 
 
 
 async def test_idempotency_keys_are_bounded_and_the_oldest_go(store: Store, redis_client: Redis) -> None:
-    first = await store.create_job("{}", idempotency_key="first")
+    first = await store.jobs.create("{}", idempotency_key="first")
     keys = service_keys()
     async with redis_client.pipeline(transaction=False) as pipeline:
         for number in range(10_000):
@@ -375,27 +375,27 @@ async def test_idempotency_keys_are_bounded_and_the_oldest_go(store: Store, redi
     assert await redis_client.zcard(service_key("idempotency_order")) == 10_000
     assert await redis_client.hget(service_key("idempotency"), "digest0") == b"job_0"
     # the oldest one is forgotten, hence a new job
-    assert (await store.create_job("{}", idempotency_key="first")).id != first.id
+    assert (await store.jobs.create("{}", idempotency_key="first")).id != first.id
 
 
 async def test_who_is_silent_while_all_others_show_up_is_forgotten(store: Store, redis_client: Redis) -> None:
     bus = Bus(redis_client)
     for name in ("dead", "alive"):
-        await store.register_worker(WorkerRecord(id=name))
-        await store.register_trainer(TrainerRecord(id=name, device="cpu"))
+        await store.fleet.register_worker(WorkerRecord(id=name))
+        await store.fleet.register_trainer(TrainerRecord(id=name, device="cpu"))
     lost = await bus.join("dead")
     alive = await bus.join("alive")
     for _ in range(300):
-        await store.register_worker(WorkerRecord(id="alive"))
-        await store.register_trainer(TrainerRecord(id="alive", device="cpu"))
-    assert {worker.id for worker in await store.workers()} == {"alive", "dead"}
+        await store.fleet.register_worker(WorkerRecord(id="alive"))
+        await store.fleet.register_trainer(TrainerRecord(id="alive", device="cpu"))
+    assert {worker.id for worker in await store.fleet.workers()} == {"alive", "dead"}
     for _ in range(150):
-        await store.register_worker(WorkerRecord(id="alive"))
+        await store.fleet.register_worker(WorkerRecord(id="alive"))
         await bus.beat("alive", alive)
-        await store.register_trainer(TrainerRecord(id="alive", device="cpu"))
-        await store.register_trainer(TrainerRecord(id="alive", device="cpu"))
-    assert [worker.id for worker in await store.workers()] == ["alive"]
-    assert [trainer.id for trainer in await store.trainers()] == ["alive"]
+        await store.fleet.register_trainer(TrainerRecord(id="alive", device="cpu"))
+        await store.fleet.register_trainer(TrainerRecord(id="alive", device="cpu"))
+    assert [worker.id for worker in await store.fleet.workers()] == ["alive"]
+    assert [trainer.id for trainer in await store.fleet.trainers()] == ["alive"]
     assert await redis_client.hkeys(service_key("lease_tokens")) == [b"alive"]
     assert await redis_client.zcard(service_key("worker_signs")) == 1
     with pytest.raises(Fenced):
@@ -407,18 +407,18 @@ async def test_who_beats_is_not_forgotten_although_it_never_registers(store: Sto
     token = await bus.join("quiet")
     for _ in range(40):
         for _ in range(25):
-            await store.register_worker(WorkerRecord(id="loud"))
+            await store.fleet.register_worker(WorkerRecord(id="loud"))
         await bus.beat("quiet", token)
 
 
 async def test_an_engine_that_is_bound_is_kept_however_silent_it_is(store: Store, claim: Claim) -> None:
     functions = Functions(store._functions.redis)
-    await store.register_engine(EngineRecord(id="bound"))
-    await store.bind_engine(claim.job_id, claim.token, "bound")
-    await store.register_engine(EngineRecord(id="idle"))
+    await store.fleet.register_engine(EngineRecord(id="bound"))
+    await store.fleet.bind(claim.job_id, claim.token, "bound")
+    await store.fleet.register_engine(EngineRecord(id="idle"))
     await functions.redis.hset(service_key("signs"), "engine", 10_000_000)
-    await store.register_engine(EngineRecord(id="new"))
-    assert [engine.id for engine in await store.engines()] == ["bound", "new"]
+    await store.fleet.register_engine(EngineRecord(id="new"))
+    assert [engine.id for engine in await store.fleet.engines()] == ["bound", "new"]
 
 
 # The table of versions
@@ -427,8 +427,8 @@ async def test_an_engine_that_is_bound_is_kept_however_silent_it_is(store: Store
 async def test_the_parent_of_a_version_is_what_it_was_trained_from(store: Store, claim: Claim) -> None:
     job = claim.job_id
     for version, epoch, step in [(0, 1, 0), (1, 1, 1), (2, 1, 2), (3, 1, 3), (4, 2, 2), (5, 2, 3)]:
-        await store.publish_version(job, claim.token, manifest(job, version, epoch=epoch, step=step))
-    assert await store.version_table(job) == [
+        await store.versions.publish(job, claim.token, manifest(job, version, epoch=epoch, step=step))
+    assert await store.versions.table(job) == [
         Version(0, 1, 0, None),
         Version(1, 1, 1, 0),
         Version(2, 1, 2, 1),

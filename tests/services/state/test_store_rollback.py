@@ -45,10 +45,10 @@ class Run:
 
     async def publish(self, step: int) -> WeightsManifest:
         job, token = self.claim.job_id, self.claim.token
-        version = await self.store.next_version(job, token)
+        version = await self.store.versions.next(job, token)
         manifest = self.weights.write(version, self.claim.epoch, step, self._save)
-        await self.store.publish_version(job, token, manifest)
-        await self.store.update_progress(job, token, step, version)
+        await self.store.versions.publish(job, token, manifest)
+        await self.store.jobs.update_progress(job, token, step, version)
         self.published.append(manifest)
         return manifest
 
@@ -68,7 +68,7 @@ class Run:
 
 async def first_run(store: Store, bus: Bus, job_dir: Path) -> tuple[Run, str]:
     """37 versions, a checkpoint every five steps, and a worker that plays a group of the time after the last one."""
-    claim = await store.claim_job("trainer-0")
+    claim = await store.jobs.claim("trainer-0")
     assert claim is not None
     run = Run(store, claim, job_dir)
     await run.resume()
@@ -91,17 +91,17 @@ async def test_no_label_names_two_weight_sets_and_no_token_is_younger_than_the_t
 ) -> None:
     jobs_dir = tmp_path / "jobs"
     store = Store(redis_client, jobs_dir=JobsDir(jobs_dir))
-    job = (await store.create_job("{}")).id
+    job = (await store.jobs.create("{}")).id
     dead, worker = await first_run(store, bus, jobs_dir / job)
     for directory in (jobs_dir / job / "checkpoints").glob("ep*-step*"):
         if int(directory.name[-6:]) > LAST_CHECKPOINT:
             shutil.rmtree(directory)
     # Weights of old versions are collected in the course of time: their numbers must not come free by that.
     dead.weights.collect({LAST_CHECKPOINT})
-    await store.release_job(job, dead.claim.token)
+    await store.jobs.release(job, dead.claim.token)
     if loss == "redis lost":
         await redis_client.flushall()
-    claim = await store.claim_job("trainer-1")
+    claim = await store.jobs.claim("trainer-1")
     assert claim is not None
     heir = Run(store, claim, jobs_dir / job)
     assert await heir.resume() == Position(1, LAST_CHECKPOINT)
@@ -110,7 +110,7 @@ async def test_no_label_names_two_weight_sets_and_no_token_is_younger_than_the_t
     await heir.publish(current)
     forks = heir.checkpoints.forks()
     while current < NUM_VERSIONS + 3:
-        table = {one.version: Position(one.epoch, one.step) for one in await store.versions(job)}
+        table = {one.version: Position(one.epoch, one.step) for one in await store.versions.all(job)}
         versions = np.array(sorted(table), dtype=np.int32)
         ages = token_staleness(versions, table, Position(claim.epoch, current), forks)
         for version, age in zip(versions.tolist(), ages.tolist(), strict=True):
@@ -124,8 +124,8 @@ async def test_no_label_names_two_weight_sets_and_no_token_is_younger_than_the_t
     # the same step twice, with other weights: that is why a step names nothing
     twice = [one for one in everything if one.step == LAST_CHECKPOINT + 5]
     assert len({one.files[0].sha256 for one in twice}) == 2
-    assert await store.versions(job) == everything
-    parents = {one.version: one.parent for one in await store.version_table(job)}
+    assert await store.versions.all(job) == everything
+    parents = {one.version: one.parent for one in await store.versions.table(job)}
     assert parents[heir.published[0].version] == LAST_CHECKPOINT
     await the_dead_epoch_is_fenced(store, bus, dead.claim, worker, claim)
 
@@ -140,8 +140,8 @@ async def the_dead_epoch_is_fenced(store: Store, bus: Bus, dead: Claim, worker: 
         bus.restart(key, worker, 1),
         bus.dispatch(job, dead.token, 31, size=1, split=Split.TRAIN, task_index=0),
         bus.commit(job, dead.token, 37, [30]),
-        store.next_version(job, dead.token),
-        store.update_progress(job, dead.token, 37, 37),
+        store.versions.next(job, dead.token),
+        store.jobs.update_progress(job, dead.token, 37, 37),
     ):
         with pytest.raises(Fenced):
             await late
@@ -160,15 +160,15 @@ async def test_a_server_that_forgets_hands_out_no_number_again(
     redis_client: Redis, tmp_path: Path, forgets: str
 ) -> None:
     store = Store(redis_client, jobs_dir=JobsDir(tmp_path))
-    job = (await store.create_job("{}")).id
+    job = (await store.jobs.create("{}")).id
     labels: list[str] = []
     for _ in range(6):
-        claim = await store.claim_job("t")
+        claim = await store.jobs.claim("t")
         assert claim is not None
         run = Run(store, claim, tmp_path / job)
         await run.resume()
         labels += [(await run.publish(step)).label for step in range(3)]
-        await store.release_job(job, claim.token)
+        await store.jobs.release(job, claim.token)
         if forgets == "all":
             await redis_client.flushall()
         else:

@@ -60,27 +60,27 @@ async def worker(bus: Bus, job: str, lease_s: float) -> None:
 
 
 async def trainer(bus: Bus, store: Store, job: str, lease_s: float) -> None:
-    claim = await store.claim_job("zombie")
+    claim = await store.jobs.claim("zombie")
     assert claim is not None
     token = claim.token
     await bus.dispatch(job, token, 0, size=1, split=Split.TRAIN, task_index=0)
-    version = await store.next_version(job, token)
+    version = await store.versions.next(job, token)
     manifest = WeightsManifest(job, version, claim.epoch, 0, (WeightFile("m", 1, "0" * 64),))
     print(json.dumps({"epoch": claim.epoch}), flush=True)
-    await beat_until_fenced(lambda: store.beat_trainer(job, token), lease_s)
+    await beat_until_fenced(lambda: store.jobs.beat(job, token), lease_s)
     await try_all(
         {
             "dispatch": lambda: bus.dispatch(job, token, 1, size=1, split=Split.TRAIN, task_index=0),
             "commit": lambda: bus.commit(job, token, 1, [0]),
-            "status": lambda: store.set_status(job, "failed", token=token),
-            "progress": lambda: store.update_progress(job, token, 99, 99),
-            "next version": lambda: store.next_version(job, token),
-            "publish": lambda: store.publish_version(job, token, manifest),
-            "event": lambda: store.add_event(job, "step", {"step": 99}, token=token),
-            "metrics": lambda: store.add_metrics(job, 99, {"reward/mean": 99.0}, token=token),
-            "epoch": lambda: store.raise_epoch(job, token, 99),
-            "bind": lambda: store.bind_engine(job, token, "engine"),
-            "release": lambda: store.release_job(job, token),
+            "status": lambda: store.jobs.set_status(job, "failed", token=token),
+            "progress": lambda: store.jobs.update_progress(job, token, 99, 99),
+            "next version": lambda: store.versions.next(job, token),
+            "publish": lambda: store.versions.publish(job, token, manifest),
+            "event": lambda: store.events.add(job, "step", {"step": 99}, token=token),
+            "metrics": lambda: store.metrics.add(job, 99, {"reward/mean": 99.0}, token=token),
+            "epoch": lambda: store.jobs.raise_epoch(job, token, 99),
+            "bind": lambda: store.fleet.bind(job, token, "engine"),
+            "release": lambda: store.jobs.release(job, token),
         }
     )
 

@@ -46,7 +46,8 @@ from services.trainer.fleet.engines import EnginePool
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.ranks.learner import AnyLearner
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 from services.trainer.worker import TrainerWorker
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport, language
@@ -256,7 +257,7 @@ class Loop:
         return TrainerWorker(self.store, self.bus, name, attempts, lease_s=LEASE_S)
 
     async def claim(self) -> Claim:
-        while (claim := await self.store.claim_job("trainer")) is None:
+        while (claim := await self.store.jobs.claim("trainer")) is None:
             self.clock.now += LEASE_S / 5
         return claim
 
@@ -267,7 +268,7 @@ class Loop:
                 token = await self.bus.join("player")
                 while True:
                     with contextlib.suppress(JobNotFound):  # a server that was wiped is given its jobs back later
-                        await self.store.describe_environment(self.job, 0, DESCRIPTION)
+                        await self.store.environments.describe(self.job, 0, DESCRIPTION)
                     await self.bus.beat("player", token)
                     await self.bus.reap(self.job)
                     for lease in await self.bus.lease(self.job, "player", token, 8):
@@ -338,8 +339,8 @@ async def a_loop(redis: Redis, root: Path, spec: JobSpec, patch: pytest.MonkeyPa
     clock = Clock()
     bus, store = Bus(redis), Store(redis, lease_s=LEASE_S, clock=clock, max_attempts=10_000, jobs_dir=JobsDir(root))
     await bus.load_functions()
-    job = (await store.create_job(spec.model_dump_json())).id
-    await store.describe_environment(job, 0, DESCRIPTION)
+    job = (await store.jobs.create(spec.model_dump_json())).id
+    await store.environments.describe(job, 0, DESCRIPTION)
     engine = ScriptedEngine(spec.model, vocab_size=VOCABULARY, script=lambda ids: sample_turn(engine.weights, ids)[0])
     transport = ScriptedTransport({"engine": engine})
     async with httpx.AsyncClient(transport=transport) as http:
@@ -400,8 +401,8 @@ class Killed(BaseException):
 
 # What a trainer tells those who outlive it. Between two of these it may die at any moment, and nobody sees which.
 WRITES = {
-    *("begin_epoch", "write", "collect", "dispatch", "commit", "next_version", "publish_version", "update_progress"),
-    *("bind_engine", "mark_engine", "add_metrics", "add_event", "set_status"),
+    *("begin_epoch", "write", "collect", "dispatch", "commit", "update_progress", "set_status"),
+    *("VersionTable.next", "VersionTable.publish", "Fleet.bind", "Fleet.mark", "MetricSeries.add", "EventLog.add"),
 }
 
 
@@ -420,7 +421,7 @@ class Fate:
         """A dead trainer does nothing more, whatever coroutine of it still runs."""
         if life.is_over:
             raise Killed(point)
-        if point.rpartition(".")[2] in WRITES and self._random.random() < self._probability:
+        if WRITES & {point.split()[-1], point.rpartition(".")[2]} and self._random.random() < self._probability:
             life.is_over = True
             self.points.append(point)
             raise Killed(point)
@@ -441,6 +442,8 @@ class _Mortal:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._part, name)
+        if isinstance(self._part, Store) and not callable(value):
+            return _Mortal(self._fate, self._life, value)
         if not callable(value):
             return value
         point = f"{type(self._part).__name__}.{name}"
@@ -470,11 +473,11 @@ async def serve(loop: Loop, make: Callable[[], AnyLearner] | None = None) -> Non
     worker = loop.worker("trainer", make=make)
     serving = asyncio.create_task(worker.run(end))
     async with asyncio.timeout(DEADLINE_S):
-        while not (await loop.store.get_job(loop.job)).status.is_terminal and not serving.done():
+        while not (await loop.store.jobs.get(loop.job)).status.is_terminal and not serving.done():
             await asyncio.sleep(0.05)
         end.set()
         await serving
-    job = await loop.store.get_job(loop.job)
+    job = await loop.store.jobs.get(loop.job)
     assert job.status == "succeeded", job.status_reason
 
 

@@ -29,7 +29,8 @@ from services.trainer.fleet import engines as engines_module
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import ThroughGroup
 from services.trainer.groups.intake import Intake
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 from tests.core.learner_support import make_learner
 from tests.services.engines.engine_kit import VOCAB_SIZE, EngineProcess, make_model
@@ -107,7 +108,7 @@ async def test_a_job_learns_without_a_shared_volume(
     job, job_dir = claim.job_id, tmp_path / claim.job_id
     model_dir = make_model(tmp_path / "model", seed=0)
     process, wire = EngineProcess(model_dir), Wire()
-    await store.describe_environment(job, 0, {"num_tasks": {"train": 4, "eval": 0}})
+    await store.environments.describe(job, 0, {"num_tasks": {"train": 4, "eval": 0}})
     async with httpx.AsyncClient(transport=wire, trust_env=False) as http:
         weights = WeightStore(JobDir(job_dir))
         engines = EnginePool(

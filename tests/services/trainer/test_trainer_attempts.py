@@ -113,14 +113,14 @@ async def trainer(
 
 async def at_its_end(loop: Loop, job: str) -> JobRecord:
     async with asyncio.timeout(DEADLINE_S):
-        while not (record := await loop.store.get_job(job)).status.is_terminal:
+        while not (record := await loop.store.jobs.get(job)).status.is_terminal:
             await asyncio.sleep(0.02)
     return record
 
 
 async def reached(loop: Loop, step: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while (await loop.store.get_job(loop.job)).step < step:
+        while (await loop.store.jobs.get(loop.job)).step < step:
             await asyncio.sleep(0.01)
 
 
@@ -130,7 +130,7 @@ def state_of(learner: Learner) -> dict[str, torch.Tensor]:
 
 async def loads(loop: Loop, job: str) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while (reason := (await loop.store.get_job(job)).status_reason) is None or "loading /" not in reason.message:
+        while (reason := (await loop.store.jobs.get(job)).status_reason) is None or "loading /" not in reason.message:
             await asyncio.sleep(0.001)
 
 
@@ -141,20 +141,20 @@ async def test_a_job_begins_with_the_weights_of_its_seed_whatever_was_cancelled_
     """Low-rank additions begin at random: a thread that still loads the job before would draw between them."""
     model_dir = Path(loop.spec.model)
     given = {"learner": {"lora": {"rank": 4}}}
-    await loop.store.set_desired_state(loop.job, "cancelled")
+    await loop.store.jobs.set_desired_state(loop.job, "cancelled")
     async with trainer(loop):
         for trial in range(3):
             lost, spec = (loop_spec(model_dir, seed=100 * trial + number, **given) for number in (1, 2))
-            first = (await loop.store.create_job(lost)).id
-            second = (await loop.store.create_job(spec)).id
-            await loop.store.describe_environment(second, 0, DESCRIPTION)
+            first = (await loop.store.jobs.create(lost)).id
+            second = (await loop.store.jobs.create(spec)).id
+            await loop.store.environments.describe(second, 0, DESCRIPTION)
             await loads(loop, first)
-            await loop.store.set_desired_state(first, "cancelled")
+            await loop.store.jobs.set_desired_state(first, "cancelled")
             await loads(loop, second)
             async with asyncio.timeout(DEADLINE_S):
-                while (await loop.store.get_job(second)).status != "running":
+                while (await loop.store.jobs.get(second)).status != "running":
                     await asyncio.sleep(0.02)
-            await loop.store.set_desired_state(second, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
+            await loop.store.jobs.set_desired_state(second, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
             assert (await at_its_end(loop, second)).status == "cancelled"
             began = make_learner(spec)
             began.load_state(CheckpointStore(JobDir(loop.job_dir.parent / second)).newest_first()[0].learner_dir)
@@ -219,7 +219,7 @@ async def test_a_lost_claim_ends_the_attempt_and_the_trainer_goes_on(loop: Loop)
         os.kill(lost, signal.SIGSTOP)
         token = await loop.redis.hget(job_key(loop.job, "trainer"), "token")
         assert token is not None
-        await loop.store.release_job(loop.job, token.decode())
+        await loop.store.jobs.release(loop.job, token.decode())
         await until(lambda: attempts.pid != lost)
         assert not is_alive(lost)
         job = await at_its_end(loop, loop.job)
@@ -230,7 +230,7 @@ async def test_who_is_asked_to_stop_gives_the_job_back_and_leaves_no_process(loo
     async with trainer(loop) as (_, stop):
         await reached(loop, 1)
         stop.set()
-    job = await loop.store.get_job(loop.job)
+    job = await loop.store.jobs.get(loop.job)
     assert [one.code for one in job.attempts] == ["handed_over"]
     assert children() == []
 

@@ -18,7 +18,8 @@ from services.state.queue import Append, Bus, Fenced
 from services.state.store import CancelManner, Claim, Store
 from services.trainer.groups.admission import BYTES_PER_TOKEN
 from services.trainer.groups.tasks import TaskSchedule
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 
 CONTEXT_TOKENS = 100
 EPISODE_BYTES = CONTEXT_TOKENS * BYTES_PER_TOKEN
@@ -89,30 +90,30 @@ async def test_a_server_whose_memory_is_full_is_waited_for(
             await bus.dispatch(job, token, 8, size=1, split=Split.TRAIN, task_index=0)
         admitting = asyncio.create_task(run._admission.admit())
         async with asyncio.timeout(60):
-            while not [event for event in await store.read_events(job) if event.type == "alert"]:
+            while not [event for event in await store.events.read(job) if event.type == "alert"]:
                 assert not admitting.done(), admitting.result()
                 await asyncio.sleep(0.01)
-        await store.beat_trainer(job, token)
-        await store.set_status(job, "running", token=token)
-        version = await store.next_version(job, token)
+        await store.jobs.beat(job, token)
+        await store.jobs.set_status(job, "running", token=token)
+        version = await store.versions.next(job, token)
         manifest = WeightsManifest(job, version, claim.epoch, 1, (WeightFile("w", 1, "0" * 64),))
-        await store.publish_version(job, token, manifest)
-        await store.update_progress(job, token, 1, version)
-        await store.add_metrics(job, 1, {"reward/mean": 1.0}, token=token)
-        await store.register_trainer(TrainerRecord(id="t"))
-        await store.register_engine(EngineRecord(id="e"))
-        assert await store.bind_engine(job, token, "e")
+        await store.versions.publish(job, token, manifest)
+        await store.jobs.update_progress(job, token, 1, version)
+        await store.metrics.add(job, 1, {"reward/mean": 1.0}, token=token)
+        await store.fleet.register_trainer(TrainerRecord(id="t"))
+        await store.fleet.register_engine(EngineRecord(id="e"))
+        assert await store.fleet.bind(job, token, "e")
         await bus.commit(job, token, 1, [7])
-        await store.release_job(job, token)
-        heir = await store.claim_job("heir")
+        await store.jobs.release(job, token)
+        heir = await store.jobs.claim("heir")
         assert heir is not None
-        await store.set_desired_state(job, "cancelled")
-        await store.set_desired_state(job, "cancelled", CancelManner.DRAIN)
+        await store.jobs.set_desired_state(job, "cancelled")
+        await store.jobs.set_desired_state(job, "cancelled", CancelManner.DRAIN)
     finally:
         await settings.config_set("maxmemory", before["maxmemory"], "maxmemory-policy", before["maxmemory-policy"])
     with pytest.raises(Fenced):  # it goes on as soon as there is room; here the job is another trainer's by then
         await admitting
-    [alert] = [event.data for event in await store.read_events(job) if event.type == "alert"]
+    [alert] = [event.data for event in await store.events.read(job) if event.type == "alert"]
     assert alert["kind"] == "redis_full"
 
 

@@ -19,6 +19,7 @@ from services.files.job_dir import JobDir, JobsDir
 from services.files.job_records import JobRecords
 from services.state.queue import Bus
 from services.state.store import Store
+from services.trainer.run_phase import RunPhase
 from services.trainer.telling.disk_waits import DiskWaits
 from services.trainer.telling.event_file import EventFile
 from services.trainer.worker import TrainerWorker
@@ -58,7 +59,7 @@ def fill(place: Path, *, leave_bytes: int = 0) -> Path:
 
 
 async def alerts(loop: Loop, kind: str) -> list[str]:
-    events = await loop.store.read_events(loop.job, "0", count=1000)
+    events = await loop.store.events.read(loop.job, "0", count=1000)
     return [event.data["message"] for event in events if event.type == "alert" and event.data["kind"] == kind]
 
 
@@ -71,7 +72,7 @@ async def test_a_full_disk_is_waited_for(
     async with a_loop(redis_client, small_disk / "jobs", spec, monkeypatch) as loop:
         serving = asyncio.create_task(serve(loop))
         async with asyncio.timeout(60):
-            while (await loop.store.get_job(loop.job)).step < 1:
+            while (await loop.store.jobs.get(loop.job)).step < 1:
                 await asyncio.sleep(0.01)
             ballast = fill(small_disk, leave_bytes=leave_bytes)
             while not await alerts(loop, "disk_full"):
@@ -129,11 +130,11 @@ async def test_a_job_is_claimed_when_there_is_room_to_write_that_down(
     monkeypatch.setattr("services.files.disk_space.RETRY_S", 0.05)
     store = Store(redis_client, jobs_dir=JobsDir(small_disk / "jobs"), waits_for_room=True)
     await store.load_functions()
-    job = (await store.create_job("{}")).id
+    job = (await store.jobs.create("{}")).id
     ballast = fill(small_disk)
-    claiming = asyncio.create_task(store.claim_job("trainer"))
+    claiming = asyncio.create_task(store.jobs.claim("trainer"))
     async with asyncio.timeout(60):
-        while (await store.get_job(job)).status != "starting":
+        while (await store.jobs.get(job)).status != "starting":
             assert not claiming.done(), claiming.result()
             await asyncio.sleep(0.01)
         ballast.unlink()
@@ -148,10 +149,10 @@ async def test_a_disk_that_is_full_at_the_wrong_moment_is_no_reason_for_a_job_to
     """Whatever write of a run it is that nobody waits for: the job is left to the next trainer."""
     store = Store(redis_client, jobs_dir=JobsDir(small_disk / "jobs"))
     await store.load_functions()
-    job = (await store.create_job(SPEC)).id
+    job = (await store.jobs.create(SPEC)).id
 
     class Run:
-        cancelled = ending = None
+        phase = RunPhase()
 
         async def run(self) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -159,10 +160,10 @@ async def test_a_disk_that_is_full_at_the_wrong_moment_is_no_reason_for_a_job_to
     stop = asyncio.Event()
     attempts = InProcess(store, lambda claim, spec: Run())  # type: ignore[arg-type, return-value]
     worker = TrainerWorker(store, Bus(redis_client), "trainer", attempts)
-    claim = await store.claim_job("trainer")
+    claim = await store.jobs.claim("trainer")
     assert claim is not None
     await worker._serve(claim, stop, asyncio.Event())
-    assert (await store.get_job(job)).status == "starting"
+    assert (await store.jobs.get(job)).status == "starting"
 
 
 async def test_what_a_dead_trainer_left_half_written_goes(

@@ -60,7 +60,7 @@ async def serve(loop: Loop, name: str) -> None:
     serving = asyncio.create_task(worker.run(over, leaving))
     async with asyncio.timeout(DEADLINE_S):
         while not serving.done():
-            if (await loop.store.get_job(loop.job)).status.is_terminal:
+            if (await loop.store.jobs.get(loop.job)).status.is_terminal:
                 over.set()
             await asyncio.sleep(0.02)
     await cancel_all([asking], again_after_s=0.1)
@@ -85,18 +85,18 @@ async def test_the_step_is_ended_and_saved_and_another_trainer_goes_on(
     monkeypatch.setattr("services.trainer.run.recover", watched)
 
     async def drain(run: JobRun, step: int) -> None:
-        if step == 2 and not run.is_leaving and len(replayed) == 1:
+        if step == 2 and not run.phase.is_leaving and len(replayed) == 1:
             await Drains(loop.redis).ask("first")
-            while not run.is_leaving:
+            while not run.phase.is_leaving:
                 await asyncio.sleep(0.01)
 
     hook.append(drain)
     await serve(loop, "first")
-    job = await loop.store.get_job(loop.job)
+    job = await loop.store.jobs.get(loop.job)
     assert (job.step, checkpoints(loop)) == (2, [2])
     assert [(one.trainer, one.code) for one in job.attempts] == [("first", "handed_over")]
     await serve(loop, "second")
-    job = await loop.store.get_job(loop.job)
+    job = await loop.store.jobs.get(loop.job)
     assert (str(job.status), job.step) == ("succeeded", STEPS)
     assert [one.trainer for one in job.attempts] == ["first", "second"]
     assert replayed[1] == (2, 2)  # nothing of it is trained again
@@ -107,10 +107,10 @@ async def test_the_step_is_ended_and_saved_and_another_trainer_goes_on(
 async def test_a_paused_job_is_handed_over_paused(loop: Loop, hook: list[Hook]) -> None:
     async def pause(_: JobRun, step: int) -> None:
         if step == 1:
-            await loop.store.set_desired_state(loop.job, "paused")
+            await loop.store.jobs.set_desired_state(loop.job, "paused")
 
     async def ask_once_paused() -> None:
-        while (await loop.store.get_job(loop.job)).status != "paused":
+        while (await loop.store.jobs.get(loop.job)).status != "paused":
             await asyncio.sleep(0.02)
         await Drains(loop.redis).ask("first")
 
@@ -118,15 +118,15 @@ async def test_a_paused_job_is_handed_over_paused(loop: Loop, hook: list[Hook]) 
     asking = asyncio.create_task(ask_once_paused())
     await serve(loop, "first")
     await asking
-    job = await loop.store.get_job(loop.job)
+    job = await loop.store.jobs.get(loop.job)
     assert (str(job.status), job.step, checkpoints(loop)) == ("paused", 1, [1])
-    await loop.store.set_desired_state(loop.job, "running")
+    await loop.store.jobs.set_desired_state(loop.job, "running")
     await serve(loop, "second")
-    assert str((await loop.store.get_job(loop.job)).status) == "succeeded"
+    assert str((await loop.store.jobs.get(loop.job)).status) == "succeeded"
 
 
 async def test_a_trainer_without_a_job_just_ends(loop: Loop) -> None:
-    await loop.store.set_desired_state(loop.job, "cancelled")
+    await loop.store.jobs.set_desired_state(loop.job, "cancelled")
     await Drains(loop.redis).ask("idle")
     leaving = asyncio.Event()
     worker = loop.worker("idle", make=lambda: pytest.fail("no job"))
@@ -134,4 +134,4 @@ async def test_a_trainer_without_a_job_just_ends(loop: Loop) -> None:
     async with asyncio.timeout(DEADLINE_S):
         await worker.run(asyncio.Event(), leaving)
     await asking
-    assert await loop.store.trainers() == []
+    assert await loop.store.fleet.trainers() == []

@@ -18,6 +18,7 @@ from services.files.job_dir import JobDir
 from services.state.jobs import CancelManner, JobRecord
 from services.trainer import run
 from services.trainer.run import JobRun
+from services.trainer.run_phase import Phase, RunPhase
 from tests.core.learner_support import write_model
 from tests.services.trainer.loop_kit import (
     Hook,
@@ -71,7 +72,7 @@ async def end_of(loop: Loop) -> JobRecord:
     worker = loop.worker()
     serving = asyncio.create_task(worker.run(end))
     async with asyncio.timeout(DEADLINE_S):
-        while not (job := await loop.store.get_job(loop.job)).status.is_terminal and not serving.done():
+        while not (job := await loop.store.jobs.get(loop.job)).status.is_terminal and not serving.done():
             await asyncio.sleep(0.02)
         end.set()
         await serving
@@ -127,7 +128,7 @@ async def test_a_condition_may_come_while_the_job_runs_and_knows_what_was_before
 
         async def tell(_: JobRun, step: int) -> None:
             if step == 3:
-                await loop.store.change_settings(loop.job, 0, values, values)
+                await loop.store.jobs.change_settings(loop.job, 0, values, values)
 
         hook.append(tell)
         job = await end_of(loop)
@@ -151,8 +152,8 @@ async def test_a_running_job_is_cancelled_as_it_was_asked(
 
         async def cancel(run: JobRun, step: int) -> None:
             if step == 1:
-                await loop.store.set_desired_state(loop.job, "cancelled", manner)
-                while manner is CancelManner.NOW or run.cancelled is None:  # until the worker has seen it
+                await loop.store.jobs.set_desired_state(loop.job, "cancelled", manner)
+                while manner is CancelManner.NOW or run.phase.manner is None:  # until the worker has seen it
                     await asyncio.sleep(0.01)
 
         hook.append(cancel)
@@ -167,26 +168,26 @@ async def test_the_wish_is_seen_again_while_what_shall_be_kept_is_saved(
     loop_of: Any, hook: list[Hook], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen_again = asyncio.Event()
-    wind_up, checkpoint = JobRun.wind_up, JobRun._checkpoint
+    wind_up, checkpoint = RunPhase.cancel, JobRun._checkpoint
 
-    def watched(self: JobRun, manner: CancelManner) -> bool:
-        if self.cancelled is not None and not self._is_stepping:
+    def watched(self: RunPhase, manner: CancelManner) -> None:
+        if self.manner is not None and self.phase is Phase.CLOSING:
             seen_again.set()
-        return wind_up(self, manner)
+        wind_up(self, manner)
 
     async def late(self: JobRun, *args: Any) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await seen_again.wait()
         await checkpoint(self, *args)
 
-    monkeypatch.setattr(JobRun, "wind_up", watched)
+    monkeypatch.setattr(RunPhase, "cancel", watched)
     monkeypatch.setattr(JobRun, "_checkpoint", late)
     async with loop_of(steps=50) as loop:
 
         async def cancel(run: JobRun, step: int) -> None:
             if step == 1:
-                await loop.store.set_desired_state(loop.job, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
-                while run.cancelled is None:
+                await loop.store.jobs.set_desired_state(loop.job, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
+                while run.phase.manner is None:
                     await asyncio.sleep(0.01)
 
         hook.append(cancel)
@@ -199,8 +200,8 @@ async def test_a_drain_that_takes_too_long_can_be_cut_short(loop_of: Any, hook: 
 
         async def cancel_twice(run: JobRun, step: int) -> None:
             for manner in (CancelManner.DRAIN, CancelManner.NOW):
-                await loop.store.set_desired_state(loop.job, "cancelled", manner)
-                while manner is CancelManner.NOW or run.cancelled is None:
+                await loop.store.jobs.set_desired_state(loop.job, "cancelled", manner)
+                while manner is CancelManner.NOW or run.phase.manner is None:
                     await asyncio.sleep(0.01)
 
         hook.append(cancel_twice)
@@ -212,30 +213,30 @@ async def test_a_cancelled_job_whose_trainer_was_lost_is_saved_as_it_was_asked(
     loop_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No checkpoint was due: what was trained is in logs alone. The wish is seen while these are read."""
-    seen, wind_up, recover = threading.Event(), JobRun.wind_up, run.recover
+    seen, wind_up, recover = threading.Event(), RunPhase.cancel, run.recover
 
-    def watched(self: JobRun, manner: CancelManner) -> bool:
+    def watched(self: RunPhase, manner: CancelManner) -> None:
         seen.set()
-        return wind_up(self, manner)
+        wind_up(self, manner)
 
     def late(*args: Any, **options: Any) -> Any:
         assert args[3] == 1 or seen.wait(DEADLINE_S)
         time.sleep(0.2)  # whoever is ended for the wish is ended in here
         return recover(*args, **options)
 
-    monkeypatch.setattr(JobRun, "wind_up", watched)
+    monkeypatch.setattr(RunPhase, "cancel", watched)
     monkeypatch.setattr(run, "recover", late)
     async with loop_of(steps=50) as loop:
         claim = await loop.claim()
         lost = asyncio.create_task(loop.run_of(claim).run())
         async with asyncio.timeout(DEADLINE_S):
-            while (await loop.store.get_job(loop.job)).step < 2:
+            while (await loop.store.jobs.get(loop.job)).step < 2:
                 assert not lost.done(), lost.result()
                 await asyncio.sleep(0.01)
         await stop(lost)
-        await loop.store.release_job(loop.job, claim.token)
+        await loop.store.jobs.release(loop.job, claim.token)
         assert checkpoints(loop) == []
-        await loop.store.set_desired_state(loop.job, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
+        await loop.store.jobs.set_desired_state(loop.job, "cancelled", CancelManner.NOW_WITH_CHECKPOINT)
         job = await end_of(loop)
     assert told(job) == ("cancelled", "user_cancelled")
     assert checkpoints(loop) == [BatchLog(JobDir(loop.job_dir)).steps()[-1][1]]
@@ -255,14 +256,14 @@ async def test_a_job_that_waits_for_its_batch_pauses_at_once(
     async with loop_of(rollout={"group_size": 3, "max_staleness": 0}) as loop:
         ending = asyncio.create_task(end_of(loop))
         async with asyncio.timeout(DEADLINE_S):
-            while (await loop.store.get_job(loop.job)).status != "running":
+            while (await loop.store.jobs.get(loop.job)).status != "running":
                 await asyncio.sleep(0.02)
-            await loop.store.set_desired_state(loop.job, "paused")
-            while (await loop.store.get_job(loop.job)).status != "paused":
+            await loop.store.jobs.set_desired_state(loop.job, "paused")
+            while (await loop.store.jobs.get(loop.job)).status != "paused":
                 assert not ending.done()
                 await asyncio.sleep(0.02)
         assert BatchLog(JobDir(loop.job_dir)).steps() == []
-        await loop.store.set_desired_state(loop.job, "running")
+        await loop.store.jobs.set_desired_state(loop.job, "running")
         may_play.set()
         job = await ending
     assert told(job) == ("succeeded", "steps_done")
@@ -275,12 +276,12 @@ async def test_a_paused_job_is_cancelled_in_every_manner(loop_of: Any, hook: lis
 
         async def pause(_: JobRun, step: int) -> None:
             if step == 1:
-                await loop.store.set_desired_state(loop.job, "paused")
+                await loop.store.jobs.set_desired_state(loop.job, "paused")
 
         async def cancel_once_paused() -> None:
-            while (await loop.store.get_job(loop.job)).status != "paused":
+            while (await loop.store.jobs.get(loop.job)).status != "paused":
                 await asyncio.sleep(0.02)
-            await loop.store.set_desired_state(loop.job, "cancelled", manner)
+            await loop.store.jobs.set_desired_state(loop.job, "cancelled", manner)
 
         hook.append(pause)
         cancelling = asyncio.create_task(cancel_once_paused())
@@ -296,13 +297,13 @@ async def test_a_job_that_waits_for_its_environments_is_cancelled_in_every_manne
     async with loop_of(environments=[{"ref": "made:Here"}, {"ref": "no:Worker"}]) as loop:
 
         async def cancel_once_waiting() -> None:
-            while (reason := (await loop.store.get_job(loop.job)).status_reason) is None or reason.code != (
+            while (reason := (await loop.store.jobs.get(loop.job)).status_reason) is None or reason.code != (
                 "waiting_for_workers"
             ):
                 await asyncio.sleep(0.02)
-            while (await loop.store.get_job(loop.job)).status != "starting":
+            while (await loop.store.jobs.get(loop.job)).status != "starting":
                 await asyncio.sleep(0.02)
-            await loop.store.set_desired_state(loop.job, "cancelled", manner)
+            await loop.store.jobs.set_desired_state(loop.job, "cancelled", manner)
 
         cancelling = asyncio.create_task(cancel_once_waiting())
         job = await end_of(loop)

@@ -56,7 +56,7 @@ class Place:
 
     def announce(self, name: str) -> asyncio.Task[None]:
         """Somebody beats for this engine."""
-        beats = EngineBeats(self.store, info_calls([self.client(f"http://{name}")], ANSWER_S), lease_s=LEASE_S)
+        beats = EngineBeats(self.store.fleet, info_calls([self.client(f"http://{name}")], ANSWER_S), lease_s=LEASE_S)
         self.tasks.append(task := asyncio.create_task(beats.run()))
         return task
 
@@ -77,7 +77,7 @@ class Place:
         return Job(claim, weights, engines, running)
 
     async def records(self) -> dict[str, EngineRecord]:
-        return {record.id: record for record in await self.store.engines()}
+        return {record.id: record for record in await self.store.fleet.engines()}
 
     async def report(self, url: str) -> EngineReport:
         report = (await self.records())[url].report
@@ -291,10 +291,10 @@ async def test_engines_join_late_leave_and_come_back(place: Place, claim: Claim)
 
 
 async def claim_new_job(store: Store, trainer: str) -> Claim:
-    await store.create_job(json.dumps(SPEC), idempotency_key=trainer)
-    claim = await store.claim_job(trainer)
+    await store.jobs.create(json.dumps(SPEC), idempotency_key=trainer)
+    claim = await store.jobs.claim(trainer)
     assert claim is not None
-    await store.set_status(claim.job_id, "starting", token=claim.token)
+    await store.jobs.set_status(claim.job_id, "starting", token=claim.token)
     return claim
 
 
@@ -318,7 +318,7 @@ async def test_a_second_job_is_given_what_the_first_can_spare(place: Place, stor
     with contextlib.suppress(asyncio.CancelledError):
         await second.running
     await second.engines.release()
-    await store.set_status(other.job_id, "failed", token=other.token)
+    await store.jobs.set_status(other.job_id, "failed", token=other.token)
     await until(lambda: len(first.engines.ready()) == 2)
 
 
@@ -333,7 +333,7 @@ async def test_an_engine_that_drains_ends_what_it_has_gets_no_version_and_is_giv
     await job.engines.wait_for(first := await job.publish(0), num_engines=2)
     before, running = leaving.num_generated, place.ask("http://leaving")
     await until(lambda: leaving.num_generated > before + 30)
-    await place.store.drain_engine("http://leaving")
+    await place.store.fleet.drain_engine("http://leaving")
     await until(lambda: [one.url for one in job.engines.ready()] == ["http://staying"])
     second = await job.publish(1)
     await job.engines.wait_for(second)
@@ -348,7 +348,7 @@ async def test_an_engine_that_drains_ends_what_it_has_gets_no_version_and_is_giv
         await asyncio.sleep(0.01)
         assert job.engines.bound() == ["http://staying"]
     assert (await place.records())["http://leaving"].job is None
-    await place.store.drain_engine("http://leaving", False)
+    await place.store.fleet.drain_engine("http://leaving", False)
     await until(serves(leaving, second))
 
 
@@ -358,11 +358,11 @@ async def test_a_draining_engine_that_is_gone_is_given_back_and_the_only_one_is_
     place.add_engine("e")
     job = place.engines_of(claim, "http://e")
     await job.engines.wait_for(await job.publish(0))
-    await place.store.drain_engine("http://e")
+    await place.store.fleet.drain_engine("http://e")
     await until(lambda: not job.engines.ready())
     del place.transport.engines["e"]
     await until(lambda: job.engines.bound() == [])
     assert "http://e drains" in job.engines._what_is_missing(1)
     place.add_engine("e")
-    await place.store.drain_engine("http://e", False)
+    await place.store.fleet.drain_engine("http://e", False)
     await until(lambda: [one.url for one in job.engines.ready()] == ["http://e"])

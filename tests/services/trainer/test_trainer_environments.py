@@ -28,17 +28,17 @@ class Stage:
         )
 
     async def complain(self, error: str) -> None:
-        await self.store.add_event(
+        await self.store.events.add(
             self.claim.job_id, "env.health", {"worker": "rollout-0", "healthy": False, "error": error}
         )
 
     async def describe(self) -> None:
-        await self.store.describe_environment(self.claim.job_id, 0, {"num_tasks": {"train": 7, "eval": 2}})
+        await self.store.environments.describe(self.claim.job_id, 0, {"num_tasks": {"train": 7, "eval": 2}})
 
     async def reason_becomes(self, code: str) -> str:
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                reason = (await self.store.get_job(self.claim.job_id)).status_reason
+                reason = (await self.store.jobs.get(self.claim.job_id)).status_reason
                 if reason is not None and reason.code == code:
                     return reason.message
                 await asyncio.sleep(0.01)
@@ -46,8 +46,8 @@ class Stage:
 
 @pytest.fixture
 async def stage(store: Store) -> Stage:
-    await store.create_job(SPEC)
-    claim = await store.claim_job("trainer")
+    await store.jobs.create(SPEC)
+    claim = await store.jobs.claim("trainer")
     assert claim is not None
     return Stage(store, claim)
 

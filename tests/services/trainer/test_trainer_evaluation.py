@@ -62,7 +62,7 @@ async def test_a_round_with_episodes_of_another_release_ends_and_says_so(
     finally:
         await stop(reading)
     assert [metrics["episodes/count"] for metrics in reported] == [2]
-    [alert] = [event.data for event in await store.read_events(job) if event.type == "alert"]
+    [alert] = [event.data for event in await store.events.read(job) if event.type == "alert"]
     assert (alert["kind"], alert["step"]) == ("segment_refused", 5)
     assert "schema 0" in alert["message"]
     counters = await bus.counters(job)
@@ -95,7 +95,7 @@ async def test_a_round_is_a_series_of_its_own_and_names_the_versions_that_played
     await stop(reading)
     [(step, metrics)] = reported
     assert (step, metrics["reward/mean"]) == (5, 0.5)
-    [event] = [event for event in await store.read_events(job, "0", block_ms=0) if event.type == "evaluation"]
+    [event] = [event for event in await store.events.read(job, "0", block_ms=0) if event.type == "evaluation"]
     assert (event.data["version"], event.data["version_min"], event.data["version_max"]) == (3, 3, 5)
     counters = await bus.counters(job)
     assert (counters["evaluated"], counters.get("trained", 0), counters["in_flight"]) == (1, 0, 0)

@@ -18,21 +18,21 @@ class Stage:
     async def register(self, worker: str, error: str | None = None) -> None:
         job = self.claim.job_id
         ill = {} if error is None else {job: {"worlds:Away": error}}
-        await self.store.register_worker(WorkerRecord(id=worker, jobs=(job,), ill_environments=ill))
+        await self.store.fleet.register_worker(WorkerRecord(id=worker, jobs=(job,), ill_environments=ill))
 
     async def look(self) -> tuple[JobStatus, str, str]:
         await self.watch.look()
-        job = await self.store.get_job(self.claim.job_id)
+        job = await self.store.jobs.get(self.claim.job_id)
         reason = job.status_reason
         return job.status, reason.code if reason else "", reason.message if reason else ""
 
 
 @pytest.fixture
 async def stage(store: Store) -> Stage:
-    await store.create_job("{}")
-    claim = await store.claim_job("trainer")
+    await store.jobs.create("{}")
+    claim = await store.jobs.claim("trainer")
     assert claim is not None
-    await store.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
+    await store.jobs.set_status(claim.job_id, JobStatus.RUNNING, token=claim.token)
     return Stage(store, claim)
 
 
@@ -59,7 +59,7 @@ async def test_a_worker_that_died_ill_complains_no_more(stage: Stage) -> None:
 async def test_a_paused_job_stays_paused(stage: Stage) -> None:
     job, token = stage.claim.job_id, stage.claim.token
     for status in (JobStatus.PAUSING, JobStatus.PAUSED):
-        await stage.store.set_status(job, status, token=token)
+        await stage.store.jobs.set_status(job, status, token=token)
     await stage.register("rollout-0", "connection refused")
     assert (await stage.look())[0] is JobStatus.PAUSED
 

@@ -107,7 +107,7 @@ def test_the_same_job_ends_with_the_same_weights_as_on_one_rank(root: Path, tmp_
     check_near(root, weights(two), weights(one))
     assert BatchLog(JobDir(job_dir)).steps() == [(1, step) for step in range(1, spec_of(root).steps + 1)]
     store = WeightStore(JobDir(job_dir))
-    published = store.manifest(store.versions()[-1])
+    published = store.manifest(store.versions.all()[-1])
     store.verify(published)
     assert [file.path for file in published.files if file.path.endswith(".safetensors")] == [
         "model-00001-of-00002.safetensors",
@@ -259,7 +259,7 @@ async def test_a_trainer_whose_ranks_are_killed_trains_every_step_once(
                     while victim not in (ranks := ranks_of(running)):
                         await asyncio.sleep(0.1)
                     os.kill(ranks[victim], signal.SIGKILL)
-                while not (job := await loop.store.get_job(loop.job)).status.is_terminal:
+                while not (job := await loop.store.jobs.get(loop.job)).status.is_terminal:
                     await asyncio.sleep(0.1)
     assert job.status == "succeeded", job.status_reason
     assert len(job.attempts) > 1
@@ -273,5 +273,5 @@ async def test_a_trainer_whose_ranks_are_killed_trains_every_step_once(
 
 
 async def reached(loop: Loop, step: int) -> None:
-    while (await loop.store.get_job(loop.job)).step < step:
+    while (await loop.store.jobs.get(loop.job)).step < step:
         await asyncio.sleep(0.05)

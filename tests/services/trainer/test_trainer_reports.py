@@ -97,7 +97,7 @@ async def test_a_step_reaches_everybody(store: Store, claim: Claim, tmp_path: Pa
     reports = Reports(store, claim, JobDir(tmp_path), [listener])
     await reports.step(StepReport(1, 1, 1, HEALTHY), [])
     await reports.evaluation(1, {"eval/reward/mean": 0.25})
-    (row,) = await store.read_metrics(claim.job_id)
+    (row,) = await store.metrics.read(claim.job_id)
     assert row == {"step": 1, **HEALTHY, "eval/reward/mean": 0.25}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [
@@ -107,13 +107,13 @@ async def test_a_step_reaches_everybody(store: Store, claim: Claim, tmp_path: Pa
     assert listener.told == [(1, HEALTHY), (1, {"eval/reward/mean": 0.25})]
     (board,) = (tmp_path / "tensorboard").iterdir()
     assert len(list(records(board))) == 3
-    assert [one.type for one in await store.read_events(claim.job_id)][-1] == "step"
+    assert [one.type for one in await store.events.read(claim.job_id)][-1] == "step"
 
 
 async def test_an_alarm_is_an_event_with_its_numbers_and_advice(store: Store, claim: Claim, tmp_path: Path) -> None:
     reports = Reports(store, claim, JobDir(tmp_path))
     await reports.step(StepReport(1, 1, 1, {**HEALTHY, "disk/free_bytes": 1e9}), [])
-    (alert,) = [one.data for one in await store.read_events(claim.job_id) if one.type == "alert"]
+    (alert,) = [one.data for one in await store.events.read(claim.job_id) if one.type == "alert"]
     assert (alert["kind"], alert["step"], alert["value"]) == ("disk_nearly_full", 1, 1e9)
     assert alert["bound"] == 8e9
     assert "keep fewer checkpoints" in alert["advice"]
@@ -140,8 +140,8 @@ async def test_a_disk_that_was_full_for_a_moment_costs_a_listener_that_step_alon
 
 
 async def test_who_lost_the_job_writes_no_file(store: Store, claim: Claim, tmp_path: Path) -> None:
-    await store.release_job(claim.job_id, claim.token)
-    assert await store.claim_job("heir") is not None
+    await store.jobs.release(claim.job_id, claim.token)
+    assert await store.jobs.claim("heir") is not None
     with pytest.raises(Fenced):
         await Reports(store, claim, JobDir(tmp_path)).step(StepReport(1, 1, 1, HEALTHY), [])
     assert os.listdir(tmp_path) == []

@@ -28,7 +28,8 @@ from services.trainer.fleet.parity import Held, engine_mismatch
 from services.trainer.groups.evaluation import Evaluator
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.tasks import TaskSchedule, evaluation_group
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 from services.trainer.telling import reports
 from services.trainer.telling.failure import JobFailure
 from services.trainer.telling.status import JobStatusBoard
@@ -81,9 +82,9 @@ async def test_a_job_whose_last_steps_come_from_logs_alone_ends_whole(
     for step in range(1, STEPS + 1):
         extra = {"num_dispatched": step, "dropped": {}, "staleness": {"0": 0}}
         log.write(1, step, [group(step - 1, [1.0, 0.0])], extra)
-    await store.describe_environment(job, 0, {"num_tasks": {"train": 4, "eval": 1}})
-    await store.release_job(job, claim.token)
-    heir = await store.claim_job("heir")
+    await store.environments.describe(job, 0, {"num_tasks": {"train": 4, "eval": 1}})
+    await store.jobs.release(job, claim.token)
+    heir = await store.jobs.claim("heir")
     assert heir is not None
     played: list[int] = []
 
@@ -96,7 +97,7 @@ async def test_a_job_whose_last_steps_come_from_logs_alone_ends_whole(
     newest = checkpoints.newest_first()[0]
     assert (newest.position, newest.lineage.step) == (Position(2, STEPS), STEPS)
     assert list(newest.lineage.owed()) == []
-    published = await store.current_version(job)
+    published = await store.versions.current(job)
     assert published is not None
     assert published.step == STEPS
     assert WeightStore(JobDir(job_dir)).versions() == [published.version]
@@ -138,7 +139,7 @@ async def test_a_full_disk_costs_no_evaluation_and_no_attempt(
     await run._report_evaluation(3, {"reward/mean": 0.5})
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["eval/reward/mean"] == 0.5
-    alerts = [event.data["kind"] for event in await store.read_events(claim.job_id) if event.type == "alert"]
+    alerts = [event.data["kind"] for event in await store.events.read(claim.job_id) if event.type == "alert"]
     assert alerts == ["disk_full", "disk_has_room"]
 
 
@@ -149,8 +150,8 @@ async def test_what_the_parity_gate_refuses_is_not_logged(
     run: Any = run_of(claim, store, bus, tmp_path, model_dir)
     job, schedule = claim.job_id, TaskSchedule(0, [4], [1.0])
     run._ages.add(0, 0)
-    run._held = Held(0, f"{job}/{claim.epoch}/0")
-    run._newest = WeightsManifest(job, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
+    run._context.held = Held(0, f"{job}/{claim.epoch}/0")
+    run._context.newest = WeightsManifest(job, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
     run._admission.schedule = schedule
     await run._admission.admit()
     token = await bus.join("worker")

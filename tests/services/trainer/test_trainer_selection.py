@@ -78,7 +78,7 @@ class Stage:
         return selection.choose([0, 1, 2], ready, STEP, ages)
 
     async def told(self) -> str:
-        reason = (await self.store.get_job(self.claim.job_id)).status_reason
+        reason = (await self.store.jobs.get(self.claim.job_id)).status_reason
         assert reason is not None
         return f"{reason.code}: {reason.message}"
 
@@ -101,7 +101,7 @@ async def test_the_age_of_unfinished_episodes_is_known(stage: Stage) -> None:
 
 
 async def test_it_waits_for_the_episode_at_its_last_step_and_says_which(stage: Stage) -> None:
-    await stage.store.set_status(stage.claim.job_id, "running", token=stage.claim.token)
+    await stage.store.jobs.set_status(stage.claim.job_id, "running", token=stage.claim.token)
     await stage.append(1, [5])
     await stage.append(0, [2, 3], upto=1)
     selection = stage.selection(on_stale="wait")
@@ -119,7 +119,7 @@ async def test_it_waits_for_the_episode_at_its_last_step_and_says_which(stage: S
 
 
 async def test_waiting_has_a_limit(stage: Stage) -> None:
-    await stage.store.set_status(stage.claim.job_id, "running", token=stage.claim.token)
+    await stage.store.jobs.set_status(stage.claim.job_id, "running", token=stage.claim.token)
     await stage.append(1, [5])
     await stage.append(0, [2, 3], upto=1)
     selection = stage.selection(on_stale="wait", stale_wait_s=60)

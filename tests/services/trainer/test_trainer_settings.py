@@ -83,7 +83,7 @@ async def test_a_change_between_checkpoint_and_kill_is_resumed_bit_for_bit(
 
         async def change_then_die(_: JobRun, step: int) -> None:
             if step == CHANGED_AFTER:
-                await loop.store.change_settings(loop.job, 0, CHANGES, CHANGES)
+                await loop.store.jobs.change_settings(loop.job, 0, CHANGES, CHANGES)
             if step == KILLED_AFTER and not life.is_over:
                 life.is_over = True
                 raise Killed
@@ -94,7 +94,7 @@ async def test_a_change_between_checkpoint_and_kill_is_resumed_bit_for_bit(
         if is_wiped:
             await redis_client.flushall()
         await run_until_done(loop)
-        applied = [one.data for one in await loop.store.read_events(loop.job) if one.type == "settings.applied"]
+        applied = [one.data for one in await loop.store.events.read(loop.job) if one.type == "settings.applied"]
     log = BatchLog(JobDir(loop.job_dir))
     held = {step: log.read(epoch, step).extra["settings"] for epoch, step in log.steps()}
     assert {step: settings["version"] for step, settings in held.items()} == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 1}

@@ -24,7 +24,8 @@ from services.trainer.groups.intake import Intake
 from services.trainer.groups.selection import groups_to_close
 from services.trainer.groups.selection_bias import SelectionBias
 from services.trainer.groups.tasks import TaskSchedule
-from services.trainer.run import JobRun, Services
+from services.trainer.run import JobRun
+from services.trainer.run_context import Services
 from services.trainer.telling.status import JobStatusBoard
 from tests.services.trainer.trainer_kit import DEADLINE_S, episode, stop
 
@@ -63,7 +64,7 @@ class Stage:
         )
         self.run: Any = JobRun(claim, spec, services, lambda: cast(Any, None))
         self.run._ages.add(0, 0)
-        self.run._held = Held(0, f"{claim.job_id}/{claim.epoch}/0")
+        self.run._context.held = Held(0, f"{claim.job_id}/{claim.epoch}/0")
         self.run._admission.schedule = TaskSchedule(0, [4], [1.0])
 
         async def check(*_: object) -> None: ...
@@ -84,7 +85,7 @@ class Stage:
 
     async def take(self) -> list[Group]:
         async with asyncio.timeout(DEADLINE_S):
-            groups: list[Group] = await self.run._taking.batch(None, self.run._held)
+            groups: list[Group] = await self.run._taking.batch(None, self.run._context.held)
         return groups
 
 

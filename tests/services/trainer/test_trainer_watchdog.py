@@ -97,20 +97,20 @@ async def test_an_attempt_that_stands_still_is_listed_and_the_next_one_goes_on(
     monkeypatch.setattr(Loop, "play", play_later)
     spec = loop_spec(write_model(tmp_path / "model"), steps=1, watchdog={"alarm_s": 0.3, "end_s": 0.6})
     async with a_loop(redis_client, tmp_path / "jobs", spec, monkeypatch) as loop, asyncio.timeout(DEADLINE_S):
-        await loop.store.register_worker(WorkerRecord(id="player"))
+        await loop.store.fleet.register_worker(WorkerRecord(id="player"))
         end = asyncio.Event()
         worker = loop.worker()
         serving = asyncio.create_task(worker.run(end))
-        while len((await loop.store.get_job(loop.job)).attempts) < 2:
+        while len((await loop.store.jobs.get(loop.job)).attempts) < 2:
             await asyncio.sleep(0.02)
         values = {"watchdog.end_s": 3600.0, "watchdog.alarm_s": 900.0}
-        await loop.store.change_settings(loop.job, 0, values, values)
+        await loop.store.jobs.change_settings(loop.job, 0, values, values)
         may_play.set()
-        while not (job := await loop.store.get_job(loop.job)).status.is_terminal:
+        while not (job := await loop.store.jobs.get(loop.job)).status.is_terminal:
             await asyncio.sleep(0.02)
         end.set()
         await serving
-        alerts = [one.data for one in await loop.store.read_events(loop.job) if one.type == "alert"]
+        alerts = [one.data for one in await loop.store.events.read(loop.job) if one.type == "alert"]
     codes = [one.code for one in job.attempts]
     assert (codes[0], codes[-1]) == ("no_progress", "steps_done")
     assert set(codes[:-1]) == {"no_progress"}

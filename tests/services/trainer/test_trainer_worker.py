@@ -13,11 +13,13 @@ from redis.asyncio import Redis
 
 from gspo_core.spec import JobSpec
 from services.state.away import Away, AwayReason, OutOfMemory, RedisFault
+from services.state.job_table import JobTable
 from services.state.jobs import HANDED_OVER, JobRecord
 from services.state.queue import Bus
 from services.state.store import Claim, JobStatus, StatusReason, Store
 from services.trainer.device import unfit
 from services.trainer.run import JobRun
+from services.trainer.run_phase import RunPhase
 from services.trainer.telling.failure import RanksLost
 from services.trainer.worker import TrainerWorker
 from tests.services.trainer.trainer_kit import InProcess
@@ -40,17 +42,18 @@ class FailingRun(JobRun):
     def __init__(
         self, claim: Claim, store: Store, path: list[JobStatus], error: Exception, stop: asyncio.Event
     ) -> None:
-        self._claim, self._store, self._path, self._error, self._stop = claim, store, path, error, stop
+        self.phase, self._given = RunPhase(), claim
+        self._store, self._path, self._error, self._stop = store, path, error, stop
 
     async def run(self) -> None:
         for status in self._path:
-            await self._store.set_status(self._claim.job_id, status, token=self._claim.token)
+            await self._store.jobs.set_status(self._given.job_id, status, token=self._given.token)
         self._stop.set()
         raise self._error
 
 
 async def end_of_a_job_whose_run_raises(store: Store, error: Exception, *path: JobStatus) -> str:
-    job = await store.create_job(SPEC)
+    job = await store.jobs.create(SPEC)
     stop = asyncio.Event()
 
     def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
@@ -63,7 +66,7 @@ async def end_of_a_job_whose_run_raises(store: Store, error: Exception, *path: J
 
 async def test_an_error_of_the_run_fails_the_job_and_is_its_reason(store: Store) -> None:
     job = await end_of_a_job_whose_run_raises(store, ValueError("no such thing"), JobStatus.RUNNING)
-    record = await store.get_job(job)
+    record = await store.jobs.get(job)
     assert record.status is JobStatus.FAILED
     assert isinstance(record.status_reason, StatusReason)
     assert record.status_reason.message == "ValueError: no such thing"
@@ -77,7 +80,7 @@ async def test_what_breaks_the_queue_does_not_hide_why_the_job_ended(
 
     monkeypatch.setattr(Bus, "open_groups", broken)
     job = await end_of_a_job_whose_run_raises(store, ValueError("the same garbage"), JobStatus.RUNNING)
-    record = await store.get_job(job)
+    record = await store.jobs.get(job)
     assert record.status is JobStatus.FAILED
     assert record.status_reason is not None
     assert record.status_reason.message == "ValueError: the same garbage"
@@ -86,12 +89,12 @@ async def test_what_breaks_the_queue_does_not_hide_why_the_job_ended(
 async def test_a_redis_that_was_away_fails_no_job(store: Store, new_client: Callable[[], Redis]) -> None:
     clock = [0.0]
     job = await end_of_a_job_whose_run_raises(store, Away(AwayReason.UNREACHABLE), JobStatus.RUNNING)
-    assert (await store.get_job(job)).status is JobStatus.RUNNING
+    assert (await store.jobs.get(job)).status is JobStatus.RUNNING
     heir = Store(new_client(), lease_s=10.0, clock=lambda: clock[0])
     claim = None
     for second in range(0, 20, 4):
         clock[0] = second
-        claim = claim or await heir.claim_job("heir")
+        claim = claim or await heir.jobs.claim("heir")
     assert claim is not None
     assert claim.job_id == job
 
@@ -122,7 +125,7 @@ async def test_what_passes_never_fails_a_job_however_often_it_comes(
             run = partial(FailingRun, store=store, path=[], error=error, stop=stop)
             async with asyncio.timeout(DEADLINE_S):
                 await worker_of(store, "trainer", lambda claim, _spec, run=run: run(claim)).run(stop)  # type: ignore[misc]
-    record = await store.get_job(job)
+    record = await store.jobs.get(job)
     assert [(one.code, one.ended_at is None) for one in record.attempts] == [(cause, False)] * 4
     assert not record.status.is_terminal
 
@@ -132,19 +135,20 @@ async def test_a_job_that_could_not_be_released_is_released_when_redis_is_back(
 ) -> None:
     monkeypatch.setattr("services.process.first_to_end.CLEANING_UP_S", 0.02)
 
-    class Once(Store):
-        """Has the replies of ``store``; the first release is not among them."""
+    class Once(JobTable):
+        """The first release gets no reply."""
 
         num_asked = 0
 
-        async def release_job(self, job: str, token: str, cause: StatusReason = HANDED_OVER) -> None:
+        async def release(self, job: str, token: str, cause: StatusReason = HANDED_OVER) -> None:
             self.num_asked += 1
             if self.num_asked == 1:
                 raise Away(AwayReason.UNREACHABLE)
-            await super().release_job(job, token, cause)
+            await super().release(job, token, cause)
 
-    away = Once(store._functions.redis)
-    job, stop, claims = await store.create_job(SPEC), asyncio.Event(), list[Claim]()
+    away = Store(store._functions.redis)
+    away.jobs.__class__ = Once
+    job, stop, claims = await store.jobs.create(SPEC), asyncio.Event(), list[Claim]()
 
     def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
         claims.append(claim)
@@ -155,7 +159,7 @@ async def test_a_job_that_could_not_be_released_is_released_when_redis_is_back(
     async with asyncio.timeout(DEADLINE_S):
         await worker_of(away, "trainer", make_run).run(stop)
     assert [one.attempt for one in claims] == [1, 2], "no lease had to run out"
-    record = await store.get_job(job.id)
+    record = await store.jobs.get(job.id)
     assert [one.code for one in record.attempts] == ["redis_unavailable", "internal"]
 
 
@@ -163,7 +167,7 @@ async def ended(store: Store, worker: TrainerWorker, job: str, stop: asyncio.Eve
     """The job as the worker leaves it, when it is over."""
     running = asyncio.create_task(worker.run(stop))
     async with asyncio.timeout(DEADLINE_S):
-        while not (record := await store.get_job(job)).status.is_terminal:
+        while not (record := await store.jobs.get(job)).status.is_terminal:
             await asyncio.sleep(0.01)
     stop.set()
     await running
@@ -171,7 +175,7 @@ async def ended(store: Store, worker: TrainerWorker, job: str, stop: asyncio.Eve
 
 
 async def test_a_specification_of_another_release_ends_the_job_with_the_reason(store: Store) -> None:
-    job, stop = await store.create_job('{"model": "m", "another": 1}'), asyncio.Event()
+    job, stop = await store.jobs.create('{"model": "m", "another": 1}'), asyncio.Event()
     worker = worker_of(store, "trainer", lambda _claim, _spec: pytest.fail("nothing to run"))
     record = await ended(store, worker, job.id, stop)
     assert record.status is JobStatus.FAILED
@@ -186,27 +190,27 @@ NEEDS_GPU = JobSpec.model_validate({**SPEC.model_dump(mode="json"), "resources":
 
 
 async def test_a_job_that_this_trainer_cannot_serve_is_left_to_others(store: Store) -> None:
-    waiting, other = await store.create_job(NEEDS_GPU), await store.create_job(SPEC)
+    waiting, other = await store.jobs.create(NEEDS_GPU), await store.jobs.create(SPEC)
     for _ in range(2):
-        await store.claim_job("cpu", unfit=partial(unfit, has_gpu=False))
-    record = await store.get_job(waiting.id)
+        await store.jobs.claim("cpu", unfit=partial(unfit, has_gpu=False))
+    record = await store.jobs.get(waiting.id)
     assert (record.status, record.attempt) == (JobStatus.QUEUED, 0)
     assert record.status_reason is not None
     assert record.status_reason.code == "capacity"
     assert "a trainer that has a GPU" in record.status_reason.message
-    assert len([event for event in await store.read_events(waiting.id) if event.type == "job.status"]) == 2
-    assert (await store.get_job(other.id)).attempt == 1
-    claim = await store.claim_job("gpu")
+    assert len([event for event in await store.events.read(waiting.id) if event.type == "job.status"]) == 2
+    assert (await store.jobs.get(other.id)).attempt == 1
+    claim = await store.jobs.claim("gpu")
     assert claim is not None
     assert claim.job_id == waiting.id
 
 
 async def test_whoever_comes_ends_a_cancelled_job_that_nobody_can_serve(store: Store) -> None:
-    job, stop = await store.create_job(NEEDS_GPU), asyncio.Event()
-    claim = await store.claim_job("gpu")
+    job, stop = await store.jobs.create(NEEDS_GPU), asyncio.Event()
+    claim = await store.jobs.claim("gpu")
     assert claim is not None
-    await store.set_desired_state(job.id, "cancelled")
-    await store.release_job(job.id, claim.token)
+    await store.jobs.set_desired_state(job.id, "cancelled")
+    await store.jobs.release(job.id, claim.token)
 
     def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
         return FailingRun(claim, store, [], RuntimeError("no such device"), stop)
@@ -229,15 +233,15 @@ async def test_trouble_with_another_job_does_not_end_ones_own(store: Store, monk
                 await asyncio.sleep(0)
             await super().run()
 
-    monkeypatch.setattr(store, "give_up_lost_jobs", troubled)
-    job, stop = await store.create_job(SPEC), asyncio.Event()
+    monkeypatch.setattr(store.jobs, "give_up_lost", troubled)
+    job, stop = await store.jobs.create(SPEC), asyncio.Event()
 
     def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
         return RunThatSeesIt(claim, store, [JobStatus.RUNNING], ValueError("its own"), stop)
 
     async with asyncio.timeout(DEADLINE_S):
         await worker_of(store, "trainer", make_run).run(stop)
-    reason = (await store.get_job(job.id)).status_reason
+    reason = (await store.jobs.get(job.id)).status_reason
     assert reason is not None
     assert reason.message == "ValueError: its own"
 
@@ -246,7 +250,7 @@ async def test_a_job_that_cannot_be_failed_does_not_end_the_process(store: Store
     """The table of transitions leads from ``paused`` to no failure."""
     path = JobStatus.RUNNING, JobStatus.PAUSING, JobStatus.PAUSED
     job = await end_of_a_job_whose_run_raises(store, ValueError("while paused"), *path)
-    assert (await store.get_job(job)).status is JobStatus.PAUSED
+    assert (await store.jobs.get(job)).status is JobStatus.PAUSED
 
 
 @pytest.mark.parametrize(("lease_s", "beat_s"), [(30.0, 2.0), (5.0, 1.0)])
@@ -260,17 +264,17 @@ async def test_a_trainer_is_listed_with_what_it_can_for_as_long_as_it_runs(store
     worker = worker_of(store, "trainer", lambda _claim, _spec: pytest.fail("no job"), capabilities={"device": "cpu"})
     running = asyncio.create_task(worker.run(stop))
     async with asyncio.timeout(DEADLINE_S):
-        while not (listed := await store.trainers()):
+        while not (listed := await store.fleet.trainers()):
             await asyncio.sleep(0.01)
     assert [(one.id, one.kind, one.device) for one in listed] == [("trainer", "trainer", "cpu")]
     stop.set()
     await running
-    assert await store.trainers() == []
+    assert await store.fleet.trainers() == []
 
 
 async def test_a_trainer_that_lost_a_rank_ends_the_attempt_and_its_process(store: Store) -> None:
     """The job is free at once, for the ranks that are started again."""
-    job, lost = await store.create_job(SPEC), list[RanksLost]()
+    job, lost = await store.jobs.create(SPEC), list[RanksLost]()
 
     class Losing(FailingRun):
         async def run(self) -> None:
@@ -287,8 +291,8 @@ async def test_a_trainer_that_lost_a_rank_ends_the_attempt_and_its_process(store
     with pytest.raises(RanksLost):
         async with asyncio.timeout(DEADLINE_S):
             await worker_of(store, "trainer", make_run, check=check).run(asyncio.Event())
-    record = await store.get_job(job.id)
+    record = await store.jobs.get(job.id)
     assert [one.code for one in record.attempts] == ["rank_lost"]
-    heir = await store.claim_job("heir")
+    heir = await store.jobs.claim("heir")
     assert heir is not None
     assert heir.job_id == job.id

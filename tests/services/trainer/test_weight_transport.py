@@ -105,7 +105,7 @@ class Place:
             assert max_difference(answer.logprobs[span.start : span.end], expected[span.start :]) < TOLERANCE
 
     async def state(self) -> str:
-        return str((await self.store.engines())[0].state)
+        return str((await self.store.fleet.engines())[0].state)
 
 
 @pytest.fixture(scope="module")

@@ -43,8 +43,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def job(api: ApiProcess, store: Store, bus: Bus, model_dir: Path) -> RecordedJob:
     api.forget_jobs()
-    await store.register_worker(WorkerRecord(id="rollout-0", jobs=(), num_episodes=2, max_episodes=64, counters={}))
-    await store.register_engine(EngineRecord(id="http://127.0.0.1:30000", url="http://127.0.0.1:30000"))
+    await store.fleet.register_worker(
+        WorkerRecord(id="rollout-0", jobs=(), num_episodes=2, max_episodes=64, counters={})
+    )
+    await store.fleet.register_engine(EngineRecord(id="http://127.0.0.1:30000", url="http://127.0.0.1:30000"))
     return await record_job(store, bus, api.jobs_dir, model_dir)
 
 
@@ -85,12 +87,12 @@ async def test_a_new_step_arrives_on_the_page_that_is_open(visit: Visit, job: Re
     await visit.open(f"#/jobs/{job.id}")
     await visit.see('[data-chart="Reward"] canvas')
     metrics = {"reward/mean": 0.9375, "reward/std": 0.1, "staleness/mean": 1.0, "time/step_s": 2.0}
-    await store.add_metrics(job.id, 7, metrics)
-    await store.update_progress(job.id, job.claim.token, 7, 6)
-    await store.add_event(job.id, "step", {"step": 7, "version": 6, "epoch": 1, **metrics})
+    await store.metrics.add(job.id, 7, metrics)
+    await store.jobs.update_progress(job.id, job.claim.token, 7, 6)
+    await store.events.add(job.id, "step", {"step": 7, "version": 6, "epoch": 1, **metrics})
     await visit.see('[data-tile="reward"]', "0.94")
     await visit.see("main", "step 7 of 40")
-    await store.add_event(job.id, "alert", {"step": 7, "kind": "new", "message": "something new is wrong"})
+    await store.events.add(job.id, "alert", {"step": 7, "kind": "new", "message": "something new is wrong"})
     await visit.see("[data-alarm]", "something new is wrong")
 
 
@@ -103,8 +105,8 @@ async def test_a_job_tells_where_its_time_goes(visit: Visit, job: RecordedJob, s
     assert " ".join(told.split()) == "engine 1.20 s 50 % environment 0.90 s 38 % queue 0.30 s 13 %"
     await visit.see('[data-chart="Time of a step"] canvas')
     metrics = {"time/wait_s": 4.0, "time/train_s": 1.1, "time/step_s": 5.1, "reward/mean": 0.5}
-    await store.add_metrics(job.id, 7, metrics)
-    await store.add_event(job.id, "step", {"step": 7, "version": 6, "epoch": 1, **metrics})
+    await store.metrics.add(job.id, 7, metrics)
+    await store.events.add(job.id, "step", {"step": 7, "version": 6, "epoch": 1, **metrics})
     await visit.see('[data-split="Time of a step"] [data-kind="time/wait_s"]', "1.00 s")
 
 
@@ -135,7 +137,9 @@ async def test_the_page_goes_on_after_the_api_was_restarted(redis_server: RedisS
             await visit.see('[data-chart="Reward"] canvas')
             first.process.kill()
             first.process.wait()
-            await store.add_event(job.id, "alert", {"step": 6, "kind": "dark", "message": "told while nobody listened"})
+            await store.events.add(
+                job.id, "alert", {"step": 6, "kind": "dark", "message": "told while nobody listened"}
+            )
             await visit.see("#eta[data-waiting]")
             with ApiProcess(redis_server.url, GSPO_API_PORT=port) as second:
                 assert second.url == url
@@ -234,9 +238,9 @@ async def test_what_users_workers_and_environments_write_is_text_on_every_page(
         record |= {"state": hostile, "num_episodes": 1, "max_episodes": 2, "counters": {hostile: 1}}
         await getattr(store, f"register_{role}")(record)
     job = await record_job(store, bus, api.jobs_dir, model_dir, num_steps=2, name=hostile)
-    await store.add_event(job.id, "alert", {"step": 1, "kind": hostile, "message": hostile, "advice": hostile})
-    await store.add_event(job.id, "env.health", {"healthy": False, "worker": hostile, "error": hostile})
-    await store.add_event(job.id, hostile, {"message": hostile})
+    await store.events.add(job.id, "alert", {"step": 1, "kind": hostile, "message": hostile, "advice": hostile})
+    await store.events.add(job.id, "env.health", {"healthy": False, "worker": hostile, "error": hostile})
+    await store.events.add(job.id, hostile, {"message": hostile})
     async with visiting(api.url) as visit:
         for place in (*PAGES, f"#/jobs/{hostile}", f"#/environments/{hostile}", f"#/jobs?status={hostile}"):
             await visit.page.goto(f"{api.url}/ui/{place.format(job=job.id)}")
@@ -273,10 +277,10 @@ async def test_pausing_and_resuming_from_the_page(visit: Visit, job: RecordedJob
     await visit.open(f"#/jobs/{job.id}")
     await (await visit.see("button", "Pause")).click()
     await (await visit.see("button", "Resume")).wait_for()
-    assert (await store.get_job(job.id)).desired_state == "paused"
+    assert (await store.jobs.get(job.id)).desired_state == "paused"
     await (await visit.see("button", "Resume")).click()
     await (await visit.see("button", "Pause")).wait_for()
-    assert (await store.get_job(job.id)).desired_state == "running"
+    assert (await store.jobs.get(job.id)).desired_state == "running"
 
 
 async def test_keys_lead_everywhere(visit: Visit, job: RecordedJob):

@@ -35,9 +35,13 @@ async def visit(api: ApiProcess) -> AsyncIterator[Visit]:
 async def _register(store: Store, *, num_episodes: int = 3) -> None:
     counters = {"episodes/finished": 12, "tokens/sampled": 3456, "time/engine_s": 30.0, "time/env_s": 10.0}
     held: dict[str, Any] = {"max_episodes": 64, "engine_requests": {ENGINE: num_episodes}}
-    await store.register_worker(WorkerRecord(id="rollout-0", num_episodes=num_episodes, counters=counters, **held))
-    await store.register_engine(EngineRecord(id=ENGINE, url=ENGINE, weight_version="job_x/1/7", model_type="qwen3"))
-    await store.register_trainer(TrainerRecord(id="trainer-0", device="cpu"))
+    await store.fleet.register_worker(
+        WorkerRecord(id="rollout-0", num_episodes=num_episodes, counters=counters, **held)
+    )
+    await store.fleet.register_engine(
+        EngineRecord(id=ENGINE, url=ENGINE, weight_version="job_x/1/7", model_type="qwen3")
+    )
+    await store.fleet.register_trainer(TrainerRecord(id="trainer-0", device="cpu"))
 
 
 async def test_load_and_versions_are_told_and_go_on(visit: Visit, store: Store) -> None:

@@ -30,7 +30,7 @@ from services.state.queue_records import (
     Stage,
 )
 from services.state.refusals import Conflict, Fenced, Full, Gap
-from tests.apparatus.twin.world import TwinEpisode, TwinGroup, TwinQueue, TwinSegment, World
+from tests.services.state.twin_world import TwinEpisode, TwinGroup, TwinQueue, TwinSegment, World
 
 MAX_FAILURES = 3
 DEAD_LETTERS_KEPT = 1000

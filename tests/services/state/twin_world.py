@@ -1,4 +1,4 @@
-"""What bus and store of one installation share: plain values, as a Redis server would hold them.
+"""What the queue's twin and its jobs share: plain values, as a Redis server would hold them.
 
 The rule kept here: nothing is derived that could be counted, so that a reader sees at once whether the numbers of the
 real server are right. It decides nothing.
@@ -10,10 +10,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gspo_core.types import Split, WeightsManifest
-from services.state.events import JobEvent
-from services.state.fleet_records import EngineRecord, EngineReport, TrainerRecord, WorkerRecord
-from services.state.jobs import CancelManner, DesiredState, JobAttempt, JobStatus, StatusReason
+from gspo_core.types import Split
 from services.state.queue_records import DeadLetter, Snapshot, Stage
 
 MAX_DEATHS = 3
@@ -90,62 +87,21 @@ class TwinQueue:
     num_dead_letters: int = 0
 
 
-@dataclass(slots=True)
-class TwinJob:
-    spec: str
-    created_at: str
-    owner: str = ""
-    status: JobStatus = JobStatus.QUEUED
-    desired_state: DesiredState = DesiredState.RUNNING
-    cancel_manner: CancelManner | None = None
-    settings_version: int = 0
-    settings: str = "{}"
-    attempts: list[JobAttempt] = field(default_factory=list)
-    reason: StatusReason | None = None
-    attempt: int = 0
-    epoch: int = 0
-    step: int = 0
-    policy_version: int | None = None
-    started_at: str | None = None
-    finished_at: str | None = None
-    trainer: str = ""
-    """The token of its owner."""
-    beat: int = 0
-    barren_attempts: int = 0
-    """Trainers in a row that made no new step."""
-    furthest_step: int = -1
-    versions: dict[int, WeightsManifest] = field(default_factory=dict)
-    next_version: int = 0
-    events: list[JobEvent] = field(default_factory=list)
-    last_event: str = "0"
-    last_trimmed: str | None = None
-    environments: dict[int, str] = field(default_factory=dict)
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-
-
 class World:
     """One installation."""
 
     def __init__(self) -> None:
-        self.jobs: dict[str, TwinJob] = {}
+        self.owners: dict[str, str] = {}
+        """Job -> token of its trainer; empty while it has none."""
         self.queues: dict[str, TwinQueue] = {}
-        self.idempotency: dict[str, str] = {}
         self.lease_tokens: dict[str, str] = {}
         self.lease_beats: dict[str, int] = {}
-        self.engines: dict[str, EngineRecord] = {}
-        self.workers: dict[str, WorkerRecord] = {}
-        self.trainers: dict[str, TrainerRecord] = {}
-        self.bindings: dict[str, tuple[str, int, str]] = {}
-        """Engine -> job, epoch and token of who it is bound to."""
-        self.engine_drains: set[str] = set()
-        self.engine_states: dict[str, EngineReport] = {}
-        """What the owner of an engine said of it."""
         self.news = asyncio.Condition()
-        """Told of every append and every event."""
+        """Told of every append."""
 
     def queue(self, job: str) -> TwinQueue:
         return self.queues.setdefault(job, TwinQueue())
 
     def owns(self, job: str, token: str) -> bool:
         """Whether ``token`` is that of the job's trainer."""
-        return bool(token) and job in self.jobs and self.jobs[job].trainer == token
+        return bool(token) and self.owners.get(job) == token

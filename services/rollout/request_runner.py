@@ -1,7 +1,7 @@
 """What the API asks of this worker: to examine an environment, to show its tools and tasks, to play one episode of it.
 
-Rule: each errand runs in a process apart, with bounded memory and time and nothing of ours in its environment; whatever
-becomes of it there is an answer. An examination of a registered version is written down before it is told.
+Rule: each request runs in a process apart, with bounded memory and time and nothing of ours in its environment;
+whatever becomes of it there is an answer. An examination of a registered version is written down before it is told.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ FILE_BYTES = 64 << 20
 
 
 class RequestRunner:
-    def __init__(self, errands: WorkerRequests, sites: Sites, interpreters: Interpreters | None, worker: str) -> None:
+    def __init__(
+        self, worker_requests: WorkerRequests, sites: Sites, interpreters: Interpreters | None, worker: str
+    ) -> None:
         """Without ``interpreters`` environments run elsewhere, and it says so."""
-        self._errands = errands
+        self._worker_requests = worker_requests
         self._sites = sites
         self._interpreters = interpreters
         self._worker = worker
@@ -51,30 +53,30 @@ class RequestRunner:
         position = "0"
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._room.acquire()  # given back by the errand: what does not fit is left to other workers
+                await self._room.acquire()  # given back by the request: what does not fit is left to other workers
                 try:
-                    position, errand = await self._errands.next(position, self._worker)
+                    position, request = await self._worker_requests.next(position, self._worker)
                 except Away:
                     self._room.release()
                     await asyncio.sleep(AWAY_S)
                     continue
                 except RedisFault as error:  # a role that may not: episodes are played all the same
                     self._room.release()
-                    get_logger().error("errands cannot be taken", error=str(error))
+                    get_logger().error("requests cannot be taken", error=str(error))
                     await asyncio.sleep(REFUSED_S)
                     continue
-                if errand is None:
+                if request is None:
                     self._room.release()
                 else:
-                    tasks.create_task(self._do(errand), name=f"errand {errand.id}")
+                    tasks.create_task(self._do(request), name=f"request {request.id}")
 
-    async def _do(self, errand: WorkerRequest) -> None:
+    async def _do(self, request: WorkerRequest) -> None:
         try:
-            answer = await self._answer(errand.order)
+            answer = await self._answer(request.order)
             with contextlib.suppress(Away):  # who asked is told that there was no answer
-                await self._errands.answer(errand, answer)
+                await self._worker_requests.answer(request, answer)
         except Exception:
-            get_logger().exception("errand failed", errand=errand.id)
+            get_logger().exception("request failed", request=request.id)
         finally:
             self._room.release()
 

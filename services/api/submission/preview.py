@@ -1,0 +1,97 @@
+"""What this process can see of the model and the environments that a job names, for a plan that is only looked at.
+
+Rule: no code of an environment is run and nothing is refused, because trainers and rollout workers may have files that
+this process does not. What is missing here is a warning; what only they can tell is listed as unchecked.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gspo_core.spec import JobSpec
+
+
+@dataclass
+class Visible:
+    warnings: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+
+def look(spec: JobSpec) -> Visible:
+    """Reads files: call it in a thread."""
+    found = Visible()
+    _look_at_model(Path(spec.model), found)
+    for place, entry in enumerate(spec.environments):
+        param = f"environments[{place}].ref"
+        if ":" not in entry.ref:
+            continue  # registered: it exists, and rollout workers have examined it
+        _look_at_class(param, entry.ref, found)
+        found.unchecked.append(f"{param}: whether rollout workers can load {entry.ref}; `gspo env validate` tries it")
+    return found
+
+
+def _look_at_model(model: Path, found: Visible) -> None:
+    if not model.is_dir():
+        found.warnings.append(f"model: there is no directory {model} where the API runs")
+    else:
+        missing = [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]
+        if missing:
+            found.warnings.append(f"model: {model} holds no {' and no '.join(missing)}")
+    found.unchecked.append(f"model: whether trainers and rollout workers see {model}, and whether its weights load")
+
+
+def _look_at_class(param: str, ref: str, found: Visible) -> None:
+    module, _, attribute = ref.rpartition(":")
+    path = Path(module) if module.endswith(".py") else _find(module)
+    if path is None or not path.is_file():
+        what = f"file {module}" if module.endswith(".py") else f"module {module}"
+        found.warnings.append(f"{param}: there is no {what} where the API runs")
+        return
+    names = _names(path)
+    if names is not None and attribute.partition(".")[0] not in names:
+        found.warnings.append(f"{param}: {path.name} defines no {attribute}")
+
+
+def _find(module: str) -> Path | None:
+    """Where a module is on the import path. Nothing is imported, not even the packages above it."""
+    parts = module.split(".")
+    for folder in map(Path, sys.path):
+        for path in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
+            if path.is_file():
+                return path
+    return None
+
+
+def _names(path: Path) -> set[str] | None:
+    """What a file binds at its top; None where that cannot be told from its text."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    return (
+        None if any(_binds_more(node) for node in tree.body) else {name for node in tree.body for name in _bound(node)}
+    )
+
+
+def _binds_more(node: ast.stmt) -> bool:
+    """A star import, or a statement with statements inside."""
+    if isinstance(node, ast.ImportFrom):
+        return any(alias.name == "*" for alias in node.names)
+    known = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.Assign, ast.AnnAssign, ast.Expr)
+    return not isinstance(node, known)
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in names)
+        case ast.Assign(targets=targets):
+            yield from (one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name))
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            yield name

@@ -1,0 +1,47 @@
+"""Keeps what an environment shows within bounds, in a way that the policy can see.
+
+Rule: a cut is written where it was made, with how much is missing, and depends on the text alone, so a replayed episode
+is cut alike. What begins an episode is not cut: a task that does not fit the context is its author's to shorten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gspo_core.messages import Message
+
+# Of what is kept, the share that is taken from the beginning; the rest is the end, where results and errors often are.
+_HEAD = 0.75
+
+
+def within(messages: Sequence[Message], most_chars: int) -> tuple[list[Message], int]:
+    """The messages with at most so many characters of text each, and how many of them were cut."""
+    cut = [_message(message, most_chars) for message in messages]
+    return [message for message, _ in cut], sum(was_cut for _, was_cut in cut)
+
+
+def _message(message: Message, most_chars: int) -> tuple[Message, bool]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return (
+            ({**message, "content": _text(content, most_chars)}, True)
+            if len(content) > most_chars
+            else (message, False)
+        )
+    if not isinstance(content, Sequence) or sum(map(_length, content)) <= most_chars:
+        return message, False
+    text = "".join(part["text"] for part in content if _length(part))
+    others = [part for part in content if not _length(part)]
+    return {**message, "content": [{"type": "text", "text": _text(text, most_chars)}, *others]}, True
+
+
+def _length(part: Any) -> int:
+    text = part.get("text") if isinstance(part, dict) else None
+    return len(text) if isinstance(text, str) else 0
+
+
+def _text(text: str, most_chars: int) -> str:
+    head = int(_HEAD * most_chars)
+    tail = most_chars - head
+    return f"{text[:head]}\n[... {len(text) - most_chars} characters left out ...]\n{text[len(text) - tail :]}"

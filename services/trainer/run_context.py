@@ -1,0 +1,87 @@
+"""What the parts of one run share: the claim, what it needs from outside, and how far it has come.
+
+Rule: it holds and decides nothing; each part keeps to itself what no other part needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gspo_core.log.lineage import Lineage
+from gspo_core.spec import JobSpec
+from gspo_core.types import WeightsManifest
+from services.files.batch_log import BatchLog
+from services.files.checkpoints import CheckpointStore
+from services.files.job_dir import JobDir
+from services.files.weights import WeightStore
+from services.state.queue import Bus
+from services.state.store import Claim, Store
+from services.trainer.fleet.engines import EnginePool
+from services.trainer.fleet.parity import Held
+from services.trainer.groups.intake import Intake
+from services.trainer.groups.staleness import StalenessTable
+from services.trainer.groups.step_settings import Tuning
+from services.trainer.run_phase import RunPhase
+from services.trainer.telling.disk_waits import DiskWaits
+from services.trainer.telling.reports import Listener
+from services.trainer.telling.status import JobStatusBoard
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a run needs from outside."""
+
+    bus: Bus
+    store: Store
+    status: JobStatusBoard
+    engines: EnginePool
+    intake: Intake
+    weights: WeightStore
+    batch_log: BatchLog
+    checkpoints: CheckpointStore
+    job_dir: JobDir
+    budget_bytes: int | None = None
+    """What the job may hold in Redis."""
+    clock: Callable[[], float] = time.monotonic
+    listeners: Sequence[Listener] = ()
+    """Are told every number, as are the store and the files of the job."""
+
+
+class RunContext:
+    newest: WeightsManifest
+    """The newest published weights."""
+    held: Held
+    """What the learner's weights are, or will be, published as."""
+
+    def __init__(self, claim: Claim, spec: JobSpec, services: Services) -> None:
+        self.claim = claim
+        self.services = services
+        self.tuning = Tuning(spec)
+        self.phase = RunPhase(has_history=claim.attempt > 1)
+        self.lineage = Lineage()
+        self.ages = StalenessTable(claim.epoch, self.lineage)
+        self.disk = DiskWaits(self.alert)
+
+    @property
+    def job(self) -> str:
+        return self.claim.job_id
+
+    @property
+    def token(self) -> str:
+        return self.claim.token
+
+    @property
+    def spec(self) -> JobSpec:
+        """With the live settings that hold now."""
+        return self.tuning.spec
+
+    @property
+    def fills_step(self) -> bool:
+        """The groups that are under way are enough for one more step."""
+        return sum(1 for _ in self.lineage.owed()) >= self.spec.groups_per_step
+
+    async def alert(self, kind: str, message: str) -> None:
+        data = {"step": self.lineage.step, "kind": kind, "message": message}
+        await self.services.store.events.add(self.job, "alert", data, token=self.token)
