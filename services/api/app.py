@@ -15,13 +15,12 @@ from fastapi import Depends, FastAPI
 
 from gspo_core import __version__
 from services.api.http import errors
-from services.api.http.access import Access, AccessMiddleware
+from services.api.http.access import Access, AccessMiddleware, own_job
 from services.api.http.audit import Audit
 from services.api.http.context import ApiContext, Backend, OpenBackend
 from services.api.http.document import V1, Application
 from services.api.http.key_ring import KeyRing
 from services.api.http.limits import RateLimit
-from services.api.http.owners import own_job
 from services.api.http.presence import Presence
 from services.api.http.repeats import RepeatMiddleware
 from services.api.http.requests import RequestMiddleware

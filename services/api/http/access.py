@@ -16,12 +16,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.api.http.context import ApiContext
 from services.api.http.errors import RequestRefused, error_response
 from services.api.http.key_ring import KeyRing
 from services.api.http.limits import RateLimit
+from services.state.jobs import JobNotFound
 
 # Health says nothing about jobs; the document of the routes is the same for everyone.
 # The pages are an empty shell, the same for everyone; they fetch their content from the API with the visitor's key.
@@ -109,6 +112,17 @@ def needed_scope(method: str, path: str) -> str:
 
 
 _EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes)([/.]|$)")
+
+
+async def own_job(request: Request) -> None:
+    """In front of every route; one that names a job calls it `id` or `job`. Raises JobNotFound for those of others."""
+    caller: Caller = request.scope["caller"]
+    job = request.path_params.get("id") or request.path_params.get("job")
+    if job is None or caller.is_admin:
+        return
+    context: ApiContext = request.app.state.context
+    if not caller.sees((await context.store.jobs.get(job)).owner):
+        raise JobNotFound(job)
 
 
 def require_safe_bind(host: str, access: Access) -> None:
