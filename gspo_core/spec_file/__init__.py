@@ -15,10 +15,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gspo_core import strict_json
 from gspo_core.problems import KeyPath, problems, spell
 from gspo_core.spec import JobSpec
-from gspo_core.spec_file import strict_json, toml_text, yaml_text
-from gspo_core.spec_file.strict_json import TextRejected
+from gspo_core.spec_file import toml_text, yaml_text
+from gspo_core.strict_json import TextRejected
 
 # A job is a page of text. More values than this come from a file that expands (YAML aliases of aliases).
 MAX_BYTES = 1 << 20

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gspo_core.spec_file.strict_json import TextRejected
+from gspo_core.strict_json import TextRejected
 
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _KEY = r"""(?:[A-Za-z0-9_-]+|"[^"\\]*"|'[^']*')"""

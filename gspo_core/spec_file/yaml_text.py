@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gspo_core.spec_file.strict_json import TextRejected
+from gspo_core.strict_json import TextRejected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

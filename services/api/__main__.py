@@ -1,4 +1,4 @@
-"""`python -m services.api`: the one place that builds the real parts of the API."""
+"""`python -m services.api`: the one place that connects the API to its real Redis, files and sockets."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.state.away import Away
+from services.state.client import connect
 from services.state.queue import Bus
-from services.state.server import connect, warn_if_weaker
+from services.state.server_promises import warn_if_weaker
 from services.state.store import Store
 
-# Requests are short and streams end by themselves; what is open then is cut. Deployments give more: a download, or
-# a large answer over a slow line, takes its time.
+# Requests are short and streams end by themselves; whatever is open after this is cut. Deployments allow more, for
+# downloads and large answers over slow lines.
 GRACE_S = 3
-# Beyond it: closing what belongs to the process.
+# Further time to close what belongs to the process.
 LEAVING_S = 3
 FIRST_CONTACT_S = 3.0
-# Longer than proxies and clients keep what they do not use: who sends on a line that we close in this moment gets no
-# answer.
+# Longer than proxies and clients keep idle connections: a request on a connection that we are closing gets no answer.
 KEEP_ALIVE_S = 75
-# A connection takes some rounds of the event loop to come back, and rounds are long when hundreds ask: with a few of
-# them Redis would idle while everybody waits. Without a bound a crowd would open one each.
+# Returning a connection takes some rounds of the event loop, and rounds are long under hundreds of requests: with few
+# connections Redis would idle while requests wait. Without a bound a crowd would open one each.
 MAX_CONNECTIONS = 256
 WAIT_S = 10.0
 
@@ -51,7 +51,7 @@ WAIT_S = 10.0
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the business of services.process.lifecycle."""
+        """Leave signals to services.process.lifecycle."""
         yield
 
 
@@ -67,7 +67,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
 
     async with connect(redis_url, max_connections=MAX_CONNECTIONS, wait_s=WAIT_S) as redis, connect(redis_url) as news:
         store = Store(redis, lease_s=settings.lease_s, jobs_dir=data_dir.jobs)
-        # A server that cannot hold our functions ends this process with the reason; one that is away does not.
+        # A server that cannot hold our functions ends this process, with the reason; one that is away does not.
         with contextlib.suppress(Away, TimeoutError):
             async with asyncio.timeout(FIRST_CONTACT_S):
                 await store.load_functions()
@@ -97,7 +97,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
 
 
 async def _build_routes(app: FastAPI) -> None:
-    """Each is built when a request first comes by, and whoever asks meanwhile would wait for it."""
+    """The framework builds routes at the first request, which would make that request and its neighbours wait."""
 
     async def receive() -> Message:
         return {"type": "http.disconnect"}
@@ -114,7 +114,7 @@ async def _serve_app(app: FastAPI, settings: Settings, stop: asyncio.Event, grac
     config = uvicorn.Config(
         app,
         http=BoundedHttp,
-        # Nothing here speaks it, and its handshake would pass by the bounds and the log of requests.
+        # No route uses it, and its handshake would bypass the bounds and the log of requests.
         ws="none",
         lifespan="on",
         log_config=None,
@@ -143,15 +143,15 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise SettingsError(f"cannot listen on {host}:{port} (GSPO_API_HOST, GSPO_API_PORT): {reason}") from None
-    # Inherited by its connections, for which asyncio does not do it: the protocol of this socket has no number. Without
-    # it the body of an answer waits for the acknowledgement of its head, 40 ms on a connection that is kept open.
+    # Connections inherit it; asyncio does not set it for them, since this socket has no protocol number. Without it the
+    # body of an answer waits for the acknowledgement of its head: 40 ms on a kept-alive connection.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.api", description="Serves the API and the viewer.")
-    parser.add_argument("--grace-s", type=int, default=GRACE_S, help="for what is being answered when asked to leave")
+    parser.add_argument("--grace-s", type=int, default=GRACE_S, help="seconds to finish open requests after a signal")
     grace_s = parser.parse_args().grace_s
     try:
         settings = load_settings()

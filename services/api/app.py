@@ -1,7 +1,7 @@
 """The application: routes, rules of access and errors put together.
 
-One rule: everything that a route works with is made in the lifespan and handed to it, so that any number of
-applications can live in one process. Which Redis it talks to is decided by its caller.
+One rule: everything that a route uses is made in the lifespan and handed to it, so that any number of applications can
+live in one process. The caller chooses the Redis.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from fastapi import Depends, FastAPI
 
 from gspo_core import __version__
 from services.api.http import errors
-from services.api.http.access import Access, AccessMiddleware
+from services.api.http.access import Access, AccessMiddleware, own_job
 from services.api.http.audit import Audit
 from services.api.http.context import ApiContext, Backend, OpenBackend
 from services.api.http.document import V1, Application
 from services.api.http.key_ring import KeyRing
 from services.api.http.limits import RateLimit
-from services.api.http.owners import own_job
 from services.api.http.presence import Presence
 from services.api.http.repeats import RepeatMiddleware
 from services.api.http.requests import RequestMiddleware
@@ -70,10 +69,10 @@ def create_app(
 ) -> FastAPI:
     """An application that keeps its backend open while it runs. Without keys it serves this machine only.
 
-    `keys` may do everything; those on the `ring` have scopes. Where others can reach it, it must not be `may_be_open`.
-    What changes something is written to the `audit`.
+    `keys` may do everything; those on the `ring` have scopes. `may_be_open` must be False where other machines can
+    reach it. The `audit` records every change.
 
-    Whoever runs it sets `stopping` when the end is near, since open streams would hold it up.
+    The caller sets `stopping` before it shuts down, since open streams would hold it up.
     """
 
     traffic = Traffic()
@@ -97,12 +96,12 @@ def create_app(
         version=__version__,
         description="Jobs that train language-model agents by asynchronous reinforcement learning.",
         lifespan=lifespan,
-        # The interactive pages load scripts from elsewhere; the document is enough for every tool.
+        # The interactive pages load scripts from other hosts; tools need only the document.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
-    # The last one added sees a request first.
+    # The last middleware added sees a request first.
     app.add_middleware(RepeatMiddleware)
     app.add_middleware(
         AccessMiddleware, access=Access(keys, ring, may_be_open=may_be_open), limit=RateLimit(time.monotonic)
@@ -117,7 +116,7 @@ def _include_routes(app: FastAPI) -> None:
     app.include_router(health.router, responses=errors.documented(503))
     app.include_router(telemetry.router, responses=errors.documented(503))
     app.include_router(pages.router)
-    # Each on its own, not below one router for all: every level is walked through for every request.
+    # Each on its own, not below one router for all: every request walks through every level.
     for module in (
         *(jobs, events, metrics, artifacts, checkpoints, episodes, trajectories, environments, workers, engines),
         *(capabilities, keys_of_others, fine_tuning, settings),

@@ -1,4 +1,4 @@
-"""``python -m services.engine --model DIR``: builds the embedded engine and serves it until it is told to stop."""
+"""``python -m services.engine --model DIR``: builds the embedded engine and serves it until told to stop."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def _serve(arguments: argparse.Namespace, decoder: Decoder, stop: asyncio.
         stopping = tasks.create_task(stop.wait(), name="stop")
         get_logger().info("serving", url=f"http://{arguments.host}:{arguments.port}", model=arguments.model.name)
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        engine.pause("abort")  # every caller gets what was sampled for it so far
+        engine.pause("abort")  # every caller gets the tokens sampled for it so far
         server.should_exit = True
         await asyncio.wait({serving})
         steps.cancel()
@@ -73,7 +73,7 @@ def _server(app: Starlette, arguments: argparse.Namespace) -> uvicorn.Server:
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            yield  # signals are the business of run_until_signalled
+            yield  # run_until_signalled handles signals
 
     return Server(
         uvicorn.Config(

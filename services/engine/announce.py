@@ -1,7 +1,7 @@
-"""``python -m services.engine.announce URL...``: makes engines known that no process was configured with.
+"""``python -m services.engine.announce URL...``: registers engines that no process was configured with.
 
-Runs beside an engine of any kind. For as long as both run, jobs may bind the engine; when this is stopped, the engine
-is taken off the list. An engine itself knows nothing of Redis.
+Runs beside an engine of any kind. While both run, jobs may bind the engine; when this stops, the engine leaves the
+list. An engine itself knows nothing of Redis.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from services.engines.protocol import info_calls
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import load_settings
 from services.process.telemetry import configure_logging, get_logger
+from services.state.client import connect
 from services.state.engine_beats import ANSWER_S, EngineBeats
-from services.state.server import connect
 from services.state.store import Store
 
 

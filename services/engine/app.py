@@ -1,7 +1,7 @@
 """The HTTP face of the embedded engine: paths, status codes and bodies of the default engine protocol.
 
-Rule: every answer has the shape that the server which defines the protocol gives (``docs/engines.md`` names it), so
-that one client serves both. Different on purpose, and never to a caller's harm: an abort matches the request id exactly
+Rule: every answer has the shape of the server that defines the protocol (``docs/engines.md`` names it), so that one
+client serves both. It differs on purpose, and never to a caller's harm: an abort matches the request id exactly
 (that server matches live ids by prefix), also reaches requests that were posted while paused, and never loses sampled
 tokens; ``/health`` does not generate; a weight load reads and checks the whole checkpoint first, so wrong shapes are a
 400 and not the end of the process.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def create_app(
-    engine: EmbeddedEngine, reader: Reader, decode: Callable[[list[int]], str], info: dict[str, Any]
+    engine: EmbeddedEngine, reader: Reader, decode: Callable[[list[int]], str], info: Mapping[str, int]
 ) -> Starlette:
     """``decode`` renders the ``text`` of answers, which is for display only; ``info`` goes into ``/server_info``."""
     handlers = _Handlers(engine, reader, decode, info)
@@ -98,7 +98,7 @@ _ROUTES: dict[tuple[str, ...], dict[str, str]] = {
 
 class _Handlers:
     def __init__(
-        self, engine: EmbeddedEngine, reader: Reader, decode: Callable[[list[int]], str], info: dict[str, Any]
+        self, engine: EmbeddedEngine, reader: Reader, decode: Callable[[list[int]], str], info: Mapping[str, int]
     ) -> None:
         self._engine = engine
         self._reader = reader
@@ -158,7 +158,7 @@ class _Handlers:
         try:
             await self._engine.update_weights(Path(body.model_path), body.weight_version, flush_cache=body.flush_cache)
         except CheckpointRejected as error:
-            # The protocol has no code for a failure before any weight was touched; clients tell it by these words.
+            # The protocol has no code for a failure before any weight was touched; clients recognise these words.
             return _updated(False, f"Failed to get weights iterator: {error}")
         except CacheNotFlushed:
             return _updated(False, _NOT_FLUSHED)
@@ -243,10 +243,9 @@ class _Handlers:
         return _json({"timestamp": now, "version": PROTOCOL_VERSION, "loads": [self._engine.scheduler.load()]})
 
 
-async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, None]) -> bool:
-    """Runs ``work``; cancels it and returns False when the client has gone. Errors of ``work`` rise."""
-    working = asyncio.create_task(work)
-    gone: asyncio.Future[Any] = asyncio.ensure_future(http.receive())
+async def _unless_disconnected(http: HttpRequest, work: Awaitable[None]) -> bool:
+    """Run ``work``; cancel it and return False when the client leaves. Errors of ``work`` propagate."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(http))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -261,6 +260,11 @@ async def _unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, None
                     await task
 
 
+async def _disconnection(http: HttpRequest) -> None:
+    """The body was read: the next message says that the client has left."""
+    await http.receive()
+
+
 def _succeeded(act: Callable[[], None], message: str) -> Response:
     try:
         act()
@@ -269,8 +273,8 @@ def _succeeded(act: Callable[[], None], message: str) -> Response:
     return _told(True, message)
 
 
-async def _unless_refused(http: HttpRequest, work: Coroutine[Any, Any, None], message: str) -> Response:
-    """A caller that has gone gives up what it asked for."""
+async def _unless_refused(http: HttpRequest, work: Awaitable[None], message: str) -> Response:
+    """A client that leaves cancels its request."""
     try:
         is_done = await _unless_disconnected(http, work)
     except WeightsRefused as error:

@@ -1,7 +1,7 @@
 """Reading a folder of weights completely, and refusing it, before a live parameter is touched.
 
-Rule: what this module returns fits the model exactly (names, shapes, finite numbers), so that applying it cannot fail
-half-way. It reads safetensors only; nothing here executes code from a checkpoint.
+Rule: the returned tensors fit the model exactly (names, shapes, finite numbers), so that applying them cannot fail
+half-way. It reads safetensors only, and never executes code from a checkpoint.
 """
 
 from __future__ import annotations

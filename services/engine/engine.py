@@ -1,8 +1,8 @@
-"""The engine as its callers see it: asynchronous generate, pause, weight loading, around the synchronous scheduler.
+"""The asynchronous face of the engine: generate, pause and weight loading around the synchronous scheduler.
 
-Rule: one event loop runs both the steps and the callers, and lets the callers run between two steps. With the one
-thread that a small engine has, this is faster than a worker thread that fights for the interpreter, and needs no lock.
-New weights are read and checked in a thread, beside the steps; only the switch happens between two of them.
+Rule: one event loop runs both the steps and the callers, which run between two steps. With the single thread of a small
+engine this is faster than a worker thread that competes for the interpreter, and it needs no lock. New weights are read
+and checked in a thread beside the steps; only the switch happens between two of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_S = 0.005
 
 
 class CacheNotFlushed(Exception):
-    """The new weights are in place, but requests that run on the old cache forbade to flush it."""
+    """The new weights are in place, but running requests use the old cache, which was not flushed."""
 
 
 class EmbeddedEngine:
@@ -32,16 +32,16 @@ class EmbeddedEngine:
         self.decoder = decoder
         self.scheduler = scheduler
         self.model_dir = model_dir
-        """Where the weights come from that ``label`` names."""
+        """The source of the weights that ``label`` names."""
         self.label = scheduler.label
-        """What callers are told; differs from the scheduler's only after ``CacheNotFlushed``."""
+        """The label for callers; differs from the scheduler's only after ``CacheNotFlushed``."""
         self.num_loads = 0
         """How often the weights were replaced."""
         self._wake = asyncio.Event()
         self._update = asyncio.Lock()
 
     async def run(self) -> None:
-        """Steps while there is work. What it raises is a bug or a lack of memory: the process must end."""
+        """Steps while there is work. An error is a bug or a lack of memory: the process must end."""
         while True:
             if not self.scheduler.has_work:
                 self._wake.clear()
@@ -85,7 +85,7 @@ class EmbeddedEngine:
         return self.scheduler.flush()
 
     async def update_weights(self, directory: Path, label: str | None, *, flush_cache: bool) -> None:
-        """Replaces the weights. ``CheckpointRejected``: nothing happened. Not paused: waits for all that runs."""
+        """Replaces the weights. ``CheckpointRejected``: nothing happened. Unless paused, waits for running requests."""
         async with self._update:
             shapes = {name: tensor.shape for name, tensor in self.decoder.parameters.items()}
             tensors = await asyncio.to_thread(read_checkpoint, directory, shapes, self.decoder.tied)
@@ -95,7 +95,7 @@ class EmbeddedEngine:
     async def take_weights(
         self, tensors: Mapping[str, Tensor], label: str, *, flush_cache: bool, unless_after: int
     ) -> bool:
-        """Replaces these tensors, which fit. False, and nothing, when it is not ``num_loads == unless_after``."""
+        """Replaces these tensors, which fit. False, without effect, unless ``num_loads == unless_after``."""
         async with self._update:
             if self.num_loads != unless_after:
                 return False

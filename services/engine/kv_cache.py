@@ -1,7 +1,7 @@
 """Keys and values of the running requests: one row each, rows 0..n-1 without holes, so that a decode step reads views.
 
-Rule: a row belongs to one running request; what lies behind its length is garbage, but finite. Rows and their capacity
-grow by doubling when they are needed. Which tokens a row holds is known by the scheduler, not here.
+Rule: a row belongs to one running request; beyond its length lies garbage, but finite. Rows and their capacity grow by
+doubling on demand. The scheduler knows which tokens a row holds.
 
 Keys are stored transposed (head dimension before tokens): the score product then reads memory in order, which halved
 its time on a CPU.
@@ -46,7 +46,7 @@ class KVCache:
 
     @property
     def token_bytes(self) -> int:
-        """What one token of one request occupies."""
+        """Bytes of one token of one request."""
         layers, _, heads, head_dim, _ = self.keys.shape
         return 2 * layers * heads * head_dim * self.keys.element_size()
 
@@ -79,7 +79,7 @@ class KVCache:
         self.values[:, row, :, :length] = prefix.values[:, :, :length]
 
     def erase(self, row: int) -> None:
-        """Overwrites a row that holds numbers that are not finite: even masked they would spoil a later request."""
+        """Overwrites a row with non-finite numbers: even masked, they would spoil a later request."""
         self.keys[:, row] = 0
         self.values[:, row] = 0
 

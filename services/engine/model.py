@@ -2,7 +2,7 @@
 
 Rule: the numbers are those of transformers. Its implementation loads the checkpoint and is compared with this one
 before the engine serves; a model that this forward does not reproduce is refused, not served approximately.
-What is different is speed: projections are fused and stored transposed, the tokens of all requests are packed without
+It differs in speed: projections are fused and stored transposed, the tokens of all requests are packed without
 padding, and a decode step reads the cache in place. Covers Qwen3, Qwen2 and Llama shapes; others need another engine.
 
 Shapes by suffix (leading dimension): N packed tokens, B requests, T tokens of one request. Behind it come heads, head
@@ -14,13 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from services.engine.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Queries of one prompt that attend at a time: bounds the mask of a long prompt.
 _QUERY_CHUNK = 1024
@@ -42,7 +45,7 @@ class Prefill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one forward computes: one token for each of the rows 0..num_decode-1, then the prefills."""
+    """The work of one forward: one token for each of the rows 0..num_decode-1, then the prefills."""
 
     ids_N: Tensor
     positions_N: Tensor
@@ -96,7 +99,7 @@ class Decoder:
 
     @property
     def tied(self) -> frozenset[str]:
-        """Names that a checkpoint may leave out."""
+        """Parameters that a checkpoint may leave out."""
         return frozenset({"lm_head.weight"}) if self.config.tie_word_embeddings else frozenset()
 
     def new_cache(self) -> KVCache:
@@ -196,14 +199,14 @@ class Decoder:
                 spread = (layer.q_norm.expand(self.num_heads, -1), layer.k_norm.expand(self.num_kv_heads, -1))
                 layer.qk_norm = torch.cat(spread)
 
-    def _rope_tables(self, reference: Any) -> tuple[Tensor, Tensor]:
+    def _rope_tables(self, reference: PreTrainedModel) -> tuple[Tensor, Tensor]:
         """cos and sin for every position; the sign of rotate_half is folded into sin, so that a roll replaces it."""
         positions = torch.arange(self.context_length, device=self.device)[None]
         cos, sin = reference.model.rotary_emb(self._embedding, positions)
         half = self.head_dim // 2
         return cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
 
-    def _compare(self, reference: Any) -> None:
+    def _compare(self, reference: PreTrainedModel) -> None:
         """Prefill and decode of this forward against transformers on arbitrary ids."""
         length = min(24, self.context_length)
         ids = (torch.arange(length, device=self.device) * 7919 + 5) % self.vocab_size
@@ -218,7 +221,7 @@ class Decoder:
             raise UnservableModel(f"{self.config.model_type}: log-probs are {deviation:.2g} off those of transformers")
 
 
-def _check_config(config: Any) -> None:
+def _check_config(config: PretrainedConfig) -> None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     known = {
         "rms_norm_eps": hasattr(config, "rms_norm_eps"),

@@ -1,9 +1,9 @@
-"""Which prompts have a prefix whose keys and values are at hand: those of running requests and of finished ones.
+"""Finds prefixes of prompts whose keys and values exist already, in running or in finished requests.
 
-Rule: an entry is only ever used by requests of its own name space, and only while its tokens were computed under the
-present weights; the scheduler drops entries for which that ends. The longest common prefix counts, token by token, so
-the members of a group share a prompt and a turn continues the turn before. Finished entries are evicted, the least
-recently used first, when they exceed a budget of bytes.
+Rule: an entry serves only requests of its own name space, and only while its tokens were computed under the present
+weights; the scheduler drops all others. The longest common prefix counts, token by token, so the members of a group
+share a prompt and a turn continues the turn before. Finished entries are evicted, the least recently used first, when
+they exceed a budget of bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PrefixCache:
     def match(self, tokens: NDArray[np.int32], space: str | None) -> tuple[Entry | None, int, int]:
         """(entry, its common tokens, common tokens of an entry that is being computed right now).
 
-        At most all tokens but the last are matched: the last one has to be computed to know what follows.
+        At most all tokens but the last are matched: the last one has to be computed to predict the next.
         """
         num, width = len(self._entries), min(len(tokens) - 1, self._tokens.shape[1])
         if not num or width < _MIN_MATCH:
@@ -67,7 +67,7 @@ class PrefixCache:
         return entry, length, pending
 
     def start(self, tokens: NDArray[np.int32], space: str | None, row: int) -> Entry:
-        """An entry for a request whose tokens are being computed; ``ready`` says when they are."""
+        """An entry for a request whose tokens are being computed, until ``ready`` is called."""
         if self._free:
             slot = self._free.pop()
         else:

@@ -1,8 +1,8 @@
 """Request and response bodies of the default engine protocol, as far as the embedded engine speaks them.
 
-Rule: what the engine cannot do exactly it refuses with a clean 400 and a reason; it never guesses and never ignores a
-parameter that shapes the distribution. That includes input that ends the process of a real engine. Nothing is executed
-here: bodies become ``Request`` values and ended requests become bodies.
+Rule: a request that the engine cannot serve exactly is refused with a clean 400 and a reason, and so is input that
+would crash a real engine; it never guesses and never ignores a parameter that shapes the distribution. Nothing is
+executed here: bodies become ``Request`` values and ended requests become bodies.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
 import msgspec
 
 from services.engine.sampling import request_seed
-from services.engine.scheduler import Request
+from services.engine.scheduler import Finish, Request
 
-# In the order that the protocol's refusal of unknown keys shows.
+# In the order of the protocol's own refusal of unknown keys.
 _SAMPLING_KEYS = (
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex"),
     *("ebnf", "structural_tag", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
     *("stream_interval", "logit_bias", "sampling_seed", "custom_params", "beam_width", "watermark", "choice"),
 )
-# What would change the distribution or the shape of the answer: allowed only as written here, or absent.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+# Parameters that would change the distribution or the answer's shape: allowed only with these values, or absent.
+_NEUTRAL: dict[str, tuple[str | int | list[str] | dict[str, float] | None, ...]] = {
     "stop": (None, "", []),
     "stop_regex": (None, "", []),
     "top_p": (None, 1),
@@ -51,7 +51,7 @@ _Body = TypeVar("_Body")
 class BadRequest(Exception):
     """Answered with 400 and ``body``."""
 
-    def __init__(self, body: dict[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, str | int | Mapping[str, str] | None]) -> None:
         super().__init__(str(body))
         self.body = body
 
@@ -122,8 +122,7 @@ class Reader:
         self._eos_ids = eos_ids
         self._engine_seed = engine_seed
 
-    def read(self, content: bytes) -> tuple[Request, Callable[..., dict[str, Any]]]:
-        """The request, and what renders its answer."""
+    def read(self, content: bytes) -> tuple[Request, AnswerRenderer]:
         body = read_body(content, _Generate)
         input_ids = self._input_ids(body)
         if body.logprob_start_len not in (None, -1):
@@ -151,7 +150,7 @@ class Reader:
         return request, AnswerRenderer(with_logprobs=bool(body.return_logprob), prompt_token_ids=prompt)
 
     def scoring(self, content: bytes) -> tuple[list[int], str] | None:
-        """Ids and request id, if the body asks for the log-probs of its input and for nothing to be sampled."""
+        """Ids and request id, if the body asks only for the log-probs of its input, without sampling."""
         body = read_body(content, _Generate)
         params = body.sampling_params or {}
         if body.logprob_start_len != 0 or params.get("max_new_tokens") != 0 or not body.return_logprob:
@@ -201,11 +200,53 @@ class Reader:
             )
 
 
-def scored(input_ids: Sequence[int], logprobs: Sequence[float], label: str, rid: str) -> dict[str, Any]:
+_TokenEntry: TypeAlias = tuple[float | None, int, None]
+
+
+class VersionSpan(TypedDict):
+    version: str
+    start: int
+    end: int
+
+
+class CachedTokens(TypedDict):
+    device: int
+    host: int
+
+
+class AnswerMeta(TypedDict, total=False):
+    """Requests that never ran, and callers that asked for no log-probs, get fewer of these."""
+
+    id: str
+    finish_reason: Finish | None
+    prompt_tokens: int
+    weight_version: str
+    num_retractions: int
+    input_token_logprobs: list[_TokenEntry]
+    output_token_logprobs: list[_TokenEntry]
+    output_token_logprobs_length: int
+    completion_tokens: int
+    reasoning_tokens: int
+    cached_tokens: int
+    cached_tokens_details: CachedTokens | None
+    dp_rank: None
+    weight_versions: list[VersionSpan]
+    e2e_latency: float
+    response_sent_to_client_ts: float
+
+
+class Answer(TypedDict):
+    text: str
+    output_ids: list[int]
+    meta_info: AnswerMeta
+    prompt_token_ids: NotRequired[Sequence[int]]
+
+
+def scored(input_ids: Sequence[int], logprobs: Sequence[float], label: str, rid: str) -> Answer:
     """The answer to a scoring request: nothing is sampled; the first token has no log-prob."""
-    entries = [(None, input_ids[0], None)]
-    entries += [(logprob, token_id, None) for logprob, token_id in zip(logprobs, input_ids[1:], strict=True)]  # type: ignore[misc]
-    meta = {
+    entries: list[_TokenEntry] = [(None, input_ids[0], None)]
+    entries += [(logprob, token_id, None) for logprob, token_id in zip(logprobs, input_ids[1:], strict=True)]
+    meta: AnswerMeta = {
         "id": rid,
         "finish_reason": {"type": "length", "length": 0},
         "prompt_tokens": len(input_ids),
@@ -222,32 +263,31 @@ def scored(input_ids: Sequence[int], logprobs: Sequence[float], label: str, rid:
 
 
 class AnswerRenderer:
-    """Renders an ended request in the way its caller asked for."""
+    """Renders an ended request as its caller asked."""
 
     def __init__(self, *, with_logprobs: bool, prompt_token_ids: Sequence[int] | None) -> None:
         self._with_logprobs = with_logprobs
         self._prompt_token_ids = prompt_token_ids
 
-    def __call__(self, request: Request, label: str, text: str) -> dict[str, Any]:
+    def __call__(self, request: Request, label: str, text: str) -> Answer:
         num = len(request.output_ids)
-        meta: dict[str, Any] = {"id": request.rid, "finish_reason": request.finish}
-        ran = request.cached_tokens is not None
-        if ran:
+        meta: AnswerMeta = {"id": request.rid, "finish_reason": request.finish}
+        cached = request.cached_tokens
+        if cached is not None:
             meta["prompt_tokens"] = len(request.prompt)
         meta["weight_version"] = label
-        if ran:
+        if cached is not None:
             meta["num_retractions"] = request.num_retractions
         if self._with_logprobs:
             pairs = zip(request.logprobs, request.output_ids, strict=True)
-            entries = [(logprob, token_id, None) for logprob, token_id in pairs]
+            entries: list[_TokenEntry] = [(logprob, token_id, None) for logprob, token_id in pairs]
             meta |= {
                 "input_token_logprobs": [],
                 "output_token_logprobs": entries,
                 "output_token_logprobs_length": num,
             }
         meta["completion_tokens"] = num
-        if ran:
-            cached = request.cached_tokens
+        if cached is not None:
             meta |= {
                 "reasoning_tokens": 0,
                 "cached_tokens": cached,
@@ -259,7 +299,7 @@ class AnswerRenderer:
         ]
         meta["e2e_latency"] = time.perf_counter() - request.arrived_s
         meta["response_sent_to_client_ts"] = time.time()
-        answer: dict[str, Any] = {"text": text, "output_ids": request.output_ids, "meta_info": meta}
+        answer: Answer = {"text": text, "output_ids": request.output_ids, "meta_info": meta}
         if self._prompt_token_ids is not None:
             answer["prompt_token_ids"] = self._prompt_token_ids
         return answer

@@ -1,9 +1,9 @@
-"""What runs when: requests join and leave at any step, weights change between two steps, nothing is lost.
+"""The order of work: requests join and leave at any step, weights change between two steps, nothing is lost.
 
 Rule: a token keeps the log-prob and the label it was sampled with, whatever happens to its request afterwards. A
-retracted request gives up its keys and values, never its tokens; it is computed anew under whatever weights serve when
-it comes back. Everything here is synchronous and runs between two yields of one event loop: there are no locks, and a
-step is never half done when somebody looks. HTTP and files are not known here.
+retracted request gives up its keys and values, never its tokens; it is computed anew under the weights that serve when
+it returns. Everything here is synchronous and runs between two yields of one event loop: there are no locks, and no
+caller sees half a step. It knows neither HTTP nor files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, Required, TypedDict
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from services.engine.sampling import sample, uniforms
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-# Prompt tokens computed in one step, next to the decoding requests. Nobody is answered during a step, so it should not
-# take longer than some tens of milliseconds; more tokens at a time were not faster on a CPU (measured 512 to 4096).
+# Prompt tokens computed in one step, next to the decoding requests. No request is answered during a step, so it should
+# not take longer than some tens of milliseconds; more tokens at a time were not faster on a CPU (measured 512 to 4096).
 _MAX_PREFILL_TOKENS = {"cpu": 1024}
 _MAX_PREFILL_TOKENS_ELSEWHERE = 8192
 # A request waits one step if another one, computed in this step, will leave it that many more tokens to copy.
@@ -52,6 +52,29 @@ class RequestFailed(Exception):
     """The engine could not sample for this request."""
 
 
+class Finish(TypedDict, total=False):
+    """Why a request ended, as in the protocol; each type has fields of its own."""
+
+    type: Required[Literal["stop", "length", "abort"]]
+    matched: int
+    length: int
+    message: str
+    status_code: None
+    err_type: None
+
+
+class Load(TypedDict):
+    timestamp: float
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_waiting_uncached_tokens: int
+    num_used_tokens: int
+    num_total_tokens: int
+    max_running_requests: int
+    utilization: float
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     rid: str
@@ -70,9 +93,9 @@ class Request:
     cached_tokens: int | None = None
     """None until it first ran."""
     num_retractions: int = 0
-    finish: dict[str, Any] | None = None
+    finish: Finish | None = None
     entry: Entry | None = None
-    """None when its keys and values stem from several versions: nobody else may use them."""
+    """None when its keys and values stem from several versions: no other request may use them."""
 
     def mark(self, label: str) -> None:
         if not self.marks or self.marks[-1][0] != label:
@@ -90,7 +113,7 @@ class Scheduler:
         self, decoder: Decoder, *, max_concurrency: int, prefix_cache_bytes: int, label: str = "default"
     ) -> None:
         self.label = label
-        """What the weights that sample now are called."""
+        """The name of the weights that sample now."""
         self.paused: PauseMode | None = None
         self.admitting = True
         """False while an update waits for the running requests to end."""
@@ -200,7 +223,7 @@ class Scheduler:
         rows["num_output"] += np.uint64(1)
         self._record(ids_B.tolist(), logprobs_B.tolist())
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> Load:
         """A snapshot, named as in the protocol's ``/v1/loads``."""
         num_used = int(self._rows["num_cached"][: len(self.running)].sum())
         num_waiting_tokens = sum(len(request.prompt) + len(request.output_ids) for request in self.waiting)
@@ -245,7 +268,7 @@ class Scheduler:
         self._cache.reserve(row + 1, len(tokens))
         if entry is not None and entry.kv is not None:
             self._cache.load(row, entry.kv, num_shared)
-            if num_shared == entry.length:  # the new entry says all that this one says
+            if num_shared == entry.length:  # the new entry contains this one
                 self._prefixes.drop(entry)
         elif entry is not None:
             self._cache.move(entry.row, row, num_shared)
@@ -259,7 +282,7 @@ class Scheduler:
 
     def _record(self, ids: list[int], logprobs: list[float]) -> None:
         self.num_generated += len(ids)
-        leaving: dict[int, dict[str, Any] | RequestFailed] = {}
+        leaving: dict[int, Finish | RequestFailed] = {}
         for row, (request, token_id, logprob) in enumerate(zip(self.running, ids, logprobs, strict=True)):
             if not logprob > -float("inf"):  # also true for NaN
                 leaving[row] = RequestFailed("the model computes numbers that are not finite")
@@ -274,8 +297,8 @@ class Scheduler:
             self._leave(leaving)
 
     @torch.inference_mode()
-    def _leave(self, leaving: Mapping[int, dict[str, Any] | RequestFailed]) -> None:
-        """Ends the requests in these rows and closes the gaps, from the end, so that what moves is alive."""
+    def _leave(self, leaving: Mapping[int, Finish | RequestFailed]) -> None:
+        """Ends the requests in these rows and closes the gaps, from the end, so that only live rows move."""
         for row in sorted(leaving, reverse=True):
             request, last = self.running[row], len(self.running) - 1
             finish = leaving[row]
@@ -306,7 +329,7 @@ class Scheduler:
             self._prefixes.drop(request.entry)
             request.entry = None
 
-    def _finish(self, request: Request, finish: dict[str, Any] | RequestFailed) -> None:
+    def _finish(self, request: Request, finish: Finish | RequestFailed) -> None:
         del self._by_rid[request.rid]
         if isinstance(finish, RequestFailed):
             if not request.done.done():
@@ -316,8 +339,8 @@ class Scheduler:
         if not request.done.done():
             request.done.set_result(None)
 
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._decoder.device)
 
 
-_ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+_ABORTED: Finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}

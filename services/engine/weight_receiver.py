@@ -1,8 +1,8 @@
-"""The engine's end of a process group: weights that are sent to it, by the calls of the default engine protocol.
+"""The engine's end of a process group: receives weights by the calls of the default engine protocol.
 
-Rule: tensors are received into memory of their own and checked; only when all of a call have come and fit does the
-engine switch, between two steps. So a sending that breaks off, or is abandoned by its caller, leaves the old weights,
-and one that ends after a newer load is void.
+Rule: tensors are received into memory of their own and checked; the engine switches, between two steps, only when all
+tensors of a call have arrived and fit. So a transfer that breaks off, or that its caller abandons, leaves the old
+weights, and one that ends after a newer load is void.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from services.engine.engine import EmbeddedEngine
 from services.engines.process_group import ProcessGroup
 
-# To meet, and for each tensor. A sender that is lost closes its connections, which is noticed at once.
+# To meet, and for each tensor. A lost sender closes its connections, which shows at once.
 _TIMEOUT_S = 120.0
 
 
@@ -112,7 +112,7 @@ class WeightReceiver:
         self._groups.pop(name)[0].close()
 
     def _room(self, body: TensorsBody, device: torch.device) -> dict[str, Tensor]:
-        """What the tensors are received into; refuses what the model has no place for before anything is sent."""
+        """Memory for the tensors; refuses those that the model has no place for before anything is sent."""
         if not len(body.names) == len(body.dtypes) == len(body.shapes) > 0:
             raise WeightsRefused("names, dtypes and shapes are lists of one length")
         parameters = self._engine.decoder.parameters

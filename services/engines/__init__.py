@@ -1,4 +1,4 @@
-"""What an inference engine is to us, and every kind of engine that we can talk to.
+"""Inference engines as the service sees them, and every kind of engine that it can talk to.
 
 Reading order: ``errors``, ``protocol`` (the ``Engine`` that callers depend on), ``kinds`` (which kinds there are, and
 how an address becomes an engine), then one module per kind. Nothing here knows Redis or a job.

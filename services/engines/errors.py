@@ -1,4 +1,4 @@
-"""What can go wrong with an engine. The type of an error says what may be done next; its text is for people.
+"""The errors of engines. The type of an error tells a caller what to do next; its text is for people.
 
 Rule: every kind of engine raises these and nothing else, whatever words its server uses. They decide nothing.
 """
@@ -11,11 +11,11 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError):
-    """No usable answer: not reachable, connection lost, busy, or an error of the server. Ask again, maybe elsewhere."""
+    """No usable answer: unreachable, connection lost, busy, or a server error. Retry, perhaps elsewhere."""
 
 
 class EngineRejected(EngineError):
-    """The engine refused this call and is as it was before. It will refuse the same call again."""
+    """The engine refused this call and is unchanged. It will refuse the same call again."""
 
 
 class EngineProtocolError(EngineError):

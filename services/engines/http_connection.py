@@ -1,7 +1,7 @@
 """One plain HTTP/1.1 connection, without asyncio's streams, which cost more than the exchange itself.
 
-Rule: one exchange at a time; after one that did not end cleanly, and after bytes that nobody asked for, it is closed.
-It knows no URLs, retries nothing and sets no time limits.
+Rule: one exchange at a time; an exchange that does not end cleanly, or unexpected bytes, close it. It knows no URLs,
+retries nothing and sets no time limits.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 MAX_HEAD_BYTES = 2**16
 
 _Steps = Generator[None, None, "HttpAnswer"]
-"""Reading, which stops wherever more bytes must come first."""
+"""A parser that pauses wherever it needs more bytes."""
 
 
 class NotHttp(ValueError):
-    """What came back is no answer of HTTP/1.1."""
+    """The answer is not HTTP/1.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class HttpConnection(asyncio.Protocol):
         return HttpAnswer(int(status), content, tuple(headers), keeps)
 
     def _until(self, mark: bytes) -> Generator[None, None, bytes]:
-        """What comes before ``mark``, which is taken too."""
+        """The bytes before ``mark``; consumes the mark too."""
         while (end := self._buffer.find(mark)) < 0 or end > MAX_HEAD_BYTES:
             if len(self._buffer) > MAX_HEAD_BYTES:
                 raise ValueError(f"more than {MAX_HEAD_BYTES} bytes of headers")

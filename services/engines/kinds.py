@@ -1,7 +1,7 @@
 """The kinds of engines there are, and how an address becomes an engine.
 
 Rule: a kind is one line in ``KINDS``; nothing else in the system names it. An address without a kind is of the default
-one; ``KIND+http://host:port`` names another. Where engines are and who may use them is not known here.
+one; ``KIND+http://host:port`` names another. It does not know where engines are or who may use them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.engines.protocol import Connect, Engine
 from services.engines.sglang import open_sglang
 
 OpenKind = Callable[[int], AbstractAsyncContextManager[Connect]]
-"""Number of connections to one engine -> what connects to engines of the kind, while it is open."""
+"""From a number of connections per engine to a context that connects to engines of the kind."""
 
 DEFAULT_KIND = "sglang"
 KINDS: Mapping[str, OpenKind] = {

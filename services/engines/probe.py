@@ -1,8 +1,8 @@
-"""Checks by a few short requests that an engine samples as a job relies on, before it is bound to one.
+"""Checks with a few short requests that an engine samples as a job relies on, before it is bound to one.
 
-Rule: every promise that can be observed is tested, not believed: temperature, stop tokens, request ids, separate
-caches, control calls. A router in between that drops a field is found here; in a training run it would only cause
-drift. Weights are not checked (the parity gate compares them), and nothing but the engine's cache changes.
+Rule: every observable promise is tested, not believed: temperature, stop tokens, request ids, separate caches, control
+calls. A router in between that drops a field is found here; in a training run it would only cause drift. Weights are
+not checked (the parity gate compares them), and nothing but the engine's cache changes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from services.engines.errors import EngineProtocolError, EngineRejected
 from services.engines.protocol import Engine
 
-# In every vocabulary, and no prefix of anything that is asked elsewhere.
+# Ids of every vocabulary, and no prefix of any other prompt.
 _PROMPT = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
-# High, so that samples differ and their log-probs under it are far from those at 1.
+# High, so that samples differ and their log-probs are far from those at 1.
 _TEMPERATURE = 3.0
 _NUM_SAMPLES = 8
-# Log-probs closer than this, in nats at temperature 1, tell nothing about a temperature.
+# Log-probs closer than this, in nats at temperature 1, reveal nothing about the temperature.
 _MIN_GAP = 0.5
 
 
 async def problem_of(client: Engine) -> str | None:
-    """Why nothing may be trained on what is sampled there, or None. Raises EngineUnavailable."""
+    """The reason why its samples must not be trained on, or None. Raises EngineUnavailable."""
     try:
         return await _control(client) or await _caches(client) or await _temperature(client) or await _stops(client)
     except (EngineProtocolError, EngineRejected) as error:

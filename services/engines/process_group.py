@@ -1,8 +1,8 @@
-"""A group of torch processes that meet at an address, beside the default group: what weights travel through.
+"""A group of torch processes that meet at an address, beside the default group, to transfer weights.
 
-Rule: what blocks here (meeting, sending, receiving) does so in a thread that keeps no process alive, for a group whose
-other end hangs would else decide when this one ends. gloo joins CPUs, NCCL joins GPUs. No files, no pickles. Which
-tensors are sent, and what becomes of an engine when that fails, is decided elsewhere.
+Rule: blocking calls (meeting, sending, receiving) run in a daemon thread, else a group whose other end hangs would
+decide when this process ends. gloo joins CPUs, NCCL joins GPUs. No files, no pickles. Callers decide which tensors are
+sent, and what a failure means for an engine.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup as Group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.rendezvous import rendezvous
@@ -25,7 +26,7 @@ T = TypeVar("T")
 class ProcessGroup:
     """Made by ``join``. Errors of torch are RuntimeErrors."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
 
     @classmethod
@@ -40,7 +41,7 @@ class ProcessGroup:
         await in_own_thread(lambda: self._broadcast(tensors))
 
     def close(self) -> None:
-        """Returns at once; what still waits for the other end is left to its timeout."""
+        """Returns at once; calls that still wait for the other end run into their timeouts."""
         threading.Thread(target=dist.destroy_process_group, args=(self._group,), daemon=True).start()
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -49,7 +50,7 @@ class ProcessGroup:
 
 
 async def in_own_thread(work: Callable[[], T]) -> T:
-    """The result of ``work``. Cancelled, nobody waits for the thread any more, the end of the process included."""
+    """The result of ``work``. After a cancellation nothing waits for the thread, not even the end of the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -74,13 +75,13 @@ async def in_own_thread(work: Callable[[], T]) -> T:
     return await done
 
 
-def _join(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Any:
-    """Torch makes a group beside the default one by a function that it keeps to itself."""
+def _join(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Group:
+    """Torch has only a private function for a group beside the default one."""
     timeout = timedelta(seconds=timeout_s)
     address = f"[{host}]" if ":" in host else host
     store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(
+    made = c10d._new_process_group_helper(
         size,
         rank,
         [],
@@ -89,5 +90,6 @@ def _join(host: str, port: int, rank: int, world_size: int, name: str, backend: 
         group_name=GroupName(name),
         timeout=timeout,
     )
+    group: Group = made[0]
     c10d._world.pg_group_ranks[group] = {index: index for index in range(size)}
     return group

@@ -1,7 +1,7 @@
-"""An engine, as the rest of the system depends on it: it samples, scores, takes weights, and says how it is.
+"""An engine, as the rest of the system depends on it: it samples, scores, takes weights, and reports its state.
 
 Rule: token ids and log-probs are exact, and every sampled token names the weights that sampled it; an answer that
-breaks this is refused when it is built. Callers know these types only; servers, paths and versions stay with the kinds.
+breaks this is refused when it is built. Callers know only these types; servers, paths and versions stay with the kinds.
 Nothing here retries, routes, or decides when weights change.
 """
 
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine sampled for one request. ``logprobs`` are those of softmax(logits / temperature) in float32."""
+    """The sampled tokens of one request. ``logprobs`` are those of softmax(logits / temperature) in float32."""
 
     output_ids: list[int]
     logprobs: list[float]
@@ -56,7 +56,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot of all requests of an engine, whoever sent them. A paused engine may answer with an old one."""
+    """A snapshot of all requests of an engine, from any caller. A paused engine may answer with an old one."""
 
     num_running: int
     num_waiting: int
@@ -68,10 +68,10 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself."""
+    """An engine's report about itself."""
 
     label: str
-    """What it calls its weights; empty where it gives them no name."""
+    """Its name for its weights; empty if they have none."""
     model_path: str | None = None
     """The folder that it was started with, seen from the engine."""
     model_type: str | None = None
@@ -80,14 +80,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the software behind an address can do."""
+    """Capabilities of the software behind an address."""
 
     software: str
     """Name and version, for people."""
     names_versions: bool
-    """Whether answers say which weights sampled which token. Without that nothing can be trained."""
+    """Whether answers name the weights that sampled each token. Training needs it."""
     advice: str = ""
-    """What to run instead where something is missing."""
+    """What to run instead if something is missing."""
 
 
 class Sampling(Protocol):
@@ -114,7 +114,7 @@ class Sampling(Protocol):
         """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
 
     async def abort(self, rid: str) -> None:
-        """Asks for an end of the request ``rid``; what it sampled comes back from its own generate call."""
+        """Ends the request ``rid``; its own generate call returns the tokens sampled so far."""
 
 
 class WeightLoading(Protocol):
@@ -124,7 +124,7 @@ class WeightLoading(Protocol):
         """``retract`` drops keys and values, ``in_place`` keeps them, ``abort`` ends the requests."""
 
     async def resume(self) -> None:
-        """Requests that a pause kept go on under whatever weights the engine holds now."""
+        """Requests kept by a pause continue under the weights that the engine holds now."""
 
     async def load_weights(self, path: Path, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0) -> None:
         """Loads the weights in ``path`` (seen from the engine) and verifies that it now calls them ``label``.
@@ -160,7 +160,7 @@ class WeightLoading(Protocol):
 
 
 class Condition(Protocol):
-    """How an engine is, and what it can do."""
+    """State and capabilities."""
 
     async def info(self) -> EngineInfo:
         """Which weights and which model it holds."""
@@ -169,7 +169,7 @@ class Condition(Protocol):
         """What its software can do."""
 
     async def load(self) -> EngineLoad:
-        """How busy it says it is."""
+        """Its load, by its own account."""
 
     async def is_ready(self) -> bool:
         """Whether new requests would run at once. False while paused, and for an engine that cannot be reached."""
@@ -188,7 +188,7 @@ Connect = Callable[[str], Engine]
 
 
 async def info_within(engine: Condition, timeout_s: float) -> EngineInfo | None:
-    """What it says of itself, or None when it does not answer in time."""
+    """Its report about itself, or None if it does not answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return await engine.info()

@@ -1,4 +1,4 @@
-"""SGLang as an engine: its HTTP protocol (0.5.19 and later), by exact token ids. The embedded engine speaks it too.
+"""SGLang as an engine: its HTTP protocol (0.5.19 and later), with exact token ids. The embedded engine speaks it too.
 
 Rule: a 200 is not success. Every answer is checked (ids and log-probs aligned, version spans tile the output) and an
 answer that breaks a rule is refused whole, never repaired: a wrong log-prob would be trained on.
@@ -14,11 +14,11 @@ import functools
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import msgspec
@@ -44,9 +44,9 @@ _CONTROL_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT = httpx.Timeout(_CONTROL_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
 _ABORT_TIMEOUT_S = 2.0
 _REPAIR_TIMEOUT_S = 10.0
-# Refusals by a proxy in front of an engine that say nothing of the request: timed out, too early, too many.
+# Refusals by a proxy in front of an engine, not about the request itself: timed out, too early, too many.
 _NOT_NOW = frozenset({408, 425, 429})
-# A paused engine lets a request wait for as long as the pause lasts, so a generate call has no deadline of its own.
+# A request waits as long as its engine is paused, so a generate call has no deadline of its own.
 _GENERATE_TIMEOUT = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
 # SGLang's text when new weights are in place although the call failed, and when no weight was touched.
 _REPLACED_BUT_FAILED = "Weights were updated"
@@ -55,7 +55,7 @@ _NOTHING_REPLACED = "Failed to get weights iterator"
 
 @dataclass(frozen=True, slots=True, order=True)
 class EngineProfile:
-    """What an engine can do, by the version of SGLang that it says it is."""
+    """Capabilities of an engine, by the version of SGLang that it reports."""
 
     version: tuple[int, int, int]
 
@@ -70,7 +70,7 @@ class EngineProfile:
 
     @property
     def names_versions(self) -> bool:
-        """Whether answers say which weights sampled which token; without that nothing can be trained."""
+        """Whether answers name the weights that sampled each token; training needs it."""
         return self.version >= (0, 5, 19)
 
     @property
@@ -79,7 +79,7 @@ class EngineProfile:
 
     @property
     def has_weight_sessions(self) -> bool:
-        """Whether tensors that are sent must stand between ``begin_weight_update`` and ``end_weight_update``."""
+        """Whether sent tensors must stand between ``begin_weight_update`` and ``end_weight_update``."""
         return self.version >= (0, 5, 21)
 
     def __str__(self) -> str:
@@ -135,6 +135,9 @@ class _Scored(msgspec.Struct):
     meta_info: _ScoredMeta
 
 
+_Body: TypeAlias = Mapping[
+    str, str | float | bool | msgspec.Raw | Sequence[str] | Sequence[Sequence[int]] | Mapping[str, float] | None
+]
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_loads = msgspec.json.Decoder(_Loads).decode
 _decode_scored = msgspec.json.Decoder(_Scored).decode
@@ -190,7 +193,7 @@ class EngineClient:
         Cancelling the call aborts the request in the engine.
         """
         rid = rid or os.urandom(16).hex()
-        body = {
+        body: _Body = {
             "rid": rid,
             "input_ids": self._checked_input(input_ids, max_new_tokens),
             "return_logprob": True,
@@ -202,7 +205,7 @@ class EngineClient:
         try:
             response = await self._call("POST", "/generate", body, timeout=_GENERATE_TIMEOUT)
         except (asyncio.CancelledError, EngineUnavailable):
-            # The request may still be running there; nobody waits for it any more. (RuntimeError: the pool is closed.)
+            # The request may still be running there, but nothing awaits it now. (RuntimeError: the pool is closed.)
             with contextlib.suppress(EngineError, TimeoutError, RuntimeError):
                 async with asyncio.timeout(_ABORT_TIMEOUT_S):
                     await self.abort(rid)
@@ -211,7 +214,7 @@ class EngineClient:
 
     async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
         """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
-        body = {
+        body: _Body = {
             "rid": os.urandom(16).hex(),
             "input_ids": self._checked_input(input_ids, 1),
             "return_logprob": True,
@@ -230,7 +233,7 @@ class EngineClient:
         return logprobs, meta.weight_version
 
     async def abort(self, rid: str) -> None:
-        """Asks for an end of the request ``rid``; what it sampled comes back from its own generate call."""
+        """Ends the request ``rid``; its own generate call returns the tokens sampled so far."""
         await self._call("POST", "/abort_request", {"rid": rid}, admin=True)
 
     async def pause(self, mode: PauseMode = "retract") -> None:
@@ -253,7 +256,7 @@ class EngineClient:
         Pause first, else the engine lets its running requests end. ``flush_cache`` must be False after an ``in_place``
         pause. EngineRejected: the old weights serve on. EngineDirty: unknown weights.
         """
-        body = {"model_path": str(path), "weight_version": label, "flush_cache": flush_cache}
+        body: _Body = {"model_path": str(path), "weight_version": label, "flush_cache": flush_cache}
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
         try:
             await self._call("POST", "/update_weights_from_disk", body, admin=True, timeout=timeout)
@@ -283,7 +286,7 @@ class EngineClient:
         self, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> None:
         """Returns when all members have met: let the sender join meanwhile."""
-        body = {
+        body: _Body = {
             "master_address": host,
             "master_port": port,
             "rank_offset": rank,
@@ -305,7 +308,7 @@ class EngineClient:
     ) -> None:
         """Takes (name, dtype, shape) of each tensor and returns when all of them have come: send them meanwhile."""
         names, dtypes, shapes = zip(*tensors, strict=True)
-        body = {
+        body: _Body = {
             "names": names,
             "dtypes": dtypes,
             "shapes": shapes,
@@ -341,7 +344,7 @@ class EngineClient:
 
     async def capabilities(self) -> Capabilities:
         profile = await self.profile()
-        self._has_weight_sessions = profile.has_weight_sessions  # another version may run at this address by now
+        self._has_weight_sessions = profile.has_weight_sessions  # the version at this address may have changed
         return Capabilities(f"SGLang {profile}", profile.names_versions, advice="0.5.19 and later do")
 
     async def _asks_for_sessions(self) -> bool:
@@ -353,7 +356,7 @@ class EngineClient:
         return await self._json("/v1/loads")
 
     async def load(self) -> EngineLoad:
-        """How busy it says it is."""
+        """Its load, by its own account."""
         response = await self._call("GET", "/v1/loads")
         try:
             answer = _decode_loads(response.content)
@@ -379,16 +382,16 @@ class EngineClient:
         return response.status_code == 200
 
     async def _finish_replaced(self, label: str) -> None:
-        """The new weights are in place but the cache and the label are old: mends both."""
+        """The new weights are in place, but the cache and the label are old: repair both."""
         try:
             await self.flush_cache(timeout_s=_REPAIR_TIMEOUT_S)
-            new_label = {"new_version": label, "abort_all_requests": False}
+            new_label: _Body = {"new_version": label, "abort_all_requests": False}
             await self._call("POST", "/update_weight_version", new_label, admin=True)
         except EngineError as error:
             raise EngineDirty(f"{self.url}: new weights behind an old cache or label: {error}") from error
 
     def _checked_input(self, input_ids: Sequence[int], max_new_tokens: int) -> msgspec.Raw:
-        """The JSON of the ids. What is refused here would end the process of a real engine."""
+        """The ids as JSON. Refuses ids that would crash a real engine."""
         if not input_ids:
             raise ValueError("a request needs at least one input id")
         ids = input_ids if isinstance(input_ids, TokenIds) else TokenIds(input_ids)
@@ -446,9 +449,15 @@ class EngineClient:
             raise EngineProtocolError(f"{self.url}{path}: {error}") from error
 
     async def _call(
-        self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
+        self,
+        method: str,
+        path: str,
+        body: _Body | None = None,
+        *,
+        admin: bool = False,
+        timeout: httpx.Timeout | None = None,
     ) -> HttpAnswer:
-        """The answer, when it is a 2xx; what else there is becomes one of our errors."""
+        """The answer if it is a 2xx; anything else becomes one of our errors."""
         answer = await self._send(method, path, body, admin=admin, timeout=timeout)
         if 200 <= answer.status_code < 300:
             return answer
@@ -457,7 +466,13 @@ class EngineClient:
         raise EngineUnavailable(problem) if is_busy else EngineRejected(problem)
 
     async def _send(
-        self, method: str, path: str, body: object = None, *, admin: bool = False, timeout: httpx.Timeout | None = None
+        self,
+        method: str,
+        path: str,
+        body: _Body | None = None,
+        *,
+        admin: bool = False,
+        timeout: httpx.Timeout | None = None,
     ) -> HttpAnswer:
         headers = {} if body is None else {"Content-Type": "application/json"}
         if key := self._keys[admin]:
@@ -477,8 +492,8 @@ class EngineClient:
 def _sampling_params(
     max_new_tokens: int, temperature: float, stop_token_ids: tuple[int, ...], sampling_seed: int | None
 ) -> msgspec.Raw:
-    """As JSON. Every key that shapes the distribution is said: no default of a model or a server can bend it."""
-    params: dict[str, Any] = {
+    """As JSON. Every key that shapes the distribution is set, so that no default of a model or a server can bend it."""
+    params: dict[str, float | bool | list[int]] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": 1.0,

@@ -1,7 +1,7 @@
-"""Token ids that only grow, with the JSON that engines are sent: a request costs what was added since the last one.
+"""A growing list of token ids with its JSON for engines: a request costs only the ids added since the last one.
 
-Rule: what goes in is checked once, when it goes in; nothing that is in changes. Four bytes for an id, and its
-digits, where a list of numbers takes forty: a worker holds millions of them.
+Rule: an id is checked once, when it is added, and never changes. It takes four bytes and its digits, where a list of
+numbers takes forty: a worker holds millions of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TokenIds(Sequence[int]):
         self.extend(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Raises ValueError for what cannot be a token id."""
+        """Raises ValueError for values that cannot be token ids."""
         if not len(ids):
             return
         try:
@@ -51,7 +51,7 @@ class TokenIds(Sequence[int]):
         return int(crc32(memoryview(self._ids)[:length]))
 
     def since(self, place: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """The ids from ``place`` on, as an array that never changes."""
+        """The ids from ``place`` on, as a read-only array."""
         array_of_its_own = np.frombuffer(self._ids[place:], dtype=np.int32)
         array_of_its_own.flags.writeable = False
         return array_of_its_own

@@ -1,8 +1,8 @@
-"""Many plain HTTP/1.1 connections to few engines, for httpx and, for less, past it.
+"""Many plain HTTP/1.1 connections to few engines: under httpx, or past it at a lower cost.
 
-Why: httpx's own pool looks through all its connections at every request and every answer. At 128 concurrent requests
-that cost 6 ms of CPU time each, on the core that the trainer needs. What httpx builds around a request and its answer
-is most of what is left, so whoever asks thousands of times uses ``EngineHttp.ask``.
+Why: httpx's own pool scans all its connections at every request and every answer. At 128 concurrent requests that cost
+6 ms of CPU time each, on the core that the trainer needs. Most of the rest is the objects that httpx builds around a
+request and its answer, so callers with thousands of requests use ``EngineHttp.ask``.
 Rule: a connection whose exchange did not end cleanly is never used again. No redirects, proxies, cookies, streaming
 bodies or HTTP/2: engines are neighbours. Errors are httpx's own.
 """
@@ -24,9 +24,9 @@ _Origin = tuple[str, str, int]
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
-    """Opens a connection whenever none is idle; at most ``max_connections`` requests are on their way to one engine.
+    """Opens a connection whenever none is idle; at most ``max_connections`` requests are in flight to one engine.
 
-    To each so many: one that never answers must not stop what others are asked.
+    The bound is per engine: one that never answers must not hold up requests to others.
     """
 
     def __init__(self, max_connections: int) -> None:
@@ -87,7 +87,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
 
 class EngineHttp(httpx.AsyncClient):
-    """A client without what ``send`` does beside sending: half of the CPU time of a request."""
+    """A client whose ``send`` only sends: httpx's own spends half of the CPU time of a request on other things."""
 
     def __init__(self, transport: EngineTransport, timeout: httpx.Timeout) -> None:
         super().__init__(transport=transport, timeout=timeout, trust_env=False)
@@ -113,7 +113,7 @@ class EngineHttp(httpx.AsyncClient):
             raise RuntimeError("the client was closed")
 
 
-def _at_most(timeout_s: float | None) -> contextlib.AbstractAsyncContextManager[object]:
+def _at_most(timeout_s: float | None) -> contextlib.AbstractAsyncContextManager[asyncio.Timeout | None]:
     return contextlib.nullcontext() if timeout_s is None else asyncio.timeout(timeout_s)
 
 
@@ -123,7 +123,7 @@ def _origin(url: httpx.URL) -> _Origin:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(url: str) -> tuple[_Origin, bytes, bytes]:
-    """Its origin, the header that names the host, and what is asked for there."""
+    """Its origin, the header that names the host, and the request target."""
     parsed = httpx.URL(url)
     return _origin(parsed), b"Host: " + parsed.netloc, parsed.raw_path
 

@@ -1,4 +1,4 @@
-"""Sends weights to engines through a process group, where they share no volume with the trainer.
+"""Sends weights through a process group to engines that share no volume with the trainer.
 
 Rule: an engine that was told of tensors and did not confirm them is DIRTY, and its group is not used again. The
 sender is rank 0; every engine is one rank behind it (tensor parallelism 1). The caller pauses and resumes.
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -20,6 +20,15 @@ from services.engines.protocol import Engine
 from services.process.ports import free_port
 
 _LEAVE_S = 5.0
+
+
+class _MeetingPlace(TypedDict):
+    host: str
+    port: int
+    world_size: int
+    name: str
+    backend: str
+    timeout_s: float
 
 
 class WeightGroup:
@@ -46,14 +55,21 @@ class WeightGroup:
         has no groups; nothing has changed.
         """
         backend = "gloo" if device == "cpu" else "nccl"
-        for engine in engines:  # one that is gone is found before anything waits for it
+        for engine in engines:  # find a missing one before anything waits for it
             await engine.capabilities()
         port, world_size = free_port(host), len(engines) + 1
-        name = f"weights-{uuid.uuid4().hex}"  # a name that was destroyed cannot be used again
-        place: dict[str, Any] = {"host": host, "port": port, "world_size": world_size, "name": name}
-        place |= {"backend": backend, "timeout_s": timeout_s}
+        name = f"weights-{uuid.uuid4().hex}"  # the name of a destroyed group cannot be used again
+        place: _MeetingPlace = {
+            "host": host,
+            "port": port,
+            "world_size": world_size,
+            "name": name,
+            "backend": backend,
+            "timeout_s": timeout_s,
+        }
         invitations = [engine.join_weight_group(rank=rank, **place) for rank, engine in enumerate(engines, 1)]
         group, *_ = await _all_or_dirty(ProcessGroup.join(rank=0, **place), *invitations)
+        assert group is not None
         for engine in engines:
             with contextlib.suppress(EngineRejected):  # none is open, unless a sender before this one was lost
                 await engine.end_weight_update()
@@ -62,7 +78,8 @@ class WeightGroup:
     async def send(
         self, tensors: Mapping[str, Tensor], label: str, *, flush_cache: bool = True, timeout_s: float = 600.0
     ) -> None:
-        """Replaces the weights of all engines, which then name them ``label``. EngineDirty: they hold anything."""
+        """Replaces the weights of all engines, which then name them ``label``. EngineDirty: they hold unknown
+        weights."""
         await asyncio.gather(*(engine.begin_weight_update() for engine in self._engines))
         described = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()]
         announced = [
@@ -79,7 +96,7 @@ class WeightGroup:
                 raise EngineDirty(f"{engine.url}: holds weights {held!r} after {label!r} was sent")
 
     async def close(self) -> None:
-        """Also where an engine is gone or hangs."""
+        """Works even if an engine is gone or hangs."""
         for engine in self._engines:
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
@@ -87,9 +104,11 @@ class WeightGroup:
         self._group.close()
 
 
-async def _all_or_dirty(*work: Awaitable[Any], refused_is_dirty: bool = False) -> list[Any]:
-    """All results. When one part fails the others would wait for it, so they are cancelled; the engines are DIRTY."""
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(one) for one in work]
+async def _all_or_dirty(
+    *work: Awaitable[ProcessGroup | None], refused_is_dirty: bool = False
+) -> list[ProcessGroup | None]:
+    """All results. When one part fails, the others would wait for it, so they are cancelled; the engines are DIRTY."""
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
     except (EngineError, RuntimeError) as error:

@@ -1,1 +1,1 @@
-"""A job's directory: paths, fsync, rename, retention. What the bytes mean is the business of `gspo_core`."""
+"""A job's directory: paths, fsync, rename, retention. `gspo_core` gives the bytes their meaning."""

@@ -1,11 +1,11 @@
 """Saves the truth of an installation: ``python -m services.files.backup > data.tar.gz``, while everything runs, and
 takes it back where there are no jobs: ``--restore < data.tar.gz``.
 
-Rule: what is saved is good to go on from, whatever is written and removed meanwhile. Files are written once and renamed
-into place, and a directory is read in the order of its names: the logs of a job before its checkpoints, whose newest
-one needs no older log. What appears while a directory is read is saved too: what it replaces may be gone before it was
-read. A file that goes away is left out, one that grows is cut where it ended when it was opened. Nothing but plain
-files is saved or taken back.
+Rule: an installation can resume from a backup, whatever is written and removed while it is made. Files are written once
+and renamed into place, and a directory is read in the order of its names: the logs of a job before its checkpoints,
+whose newest one needs no older log. Files that appear while a directory is read are saved too, because the files that
+they replace may vanish before they are read. A file that vanishes is left out; one that grows is cut at its length when
+opened. Only plain files are saved and restored.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from services.files.data_dir import NOT_SAVED, DataDir
 from services.files.durable import TEMPORARY_PREFIX
 from services.process.settings import SettingsError, load_settings
 
-# A writer that is faster than this reader is not followed for ever.
+# Bounds the chase after a writer that is faster than this reader.
 MAX_LOOKS = 20
 
 
 class JobsAreThere(Exception):
-    """Two histories do not mix: a backup is taken back where there are no jobs."""
+    """Two histories do not mix: a backup is restored only where there are no jobs."""
 
 
 def save(data_dir: Path, to: IO[bytes]) -> int:
-    """Returns how many files there were."""
+    """Returns the number of files."""
     count = 0
     with tarfile.open(fileobj=to, mode="w|gz") as archive:
         for path in _files(data_dir, NOT_SAVED):
@@ -68,7 +68,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: Path) -> bool:
         file = path.open("rb")
     except FileNotFoundError:
         return False
-    with file:  # open, it stays readable when it is removed
+    with file:  # an open file stays readable after its removal
         about = os.fstat(file.fileno())
         member = tarfile.TarInfo(name.as_posix())
         member.size, member.mtime, member.mode = about.st_size, int(about.st_mtime), about.st_mode & 0o777
@@ -77,7 +77,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: Path) -> bool:
 
 
 def restore(data_dir: Path, source: IO[bytes]) -> None:
-    """Raises ``JobsAreThere``, or what ``tarfile`` says of a broken archive."""
+    """Raises ``JobsAreThere``, or an error of ``tarfile`` for a broken archive."""
     data_dir.mkdir(parents=True, exist_ok=True)
     jobs = DataDir(data_dir).jobs
     if not jobs.is_empty():

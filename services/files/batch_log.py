@@ -1,8 +1,8 @@
 """The batch logs of a job as files: one ``batches/ep<E>-step<S>`` per step.
 
-The rule kept here: a file that has its name is complete, flushed to disk and never written again. Together with the
-checkpoints it is the truth of a run. The bytes are those of ``gspo_core.log.batches``; which epochs are void is told
-by the records of where they forked off. ``services.files.batch_view`` shows the files.
+The rule kept here: a file under its final name is complete, flushed to disk and never written again. Together with the
+checkpoints it is the truth of a run. ``gspo_core.log.batches`` defines the bytes; the fork records of epochs decide
+which of them are void. ``services.files.batch_view`` shows the files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class BatchLogExists(Exception):
-    """The batch of this epoch and step was written before. A second writer must stop: its epoch is void."""
+    """The batch of this epoch and step already exists. A second writer must stop: its epoch is void."""
 
 
 class BatchLogNotFound(Exception):
@@ -41,7 +41,7 @@ class BatchLogNotFound(Exception):
 
 
 class DamagedBatchLog(Exception):
-    """A batch log is not what was written; the message says where the damage shows."""
+    """A batch log differs from what was written; the message says where the damage shows."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -79,7 +79,7 @@ class BatchLog:
         return read_batch(path)
 
     def groups_of(self, epoch: int, step: int) -> tuple[int, ...]:
-        """The numbers of a batch's groups, for finding one: only the index is read, and it is not checked."""
+        """The numbers of a batch's groups, to find one: reads only the index, unchecked."""
         path = self.path(epoch, step)
         try:
             with path.open("rb") as file:
@@ -94,11 +94,11 @@ class BatchLog:
         return positions_in(self._job.batches)
 
     def remove_unfinished(self, epoch: int) -> None:
-        """Remove what trainers before ``epoch`` left half-written: they have lost the job."""
+        """Remove half-written files of trainers before ``epoch``: they have lost the job."""
         remove_unfinished(self._job.batches, epoch)
 
     def remove(self, positions: Collection[tuple[int, int]]) -> None:
-        """Remove these files by name; one that is written meanwhile stays."""
+        """Remove exactly these files; one that is written at the same time stays."""
         for epoch, step in positions:
             self.path(epoch, step).unlink(missing_ok=True)  # another trainer may be faster
 
@@ -113,11 +113,11 @@ def batch_files(directory: Path) -> list[Path]:
 def batches_after(
     start: Position, found: Collection[tuple[int, int]], newest_epoch: int, forks: Mapping[int, Position]
 ) -> list[Position]:
-    """Those of the batches ``found`` that a run of ``newest_epoch`` trains again after ``start``, in order.
+    """The batches of ``found`` that a run of ``newest_epoch`` trains again after ``start``, in order.
 
-    ``newest_epoch`` is the last one that was begun and ``forks`` where each epoch forked off. What an epoch wrote
-    beyond the place where its successor forked off is void, however late a zombie wrote it: those groups were trained
-    otherwise. The row ends at the first step that is missing.
+    ``newest_epoch`` is the last that began, and ``forks`` says where each epoch forked off. Batches of an epoch beyond
+    the fork of its successor are void, however late a zombie wrote them: those groups were trained otherwise. The
+    sequence ends at the first missing step.
     """
     positions = (Position(epoch, step) for epoch, step in sorted(found))
     valid = {at.step: at for at in positions if in_history(at, newest_epoch, forks)}
@@ -128,7 +128,7 @@ def batches_after(
 
 
 def spent(found: Collection[tuple[int, int]], after_step: int, num_newest: int) -> set[tuple[int, int]]:
-    """Those of the batches ``found`` that no replay from ``after_step`` needs, except the newest ones."""
+    """The batches of ``found`` that no replay from ``after_step`` needs, except the newest ones."""
     older = sorted(found)[: max(0, len(found) - num_newest)]
     return {position for position in older if position[1] <= after_step}
 

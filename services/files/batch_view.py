@@ -4,8 +4,8 @@
 shows one; ``--tokens`` adds every token with its mask, log-prob, version and age, ``--json`` prints an object per
 episode.
 
-The rule kept here: nothing is shown that is not in the file or in the job's own record beside it (the objective, for
-the advantages; the tokenizer of its model, for the text), and what is not there is left out, never guessed.
+The rule kept here: it shows only the content of the file and of the job's own record beside it (the objective, for the
+advantages; the tokenizer of its model, for the text); missing values are left out, never guessed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from gspo_core.advantage import episode_advantages
 from gspo_core.chat import Tokenizer, UnsuitableTokenizer, load_tokenizer
@@ -29,11 +29,11 @@ from services.files.job_records import DamagedRecord, JobRecords
 
 @dataclass(frozen=True)
 class BatchView:
-    """One batch with what lies beside it."""
+    """One batch with its job's advantages and tokenizer."""
 
     batch: LoggedBatch
     advantages: dict[str, float]
-    """By episode; empty where the job's record is not there."""
+    """By episode; empty without the job's record."""
     tokenizer: Tokenizer | None
 
     @classmethod
@@ -43,7 +43,7 @@ class BatchView:
         return cls(batch, _advantages(batch, spec) if spec else {}, _tokenizer(model, spec))
 
     def age(self, version: int) -> int | None:
-        """In steps, as the trainer saw it when it took the batch."""
+        """In steps, as of the moment when the trainer took the batch."""
         age: int | None = self.batch.extra.get("staleness", {}).get(str(version))
         return age
 
@@ -78,7 +78,34 @@ def as_text(view: BatchView, wanted: Sequence[str], *, tokens: bool) -> Iterator
                 yield from _tokens_text(view, trajectory)
 
 
-def as_records(view: BatchView, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+class BranchRecord(TypedDict):
+    temperature: float
+    token_ids: list[int]
+    action_mask: list[bool]
+    behavior_logprobs: list[float]
+    turn_ids: list[int]
+    versions: list[int]
+    staleness: list[int | None]
+    text: str | None
+
+
+class EpisodeRecord(TypedDict):
+    epoch: int
+    step: int
+    episode: str
+    attempt: int
+    split: str
+    task_index: int
+    group_size: int
+    stop_reason: str
+    reward: float | None
+    reward_parts: dict[str, float]
+    turn_rewards: dict[str, float]
+    advantage: float | None
+    branches: list[BranchRecord]
+
+
+def as_records(view: BatchView, wanted: Sequence[str]) -> Iterator[EpisodeRecord]:
     """One object per episode, with arrays over its tokens."""
     for group in view.batch.groups:
         for one in group:
@@ -100,7 +127,7 @@ def as_records(view: BatchView, wanted: Sequence[str]) -> Iterator[dict[str, Any
                 }
 
 
-def _branch_record(view: BatchView, branch: Branch) -> dict[str, Any]:
+def _branch_record(view: BatchView, branch: Branch) -> BranchRecord:
     versions = branch.versions.tolist()
     return {
         "temperature": branch.segments[0].temperature,
@@ -151,7 +178,7 @@ def _tokens_text(view: BatchView, trajectory: Trajectory) -> Iterator[str]:
 
 
 def _is_wanted(trajectory: Trajectory, wanted: Sequence[str]) -> bool:
-    """``wanted`` names groups (``17``) and episodes (``17/3``); nothing named is everything."""
+    """``wanted`` names groups (``17``) and episodes (``17/3``); empty means all."""
     key = trajectory.key
     return not wanted or str(key.group) in wanted or f"{key.group}/{key.member}" in wanted
 
@@ -170,7 +197,7 @@ def _advantages(batch: LoggedBatch, spec: JobSpec) -> dict[str, float]:
 
 
 def _tokenizer(model: Path | None, spec: JobSpec | None) -> Tokenizer | None:
-    """Of the directory that was named, else of the job's model where that is at hand."""
+    """The tokenizer of the named directory, else of the job's model where its files exist."""
     if model is not None:
         return load_tokenizer(model)
     if spec is None or not (Path(spec.model) / "tokenizer.json").is_file():

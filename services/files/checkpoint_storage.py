@@ -1,7 +1,7 @@
-"""Where checkpoints are kept: the one interface that another kind of store (of objects, say) has to provide.
+"""The storage of checkpoints: the one interface that another kind of store (of objects, say) has to provide.
 
-The rule: a directory that has its name is complete, and whatever has been written when a call returns survives a crash
-of the machine. A storage moves bytes under names; which are valid and which may go is decided by ``checkpoints``.
+The rule: a directory under its final name is complete, and everything written when a call returns survives a crash of
+the machine. A storage moves bytes under names; ``checkpoints`` decides which are valid and which may go.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored directory as it looks from outside."""
+    """A stored directory, unopened."""
 
     changed_at: float
     """Seconds since 1970."""
@@ -36,16 +36,16 @@ class Stored:
 
 class CheckpointStorage(Protocol):
     def names(self) -> list[str]:
-        """Of everything, in no order; what is half-written may be among them under a name that means nothing."""
+        """All names, in no order; half-written directories may be among them, under meaningless names."""
 
     def put(self, name: str, epoch: int, fill: Callable[[Path], None]) -> None:
-        """Store what ``fill`` writes into the directory that it is given: all of it, or nothing. Raises OSError."""
+        """Store everything that ``fill`` writes into a given directory, or nothing. Raises OSError."""
 
     def fetch(self, name: str) -> Path:
-        """A directory on this machine with everything that was put under ``name``."""
+        """A directory on this machine with everything stored under ``name``."""
 
     def read(self, name: str) -> bytes:
-        """One file: ``NAME``, or ``NAME/FILE`` of a directory. Raises OSError; FileNotFoundError if it is not there."""
+        """One file: ``NAME``, or ``NAME/FILE`` of a directory. Raises OSError; FileNotFoundError if it is missing."""
 
     def describe(self, name: str) -> Stored:
         """A directory's files; fewer while it is being removed. Raises FileNotFoundError."""
@@ -54,14 +54,14 @@ class CheckpointStorage(Protocol):
         """Raises FileExistsError if the name was ever used."""
 
     def remove(self, name: str, epoch: int | None = None) -> None:
-        """Remove a file or directory; what is gone already is no error. ``epoch`` is the trainer's that removes it."""
+        """Remove a file or directory, if it exists. ``epoch`` is that of the removing trainer."""
 
     def remove_unfinished(self, epoch: int) -> None:
-        """Remove what trainers before ``epoch`` left half-written or half-removed."""
+        """Remove directories that trainers before ``epoch`` left half-written or half-removed."""
 
 
 def storage_of(job: JobDir) -> CheckpointStorage:
-    """Where the checkpoints of ``job`` are kept."""
+    """The storage of the checkpoints of ``job``."""
     return DirectoryStorage(job.checkpoints)
 
 

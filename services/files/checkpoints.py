@@ -1,10 +1,10 @@
 """Checkpoints of a job: learner state and lineage in one directory, ``checkpoints/ep<E>-step<S>``, written once.
 
-The rule it keeps: what has its name is complete and on disk, and what is read is what was written: ``checkpoint.json``
-carries its own sha256 and that of the learner's manifest, which carries those of the tensors. A damaged checkpoint is
-passed over and reported; one that another release wrote is refused by name, because passing over it would start the
-job anew. Each epoch leaves a write-once record of where it forked off, so that the age of a version of a dead epoch
-can be told. Where the bytes lie is the business of ``checkpoint_storage``, what they mean that of ``gspo_core.log``.
+The rule it keeps: a directory under its final name is complete and on disk, and reading verifies it:
+``checkpoint.json`` carries its own sha256 and that of the learner's manifest, which carries those of the tensors. A
+damaged checkpoint is passed over and reported; one of another release is refused by name, because passing over it would
+start the job over. Each epoch leaves a write-once record of where it forked off, so that the age of a dead epoch's
+version stays known. ``checkpoint_storage`` decides where the bytes lie, ``gspo_core.log`` what they mean.
 
     checkpoint.json   learner/learner.json   learner/rank-00000.safetensors      (format 1 had lineage.json alone)
 """
@@ -37,12 +37,12 @@ _LEARNER = "learner"
 _LEARNER_MANIFEST = f"{_LEARNER}/learner.json"
 _EPOCH_NAME = re.compile(r"epoch(\d+)(?:\.copy)?\.json")
 
-# What is said of a file that is not there, or that the disk has lost. Any other error may be gone the next time.
+# Errors of a file that is missing or that the disk has lost. Any other error may be gone the next time.
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 class LostForkRecord(Exception):
-    """It is not known any more where an epoch forked off, so what is void cannot be told from what holds."""
+    """The fork record of an epoch is lost, so valid and void batches cannot be told apart."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ def _log_skipped(name: str, problem: str) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of one job. ``storage``: where they lie, if not where ``storage_of`` says."""
+    """The checkpoints of one job. ``storage``: in place of the one that ``storage_of`` gives."""
 
     def __init__(self, job: JobDir, storage: CheckpointStorage | None = None) -> None:
         self._storage = storage or storage_of(job)
         self._checked: dict[Position, frozenset[StoredFile]] = {}
-        """Checkpoints that were found intact, with how their files looked then."""
+        """Checkpoints found intact, with the state of their files at that time."""
 
     def write(self, position: Position, lineage: Lineage, save: Callable[[Path], None]) -> None:
         def fill(directory: Path) -> None:
@@ -83,7 +83,7 @@ class CheckpointStore:
         self._storage.put(step_name(position), position.epoch, fill)
 
     def positions(self) -> list[Position]:
-        """Of all checkpoints, intact or not, in order."""
+        """Positions of all checkpoints, intact or not, in order."""
         found = (parse_step_name(name) for name in self._storage.names())
         return sorted(position for position in found if position is not None)
 
@@ -103,10 +103,10 @@ class CheckpointStore:
         self._storage.remove(step_name(position))
 
     def newest_first(self, skipped: Callable[[str, str], None] = _log_skipped) -> list[Checkpoint]:
-        """Complete checkpoints; whether the tensors of one are intact shows when they are loaded.
+        """Complete checkpoints; damage to the tensors of one shows only when they are loaded.
 
-        ``skipped`` is told the names of damaged ones, and what the damage is. Raises UnknownFormat; and OSError where
-        one cannot be looked at just now, which is no damage.
+        ``skipped`` receives the name and the damage of each damaged one. Raises UnknownFormat; and OSError where one
+        cannot be read right now, which is no damage.
         """
         found = []
         for position in reversed(self.positions()):
@@ -121,13 +121,13 @@ class CheckpointStore:
         return found
 
     def collect(self, keep: int, check: Callable[[Path], None] = lambda _: None) -> int:
-        """Remove what is older than the newest ``keep`` intact ones of the run so far. Returns a step: batch logs after
-        it are needed, whichever of these is lost. Where there are fewer, that is the first: nothing but the logs could
-        stand in for another one.
+        """Remove checkpoints older than the newest ``keep`` intact ones of the run so far. Returns a step: batch logs
+        after it are needed, whichever of these is lost. With fewer than ``keep`` it is 0: only the logs
+        could replace the others.
 
-        What a dead epoch wrote is none of them, however late it came: a zombie may call this too, and must not crowd
-        out what its successor goes on from. ``check`` raises ValueError where the files of a learner's state are not
-        what was written; it is asked once, unless they have changed.
+        Checkpoints of a dead epoch do not count, however late it wrote them: a zombie may call this too, and must not
+        crowd out those that its successor resumes from. ``check`` raises ValueError for a damaged learner's state; it
+        is asked once, unless the files have changed.
         """
         forks, found = self.forks(), self.positions()
         living = [position for position in found if in_history(position, max(forks, default=0), forks)]
@@ -151,7 +151,7 @@ class CheckpointStore:
         return True
 
     def _read(self, position: Position) -> Lineage:
-        """What the checkpoint says of its groups. Raises UnknownFormat, OSError, one of DAMAGE."""
+        """The lineage in a checkpoint. Raises UnknownFormat, OSError, one of DAMAGE."""
         name = step_name(position)
         try:
             manifest = self._storage.read(f"{name}/{_MANIFEST}")
@@ -173,7 +173,7 @@ class CheckpointStore:
     def begin_epoch(self, epoch: int, parent: Position) -> None:
         """Record where ``epoch`` forks off; raises FileExistsError when another trainer has begun this epoch.
 
-        What trainers of earlier epochs left half-written or half-removed goes: they lost the job with their lease.
+        Removes half-written and half-removed files of earlier epochs: their trainers lost the job with their lease.
         """
         data = log.encode_fork(parent)
         first, copy = _fork_records(epoch)
@@ -186,7 +186,7 @@ class CheckpointStore:
         self._storage.remove_unfinished(epoch)
 
     def forks(self) -> dict[int, Position]:
-        """Where each epoch forked off; the first one is not in it. Raises LostForkRecord."""
+        """Where each epoch but the first forked off. Raises LostForkRecord."""
         names = (_EPOCH_NAME.fullmatch(name) for name in self._storage.names())
         found = {epoch: self._fork(epoch) for epoch in sorted({int(match[1]) for match in names if match})}
         return {epoch: parent for epoch, parent in found.items() if parent.epoch < epoch}
@@ -205,7 +205,7 @@ class CheckpointStore:
 
 
 def _fork_records(epoch: int) -> tuple[str, str]:
-    """Two copies of what holds: the whole run hangs on these few bytes."""
+    """Two copies: the whole run depends on these few bytes."""
     name = f"epoch{epoch:06d}"
     return f"{name}.json", f"{name}.copy.json"
 

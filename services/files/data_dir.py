@@ -1,7 +1,7 @@
-"""Where everything lies that an installation keeps beside Redis: GSPO_DATA_DIR and what is in it.
+"""The layout of GSPO_DATA_DIR, which holds everything that an installation keeps beside Redis.
 
-The rule: no other module builds a path below the data directory. It opens and makes nothing. ``venvs`` and ``redis``
-are handed whole to the modules that fill them, which name what is inside.
+The rule: no other module builds a path below the data directory. It opens and creates nothing. ``venvs`` and ``redis``
+go as a whole to the modules that fill them, which name their content.
 
     jobs/ID/   environments/NAME/   keys/   audit.jsonl   secrets/ROLE/   engine.port
     logs/   venvs/   redis/   models/   demo/
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from services.files.job_dir import JobsDir
 
-# Rebuilt from the rest, installed again, or not to be in a backup.
+# Left out of backups: rebuilt from the rest, installed again, or secret.
 NOT_SAVED = frozenset({"redis", "venvs", "logs", "secrets"})
 
 UPLOADS = ".uploads"
@@ -68,7 +68,7 @@ class DataDir:
 
     @property
     def engine_port(self) -> Path:
-        """Names the port of an engine that was started here, for the next start."""
+        """Holds the port of the engine that was started here, for the next start."""
         return self.path / "engine.port"
 
     def model(self, name: str) -> Path:
@@ -76,7 +76,7 @@ class DataDir:
         return self.path / "models" / name
 
     def witness(self) -> Path:
-        """A fresh name, for a file that shows whether several machines see the same directory."""
+        """A fresh name for a file that proves that several machines see the same directory."""
         return self.path / f".ranks-{uuid.uuid4().hex}"
 
 
@@ -141,7 +141,7 @@ class KeysDir:
 
 @dataclass(frozen=True, slots=True)
 class SecretsDir:
-    """The secrets of an installation: a directory for each kind of process, with files that are named like settings."""
+    """The secrets of an installation: a directory for each kind of process, with files named like settings."""
 
     path: Path
 

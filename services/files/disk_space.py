@@ -1,7 +1,7 @@
-"""A full disk is one exception, ``NoRoom``, and a write that meets it can wait until there is room.
+"""A full disk is one exception, ``NoRoom``, and a write can wait until there is room.
 
-The rule: any other failure is raised at once. A write that is tried again must leave nothing behind when it fails,
-which every write-once file of a job keeps.
+The rule: any other failure is raised at once. A write that is retried must leave nothing behind when it fails, which
+holds for every write-once file of a job.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from services.process.telemetry import get_logger
 
+P = ParamSpec("P")
 T = TypeVar("T")
 RETRY_S = 2.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -32,7 +33,7 @@ def lacks_room(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def raising_no_room() -> Iterator[None]:
-    """Raises NoRoom in place of any error that says that the disk is full."""
+    """Raises NoRoom in place of any error that means a full disk."""
     try:
         yield
     except NoRoom:
@@ -43,13 +44,13 @@ def raising_no_room() -> Iterator[None]:
         raise
 
 
-async def write_when_there_is_room(function: Callable[..., T], *args: object) -> T:
+async def write_when_there_is_room(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """``asyncio.to_thread`` for a caller that would rather wait than fail."""
     is_told = False
     while True:
         try:
             with raising_no_room():
-                return await asyncio.to_thread(function, *args)
+                return await asyncio.to_thread(function, *args, **kwargs)
         except NoRoom as error:
             if not is_told:
                 get_logger().warning("disk full: tried again until there is room", error=str(error))

@@ -1,7 +1,7 @@
 """Files and directories that survive a crash of the machine, not only of the process.
 
-The rule kept here: content is flushed before a name points to it, and a name is flushed before anyone relies on it.
-It knows nothing about what the files mean.
+The rule kept here: content is flushed before a name points to it, and a name before anything relies on it. It does not
+know what the files mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-# Readers skip names that start like this: half-written or half-removed.
+# Readers skip names with this prefix: half-written or half-removed.
 TEMPORARY_PREFIX = ".tmp-"
 _OWNER = re.compile(re.escape(TEMPORARY_PREFIX) + r"ep(\d+)-")
 
@@ -58,7 +58,7 @@ def flush_tree(root: Path) -> None:
 
 
 def temporary_name(epoch: int | None = None) -> str:
-    """A name for a file that is not complete yet, or no longer; ``epoch`` is that of the trainer that writes it."""
+    """A name for a file that is incomplete, or on its way out; ``epoch`` is that of the writing trainer."""
     owner = "" if epoch is None else f"ep{epoch:06d}-"
     return f"{TEMPORARY_PREFIX}{owner}{uuid.uuid4().hex}"
 
@@ -71,7 +71,7 @@ def write_once(path: Path, pieces: Iterable[bytes], *, epoch: int | None = None)
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
-        # Unlike a rename, a link never replaces what another process wrote meanwhile.
+        # Unlike a rename, a link never replaces a file of another process.
         os.link(temporary, path)
         try:
             flush_directory(path.parent)
@@ -83,7 +83,7 @@ def write_once(path: Path, pieces: Iterable[bytes], *, epoch: int | None = None)
 
 
 def name_directory(source: Path, target: Path) -> None:
-    """Rename a flushed directory to the name that readers look for; if that cannot be flushed, it keeps its old one."""
+    """Rename a flushed directory to its final name; if the new name cannot be flushed, it keeps its old one."""
     source.rename(target)
     try:
         flush_directory(target.parent)
@@ -113,7 +113,7 @@ def whole_directory(
 
 
 def remove_directory(path: Path, epoch: int | None = None) -> None:
-    """Remove it under another name, so that no reader finds half of it. One that is gone already is no error."""
+    """Rename it, then remove it, so that no reader finds half of it. A missing one is no error."""
     doomed = path.with_name(temporary_name(epoch))
     with contextlib.suppress(FileNotFoundError):
         path.rename(doomed)
@@ -121,10 +121,9 @@ def remove_directory(path: Path, epoch: int | None = None) -> None:
 
 
 def remove_unfinished(directory: Path, epoch: int) -> None:
-    """Remove what trainers before ``epoch`` left half-written; one of them that still writes there fails.
+    """Remove half-written files of trainers before ``epoch``; the write of one that is still at it fails.
 
-    A later trainer's files stay: a trainer that was stopped for a while may call this without knowing that it was
-    succeeded.
+    Files of later trainers stay: the caller may be a trainer that was suspended and does not know its successor.
     """
     for entry in directory.iterdir() if directory.is_dir() else ():
         owner = _OWNER.match(entry.name)
@@ -141,7 +140,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append to a file of records; one that does not fit on the disk leaves nothing behind."""
+    """Append to a file of records; a record that does not fit on the disk leaves nothing behind."""
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:

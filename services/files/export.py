@@ -1,9 +1,9 @@
 """A checkpoint as a plain Hugging Face directory: configuration, weights, tokenizer, chat template.
 
 The rule kept here: the directory appears whole or not at all, and holds the weights of exactly the checkpoint that was
-asked for; one that is damaged is refused. The caller needs no torch: the work is done by a process of its own
-(``python -m services.files.export_process JOB_DIRECTORY EPOCH STEP TARGET``), whose memory goes with it. It does not
-decide where exports are kept or for how long.
+asked for; a damaged one is refused. The caller needs no torch: a process of its own does the work and takes its memory
+with it (``python -m services.files.export_process JOB_DIRECTORY EPOCH STEP TARGET``). Callers decide where exports are
+kept, and for how long.
 """
 
 from __future__ import annotations

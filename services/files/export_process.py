@@ -31,7 +31,7 @@ def _write(job: JobDir, at: Position, target: Path) -> None:
 
 
 def _dtype_of(model_dir: Path) -> Literal["float32", "bfloat16"]:
-    """The type of the model that training started from: an engine that serves it serves its successor."""
+    """The dtype of the model that training started from: an engine that serves that one serves its successor."""
     config = json.loads((model_dir / "config.json").read_text())
     return "bfloat16" if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else "float32"
 

@@ -1,7 +1,7 @@
-"""Where every file of a job lies. No other module builds a path below a job's directory.
+"""The layout of a job's directory. No other module builds a path below it.
 
-The rule: a name is written and parsed in one place, and parsing takes only what writing gives, so that a listing never
-names a file that cannot be opened. It opens no file; what the bytes mean is ``gspo_core.log``.
+The rule: a name is written and parsed in one place, and parsing accepts only written names, so that a listing never
+names a file that cannot be opened. It opens no file; ``gspo_core.log`` defines the bytes.
 
     job.json   status/00000042.json   environments/0.json   versions/00000007.json   metrics.jsonl   tensorboard/
     batches/ep000001-step000042   trained/ep000001-step000042
@@ -23,12 +23,12 @@ _NUMBERED_NAME = re.compile(r"([0-9]+)\.json")
 
 
 def step_name(at: Position) -> str:
-    """The name of a file or directory that belongs to one step of one epoch."""
+    """The name of a file or directory of one step of one epoch."""
     return f"ep{at.epoch:06d}-step{at.step:06d}"
 
 
 def parse_step_name(name: str) -> Position | None:
-    """None for every text that ``step_name`` does not give."""
+    """None for a text that ``step_name`` never gives."""
     match = _STEP_NAME.fullmatch(name)
     at = Position(int(match[1]), int(match[2])) if match else None
     return at if at is not None and step_name(at) == name else None
@@ -39,20 +39,20 @@ def version_name(version: int) -> str:
 
 
 def parse_version_name(name: str) -> int | None:
-    """None for every text that ``version_name`` does not give."""
+    """None for a text that ``version_name`` never gives."""
     match = _VERSION_NAME.fullmatch(name)
     version = int(match[1]) if match else None
     return version if version is not None and version_name(version) == name else None
 
 
 def positions_in(directory: Path) -> list[Position]:
-    """Whose names stand in ``directory``, in order; none if it is not there."""
+    """The positions named in ``directory``, in order; none if it is missing."""
     found = (parse_step_name(name) for name in _names(directory))
     return sorted(at for at in found if at is not None)
 
 
 def versions_in(directory: Path) -> list[int]:
-    """Whose names stand in ``directory``, in order; none if it is not there."""
+    """The versions named in ``directory``, in order; none if it is missing."""
     found = (parse_version_name(name) for name in _names(directory))
     return sorted(version for version in found if version is not None)
 
@@ -75,7 +75,7 @@ class JobDir:
 
     @classmethod
     def around(cls, log: Path) -> JobDir:
-        """The directory in which ``log``, a file of one step, would lie."""
+        """The directory for ``log``, a file of one step."""
         return cls(log.absolute().parent.parent)
 
     @property
@@ -83,7 +83,7 @@ class JobDir:
         return self.path.name
 
     def shown(self, path: Path) -> str:
-        """``path`` as people see it: below the data directory."""
+        """``path`` for people: relative to the data directory."""
         return str(path.relative_to(self.path.parents[1]))
 
     # One file or directory for each step

@@ -1,8 +1,8 @@
-"""What outlives Redis: the accepted job, its states, environments and versions, as files of the job's directory.
+"""Records that outlive Redis: the accepted job, its states, environments and versions, as files of the job's directory.
 
-The rule: a file is written once, flushed, and there before anything that it says is acknowledged; states are numbered,
-and the highest number holds. So whatever order writers come in, and however late one wakes up, the newest state wins.
-It does not know which server forgot what (``rebuild`` does) and holds no weights, batches or checkpoints.
+The rule: a file is written once and flushed before its content is acknowledged; states are numbered, and the highest
+number holds. So the newest state wins, in whatever order writers come and however late one wakes up. It does not know
+what a server has forgotten (``rebuild`` does) and holds no weights, batches or checkpoints.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["AcceptedJob", "DamagedRecord", "JobRecords", "RecordConflict", "Vers
 
 
 class RecordConflict(Exception):
-    """Another content was written under the same name before."""
+    """The name exists with another content."""
 
 
 class JobRecords:
-    """The records of one job; its directory is made by the first write."""
+    """The records of one job; the first write makes its directory."""
 
     def __init__(self, job: JobDir) -> None:
         self._job = job
 
     def accept(self, job: AcceptedJob) -> AcceptedJob:
-        """Write the job down; returns what was accepted first under this id."""
+        """Write the job down; returns the one that was first accepted under this id."""
         _write(self._job.accepted, job)
         return self.accepted()
 
@@ -39,13 +39,13 @@ class JobRecords:
         return AcceptedJob(**_read(self._job.accepted))
 
     def write_status(self, revision: int, fields: Mapping[str, str]) -> bool:
-        """False: the revision is there with another content."""
+        """False if the revision exists with another content."""
         path = self._job.status(revision)
         _write(path, fields)
         return _read(path) == fields
 
     def newest_status(self) -> tuple[int, dict[str, str]]:
-        """Its revision and fields; (0, {}) when nothing was written down yet."""
+        """Its revision and fields; (0, {}) before the first."""
         revisions = numbered_in(self._job.statuses)
         if not revisions:
             return 0, {}
@@ -67,19 +67,19 @@ class JobRecords:
             raise RecordConflict(f"{path} names other weights")
 
     def versions(self) -> list[VersionRecord]:
-        """All that were published, in order."""
+        """All published versions, in order."""
         files = numbered_in(self._job.version_records)
         return [VersionRecord(**_read(files[version])) for version in sorted(files)]
 
     def highest_version(self) -> int:
-        """The highest that was published or whose weights were written; -1 if there is none."""
+        """The highest version with a record or with weights; -1 if there is none."""
         return max([*numbered_in(self._job.version_records), *versions_in(self._job.weights)], default=-1)
 
     def highest_epoch(self) -> int:
         return int(self.newest_status()[1].get("epoch", 0))
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of the metrics file; one that was cut off by a crash is passed over."""
+        """The lines of the metrics file, without those that a crash cut off."""
         if not self._job.metrics.is_file():
             return
         with self._job.metrics.open("rb") as lines:

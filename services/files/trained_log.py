@@ -1,7 +1,7 @@
-"""What the policy made of each token when it was trained: a file ``trained/ep<E>-step<S>`` for each batch log.
+"""Log-probs of each token when it was trained: a file ``trained/ep<E>-step<S>`` for each batch log.
 
-The rule: nothing depends on it. It is there for people who look at an episode, so one that is missing or damaged is as
-good as none, and a batch that is trained again after a loss need not have one.
+The rule: nothing depends on it. It serves people who look at an episode, so a damaged file counts as none, and a batch
+that is trained again after a loss need not have one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class TrainedLog:
         return self._job.trained_at(Position(epoch, step))
 
     def write(self, epoch: int, step: int, logprobs: Mapping[EpisodeKey, NDArray[np.float32]]) -> None:
-        """A file that an earlier write of this epoch and step left stays as it is."""
+        """An existing file of this epoch and step stays."""
         path = self.path(epoch, step)
         make_directory(path.parent)
         if not path.exists():
             write_once(path, (encode_trained(logprobs),))
 
     def read(self, epoch: int, step: int) -> MemberLogprobs:
-        """Empty where nothing is known."""
+        """Empty if unknown."""
         try:
             data = self.path(epoch, step).read_bytes()
         except FileNotFoundError:

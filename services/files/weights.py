@@ -1,6 +1,6 @@
 """Versions of a job's weights on disk: ``weights/v<version>/``, each a plain model directory plus its manifest.
 
-The rule kept here: what carries a version's name is complete, checked and never changes. Files are written into a
+The rule kept here: a directory with a version's name is complete, checked and never changes. Files are written into a
 temporary sibling, hashed, flushed to disk and only then renamed to an unused name; a process that dies in between
 leaves nothing but a temporary directory, which no reader sees. The caller decides which versions may be removed; this
 store does not know which version is current.
@@ -30,7 +30,7 @@ from services.files.job_dir import JobDir, versions_in
 
 MANIFEST_NAME = "manifest.json"
 _TOKENIZER_NAME = "tokenizer.json"
-# No writer is expected to be alive after an hour: what it left is swept.
+# A writer that has been silent for an hour is dead: its leavings are swept.
 _TEMPORARY_LIFETIME_S = 3600.0
 
 
@@ -43,7 +43,7 @@ class VersionNotFound(Exception):
 
 
 class DamagedVersion(Exception):
-    """A version on disk is not what its manifest says; ``file`` is the first bad file."""
+    """A version on disk differs from its manifest; ``file`` is the first bad file."""
 
     def __init__(self, directory: Path, file: str, problem: str) -> None:
         super().__init__(f"{directory / file}: {problem}")
@@ -58,14 +58,14 @@ class WeightStore:
         self._clock = clock
 
     def path(self, version: int) -> Path:
-        """Where ``version`` lies, or would lie."""
+        """The directory of ``version``, whether it exists or not."""
         return self._job.version(version)
 
     def has(self, version: int) -> bool:
         return self.path(version).is_dir()
 
     def write(self, version: int, epoch: int, step: int, save: Callable[[Path], None]) -> WeightsManifest:
-        """Publish on disk what ``save`` writes into the directory that it is given."""
+        """Publish on disk everything that ``save`` writes into a given directory."""
         target = self.path(version)
         if os.path.lexists(target):
             raise VersionExists(f"{target} exists; versions are written once")
@@ -88,7 +88,7 @@ class WeightStore:
         return next((path for path in found if (path / _TOKENIZER_NAME).is_file()), None)
 
     def manifest(self, version: int) -> WeightsManifest:
-        """What the version says about itself; ``verify`` checks that it is true."""
+        """The version's manifest; ``verify`` checks it against the files."""
         directory = self.path(version)
         try:
             data = (directory / MANIFEST_NAME).read_bytes()
@@ -115,10 +115,9 @@ class WeightStore:
                 raise DamagedVersion(directory, name, "is not in the manifest; a loader might take it for weights")
 
     def collect(self, keep: set[int]) -> list[int]:
-        """Remove every version that is not in ``keep`` and what dead writers left; returns the removed versions.
+        """Remove every version outside ``keep`` and the leavings of dead writers; returns the removed versions.
 
-        Versions newer than all of ``keep`` stay: a trainer that has taken the job over published them, and the caller
-        does not know it yet.
+        Versions newer than all of ``keep`` stay: a successor of the caller may have published them.
         """
         newest = max(keep, default=math.inf)
         removed = [version for version in self.versions() if version not in keep and version < newest]
@@ -128,7 +127,7 @@ class WeightStore:
         return removed
 
     def remove_unfinished(self, epoch: int) -> None:
-        """Remove what trainers before ``epoch`` left half-written: they have lost the job."""
+        """Remove half-written files of trainers before ``epoch``: they have lost the job."""
         remove_unfinished(self._job.weights, epoch)
 
     def _sweep(self) -> None:
@@ -136,7 +135,7 @@ class WeightStore:
             return
         for entry in self._job.weights.iterdir():
             if entry.name.startswith(TEMPORARY_PREFIX):
-                # A long save renews only the file that it writes to, not the directory.
+                # A long save touches only the file that it writes, not the directory.
                 times = [path.lstat().st_mtime for path in (entry, *entry.rglob("*"))]
                 if self._clock() - max(times) > _TEMPORARY_LIFETIME_S:
                     shutil.rmtree(entry, ignore_errors=True)
@@ -158,7 +157,7 @@ def _flush_and_hash(root: Path) -> tuple[WeightFile, ...]:
 
 
 def _files(root: Path) -> list[Path]:
-    """Everything below ``root`` that is no directory, in order of its name."""
+    """Everything below ``root`` but directories, by name."""
     return sorted(path for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
 
 

@@ -1,7 +1,7 @@
 """Registered environments: names, immutable versions, uploads, and the reports of their examinations.
 
-Rule: a version is a write-once file and never changes; the same content registered twice is the same version. It runs
-and imports none of what it keeps: it tells any process what a host has to load (``place``).
+The rule: a version is a write-once file and never changes; the same content registered twice is the same version. It
+runs nothing and imports nothing that it keeps; ``sites`` turns a version into what a host loads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-from gspo_core.env import InvalidEnvironment
 from gspo_core.json_value import JSON
 from services.files.data_dir import EnvironmentsDir
 from services.files.durable import make_directory, write_once
@@ -77,17 +76,6 @@ class ExaminationReport(TypedDict):
     checks: list[CheckRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """What a host has to load on this machine."""
-
-    ref: str
-    config: Mapping[str, JSON]
-    paths: tuple[str, ...] = ()
-    """Where its modules are found."""
-    is_remote: bool = False
-
-
 def parse_reference(text: str) -> tuple[str, int | None] | None:
     """Name and version of `name@3` or `name`; None for an import string."""
     match = _REFERENCE.fullmatch(text)
@@ -105,6 +93,10 @@ class EnvironmentRegistry:
 
     def __init__(self, directory: EnvironmentsDir) -> None:
         self._directory = directory
+
+    @property
+    def path(self) -> Path:
+        return self._directory.path
 
     def add(self, wanted: Registration) -> tuple[Registration, bool]:
         """The version that holds this content, and whether it is new; ``wanted.version`` and ``digest`` are ignored.
@@ -170,23 +162,6 @@ class EnvironmentRegistry:
 
     def upload_dir(self, digest: str) -> Path:
         return self._directory.upload(digest)
-
-    def place(self, reference: str) -> Placed:
-        """Raises InvalidEnvironment if there is no such version, or its upload is not on this machine."""
-        parsed = parse_reference(reference)
-        if parsed is None or parsed[1] is None:
-            raise InvalidEnvironment(f"{reference} is neither an import string nor a registered version (name@version)")
-        try:
-            one = self.get(reference)
-        except EnvironmentNotFound as error:
-            raise InvalidEnvironment(f"{error} below {self._directory.path}") from None
-        if one.upload is None:
-            return Placed(one.ref, one.config, is_remote=one.is_remote)
-        root = self.upload_dir(one.upload)
-        if not root.is_dir():
-            raise InvalidEnvironment(f"{one.id}: its upload is not below {self._directory.path}")
-        is_file = one.ref.rpartition(":")[0].endswith(".py")
-        return Placed(f"{root}/{one.ref}" if is_file else one.ref, one.config, (str(root),))
 
     def _versions(self, name: str) -> list[int]:
         return self._directory.versions(name)

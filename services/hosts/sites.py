@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from gspo_core.env import InvalidEnvironment
 from services.hosts.named_urls import urls_in
-from services.hosts.registry import EnvironmentRegistry
+from services.hosts.registry import EnvironmentNotFound, EnvironmentRegistry, Registration, parse_reference
 from services.hosts.server import HostOrder
 
 Host = TypeVar("Host")
@@ -32,13 +33,33 @@ class Sites:
         """The order with its reference resolved; an import string stays. Raises ``InvalidEnvironment``."""
         if ":" in order.ref:
             return replace(order, networks=self.networks) if any(urls_in(order.config)) else order
-        found = self.registry.place(order.ref)
-        if self.elsewhere and found.paths:
+        one, root = self._look_up(order.ref)
+        if self.elsewhere and root is not None:
             raise InvalidEnvironment(
                 f"{order.ref} was uploaded; services elsewhere (GSPO_ENV_HOSTS) lack its files: only references run"
             )
-        networks = self.networks if found.is_remote else None
-        return replace(order, ref=found.ref, config=found.config, paths=found.paths, networks=networks)
+        if root is None:
+            networks = self.networks if one.is_remote else None
+            return replace(order, ref=one.ref, config=one.config, paths=(), networks=networks)
+        is_file = one.ref.rpartition(":")[0].endswith(".py")
+        ref = f"{root}/{one.ref}" if is_file else one.ref
+        return replace(order, ref=ref, config=one.config, paths=(str(root),), networks=None)
+
+    def _look_up(self, reference: str) -> tuple[Registration, Path | None]:
+        """The version, and the directory of its upload if it has one."""
+        parsed = parse_reference(reference)
+        if parsed is None or parsed[1] is None:
+            raise InvalidEnvironment(f"{reference} is neither an import string nor a registered version (name@version)")
+        try:
+            one = self.registry.get(reference)
+        except EnvironmentNotFound as error:
+            raise InvalidEnvironment(f"{error} below {self.registry.path}") from None
+        if one.upload is None:
+            return one, None
+        root = self.registry.upload_dir(one.upload)
+        if not root.is_dir():
+            raise InvalidEnvironment(f"{one.id}: what was uploaded is not below {self.registry.path}")
+        return one, root
 
     def booting(self, boot: Callable[[HostOrder], Awaitable[Host]]) -> Callable[[HostOrder], Awaitable[Host]]:
         """``boot``, for registered environments as well."""

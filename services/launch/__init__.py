@@ -1,3 +1,3 @@
-"""What starts the system: ``topology`` (the processes), ``stack`` and ``up`` (``gspo up``: on this machine), ``launch``
-with ``launchers`` (``gspo launch``: elsewhere), ``demo`` (``make demo``).
+"""Starting the system: ``topology`` (the processes), ``stack`` and ``up`` (``gspo up``: on this machine), ``launch``
+with ``launchers`` (``gspo launch``: elsewhere).
 """

@@ -1,4 +1,4 @@
-"""What the service adds to the ``gspo`` command where it is installed; ``gspo_core.cli.service`` reads it.
+"""The commands that the service adds to ``gspo``; ``gspo_core.cli.service`` reads them.
 
 Rule: this module costs nothing to import. Each command names a module, which is imported when the command is typed.
 """

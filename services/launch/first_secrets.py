@@ -1,7 +1,7 @@
 """The secrets of an installation, made once: passwords of Redis, the first API key, the token for environments.
 
-Rule: what is there already stays; each kind of process gets a directory of its own with what it needs and nothing
-else. Redis gets digests, and so does the service of environments. The files are named like settings, for
+Rule: existing secrets stay; each kind of process gets a directory of its own with the secrets that it needs and no
+others. Redis gets digests, and so does the service of environments. The files are named like settings, for
 ``GSPO_SECRETS_DIR``.
 
 ``python -m services.launch.first_secrets ROOT``: ROOT/redis/users.acl and
@@ -23,7 +23,7 @@ from services.files.data_dir import SecretsDir
 from services.state.roles import USERS, acl_file
 
 KEY_BYTES = 32
-# For health checks: whoever reaches the server may ask whether it lives, and nothing else.
+# For health checks: anyone who reaches the server may ping it, and nothing else.
 PROBE = "user gspo-probe on nopass resetkeys resetchannels -@all +ping\n"
 ROLES = ("api", "trainer", "rollout")
 

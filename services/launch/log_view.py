@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
 
 from gspo_core.cli.terminal import plain
 
@@ -74,7 +76,13 @@ def rendered(name: str, colour: str, line: str) -> Text:
     from rich.text import Text
 
     record = _record(line)
-    head = Text.assemble((_hour(record), "dim"), "  ", (f"{name:<{NAME_WIDTH}}", colour), " ", no_wrap=True)
+    head = Text.assemble(
+        (_hour(str(record.get("timestamp")) if record else ""), "dim"),
+        "  ",
+        (f"{name:<{NAME_WIDTH}}", colour),
+        " ",
+        no_wrap=True,
+    )
     head.overflow = "ellipsis"
     if record is None:
         return head.append(plain(line))
@@ -87,7 +95,7 @@ def rendered(name: str, colour: str, line: str) -> Text:
     return head
 
 
-def _record(line: str) -> Mapping[str, Any] | None:
+def _record(line: str) -> Mapping[str, JsonValue] | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -95,15 +103,15 @@ def _record(line: str) -> Mapping[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _hour(record: Mapping[str, Any] | None) -> str:
-    """In local time; blank for a line that is no record."""
+def _hour(timestamp: str) -> str:
+    """In local time; blank where there is none."""
     try:
-        return datetime.fromisoformat(str((record or {}).get("timestamp"))).astimezone().strftime("%H:%M:%S")
+        return datetime.fromisoformat(timestamp).astimezone().strftime("%H:%M:%S")
     except ValueError:
         return " " * 8
 
 
-def _value(value: Any) -> str:
+def _value(value: JsonValue) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
-"""The whole system as child processes of this one; ``topology`` says which they are.
+"""The whole system as child processes of this one; ``topology`` lists them.
 
-The rule it keeps: whatever ends this process, no child outlives it. Each child is asked to stop (SIGTERM, in the
+The rule it keeps: however this process ends, no child outlives it. Each child is asked to stop (SIGTERM, in the
 reverse order of the start), then killed. It restarts nothing by itself (``supervisor`` does); a child that dies is
 reported with the end of its log.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO, Self
 
 import httpx
@@ -196,7 +196,7 @@ class Stack:
         raise StackError(f"{name} did not answer at {url} within {START_TIMEOUT_S:.0f} s; see {self.log_dir}")
 
     def _wait_until_ready(self, address: str) -> None:
-        """Of whatever kind the engine is."""
+        """For an engine of any kind."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             self.check()
@@ -290,7 +290,7 @@ def claim_port(host: str, port: int) -> int:
 def terminate_as_interrupt() -> Iterator[None]:
     """Let SIGTERM unwind the stack exactly as Ctrl-C does."""
 
-    def interrupt(signum: int, frame: object) -> None:
+    def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, interrupt)

@@ -73,7 +73,7 @@ class Leaving:
     option: str | None = None
     """Command-line option that sets the drain; None where it is fixed."""
     drain_s: Mapping[Site, int] = field(default_factory=dict)
-    """What ``option`` is given; the default at sites that are missing."""
+    """The value of ``option``; the default at sites that are missing."""
 
     def arguments(self, site: Site) -> tuple[str, ...]:
         if self.option is None or site not in self.drain_s:
@@ -103,7 +103,7 @@ class Process:
     reads: frozenset[str] = frozenset()
     """Fields of ``services.process.settings.Settings`` that it uses."""
     requires: frozenset[str] = frozenset()
-    """Those without which an installation of several machines does not work."""
+    """Settings that an installation of several machines cannot do without."""
     health: Health | None = None
     """None: it ends when it is done."""
     after: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ SECRETS = Process(
 
 REDIS = Process(
     name="redis",
-    # What is acknowledged has been written, and nothing is evicted: docs/redis.md.
+    # Acknowledged writes are on disk, and nothing is evicted: docs/redis.md.
     arguments=("--appendonly", "yes", "--appendfsync", "always", "--save", "", "--maxmemory-policy", "noeviction"),
     leaving=Leaving(10, cleanup_s=0),
     health=PingHealth(),
@@ -249,7 +249,7 @@ SGLANG = Process(
 """Takes the place of ``ENGINE``, run by the Python of its own virtual environment or image."""
 
 ALIKE = frozenset({"lease_s", "outbound_networks"})
-"""Settings that have to have one value in all processes that read them."""
+"""Settings that need the same value in all processes that read them."""
 
 
 def processes(site: Site, *, has_engines: bool = False) -> tuple[Process, ...]:

@@ -1,7 +1,7 @@
-"""Ends tasks for certain: once is not enough.
+"""Cancelling tasks for certain: once is not enough.
 
-Before Python 3.12 the Redis client may swallow a cancellation: `asyncio.wait_for`, which it writes through, forgets one
-that comes when it has just finished.
+Before Python 3.12 the Redis client may swallow a cancellation: `asyncio.wait_for`, which it writes through, drops one
+that arrives just as it finishes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]], *, again_after_s: float = 2.0) -> None:
-    """Cancels until all are over; what they raise is of no interest. ``again_after_s``: what one may take to clean up.
+    """Cancel until all are over, and ignore what they raise. ``again_after_s``: the time to clean up.
 
-    Who cancels the caller meanwhile waits too, else a task that swallowed its cancellation would live on.
+    A cancellation of the caller takes effect afterwards, else a task that swallowed its own would live on.
     """
     was_cancelled = False
     while pending := [task for task in tasks if not task.done()]:
@@ -26,6 +26,6 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]], *, again_after_s: flo
             was_cancelled = True
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # looked at, so that it is not reported as never retrieved
+            task.exception()  # retrieved, so that asyncio does not log it
     if was_cancelled:
         raise asyncio.CancelledError

@@ -1,5 +1,5 @@
-"""Child processes that never outlive their parent, not even one that is killed with SIGKILL, and those of others that
-fall to us because we are the first process of a container.
+"""Child processes that never outlive their parent, not even after SIGKILL, and orphans that we inherit as the first
+process of a container.
 
 Linux offers both (``PR_SET_PDEATHSIG``, ``/proc``); elsewhere a child is only stopped by an orderly end.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-# Whoever started a child has asked long before how it ended.
+# Much later than any parent of ours waits for its own child.
 BURY_S = 30.0
 
 
@@ -36,8 +36,8 @@ def die_with_parent() -> Callable[[], None] | None:
 
 
 async def bury_orphans(every_s: float = BURY_S) -> None:
-    """Until it is cancelled: dead children that nobody has asked about in a while are those that fell to us. They would
-    stay for ever, and hold the numbers that a container has."""
+    """Until cancelled, reap dead children that no code of ours waits for: inherited orphans. They would stay for ever
+    as zombies and use up the container's process ids."""
     before: frozenset[int] = frozenset()
     while True:
         await asyncio.sleep(every_s)
@@ -53,7 +53,7 @@ def _bury(pid: int) -> None:
 
 
 def dead_children() -> frozenset[int]:
-    """Ours that have ended, and that nobody has asked about."""
+    """Children that have ended and were not waited for."""
     me = str(os.getpid())
     entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()] if sys.platform == "linux" else []
     return frozenset(int(entry.name) for entry in entries if _state_and_parent(entry) == ["Z", me])

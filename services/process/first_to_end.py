@@ -1,20 +1,19 @@
-"""Coroutines that belong together: when one ends, however it ends, the others do. And a sleep that an event ends."""
+"""Coroutines that end together, however the first one ends; and a sleep that an event ends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable
 
 from services.process.cancelling import cancel_all
 
-# What a cancelled coroutine may take to clean up before it is cancelled again.
+# Time to clean up after a cancellation, before the next one.
 CLEANING_UP_S = 2.0
 
 
-async def first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
+async def first_to_end(*coroutines: Awaitable[None]) -> None:
     """Run all until the first one returns or raises; its result counts, the others are cancelled and awaited."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:

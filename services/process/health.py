@@ -1,10 +1,10 @@
-"""Whether a process lives, told through a file that its event loop touches; for processes that serve no HTTP.
+"""Liveness of processes that serve no HTTP, through a file that the event loop touches.
 
-Rule: living means that the process is there and its event loop turns, and nothing else: a Redis that is away must not
-restart a whole fleet. A file that an earlier process left behind (its volume outlives it) says nothing, nor does a wall
-clock that was set: both sides read the clock that only goes forward.
-``python -m services.process.health FILE`` is the probe: alive; with ``--ready``, also ready and not about to leave. It
-runs every few seconds in every container, so it imports nothing of ours.
+Rule: alive means that the process exists and its event loop turns, and nothing else: a Redis that is away must not
+restart a whole fleet. A file of an earlier process (its volume outlives it) counts for nothing, nor does a change of
+the wall clock: both sides read the monotonic clock. ``python -m services.process.health FILE`` is the probe: alive;
+with ``--ready``, also ready and not about to leave. It runs every few seconds in every container, so it imports nothing
+of ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 TOUCH_S = 1.0
-# A loop that is busy for so long answers nobody.
+# A loop that is busy for this long serves nothing.
 STALE_S = 30.0
 
 
@@ -58,13 +58,13 @@ class Health:
             if self._stop.is_set():
                 await asyncio.sleep(TOUCH_S)
                 continue
-            with contextlib.suppress(TimeoutError):  # who is asked to leave says so at once
+            with contextlib.suppress(TimeoutError):  # a process that is asked to leave says so at once
                 async with asyncio.timeout(TOUCH_S):
                     await self._stop.wait()
 
 
 def examine(path: Path, *, ready: bool, now: float) -> str | None:
-    """What is wrong, or None."""
+    """The problem, or None."""
     try:
         said = json.loads(path.read_text())
         at, pid, birth = float(said["at"]), int(said["pid"]), said["born"]
@@ -81,8 +81,8 @@ def examine(path: Path, *, ready: bool, now: float) -> str | None:
 
 
 def born(pid: int) -> str | None:
-    """When it was, as the kernel counts: another process under the same number was born at another time. None if there
-    is no such process, or no way to know."""
+    """The start of the process on the kernel's clock, which tells it from a later process with the same id. None if
+    there is no such process, or no way to know."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

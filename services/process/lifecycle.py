@@ -1,7 +1,7 @@
-"""The life of a service process: it runs until it is told to stop, drains, and leaves with an exit status.
+"""The life of a service process: it runs until told to stop, drains, and exits with a status.
 
 Rule: SIGTERM and SIGINT only *ask*: they set one event, and the service leaves at a point where nothing is lost.
-A second signal, or the end of the grace, cancels what is still running. Nothing here knows what a service does.
+A second signal, or the end of the grace period, cancels it. Nothing here knows what a service does.
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Protocol
 
 from services.process.telemetry import get_logger
 
-# What a cancelled service may take to clean up before it is cancelled again.
+# Time to clean up after a cancellation, before the next one.
 CLEANING_UP_S = 5.0
 
 
 class Main(Protocol):
-    """What a service does: returns when it is done, or soon after ``stop`` is set."""
+    """Returns when the service is done, or soon after ``stop`` is set."""
 
-    def __call__(self, stop: asyncio.Event) -> Coroutine[Any, Any, None]: ...
+    async def __call__(self, stop: asyncio.Event) -> None: ...
 
 
 def run_until_signalled(main: Main, *, grace_s: float = 30.0) -> int:
-    """Runs ``main(stop)``; returns 0 after an orderly end, 1 when it had to be cancelled. What it raises rises."""
+    """Runs ``main(stop)``; returns 0 after an orderly end, 1 after a cancellation. Its errors propagate."""
     return asyncio.run(_supervise(main, grace_s))
 
 
@@ -57,12 +56,12 @@ async def _supervise(main: Main, grace_s: float) -> int:
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """Cancels until it is over: before Python 3.12 ``asyncio.wait_for`` may swallow a cancellation."""
+    """Cancel until it is over: before Python 3.12 ``asyncio.wait_for`` may swallow a cancellation."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=CLEANING_UP_S)
     if not task.cancelled():
-        task.exception()  # looked at, so that it is not reported as never retrieved
+        task.exception()  # retrieved, so that asyncio does not log it
 
 
 async def _grace_is_over(stop: asyncio.Event, hurry: asyncio.Event, grace_s: float) -> None:

@@ -29,7 +29,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 def kept_port(file: Path, host: str = "127.0.0.1", *, but: int = 0) -> int:
     """The port that ``file`` holds, if nothing listens there and it is not ``but``; else a free one, kept from now on.
 
-    So a server that starts again has its old address, and who knew it by that does not take it for another one.
+    So a restarted server keeps its address, and clients do not take it for another one.
     """
     try:
         port = int(file.read_text())
@@ -42,7 +42,7 @@ def kept_port(file: Path, host: str = "127.0.0.1", *, but: int = 0) -> int:
 
 
 def _lowest_of_kernel() -> int:
-    """The first port that the kernel hands out by itself; 0 where that is not known."""
+    """The first port that the kernel hands out by itself; 0 if unknown."""
     try:
         return int(_KERNEL_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):

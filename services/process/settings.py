@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -26,7 +26,7 @@ class SettingsError(ValueError):
     """An environment variable that we cannot use; the message names it."""
 
 
-def _split(value: Any) -> Any:
+def _split(value: str | Sequence[str]) -> Sequence[str]:
     """``a,b`` -> ``("a", "b")``; blanks around the commas do not count."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -159,7 +159,7 @@ class Settings(BaseSettings):
 
     @field_validator("log_level", "log_format", mode="before")
     @classmethod
-    def _lower(cls, value: Any) -> Any:
+    def _lower(cls, value: str | None) -> str | None:
         return value.lower() if isinstance(value, str) else value
 
 

@@ -1,7 +1,7 @@
 """How every service logs: one structured line per fact, readable on a terminal and JSON everywhere else.
 
-Rule: what identifies a process (its service name and id) is bound once at start-up, so no line can lack it.
-Lines go to stderr; stdout belongs to what a command prints for its user. This module measures and exports nothing.
+Rule: the identity of a process (its service name and id) is bound once at start-up, so no line can lack it.
+Lines go to stderr; stdout is for a command's user. This module measures and exports nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def configure_logging(
     level: str = "info",
     log_format: Literal["console", "json"] | None = None,
     stream: TextIO | None = None,
-    **identity: object,
+    **identity: str | int,
 ) -> None:
-    """Sets logging up for this process; ``service`` and ``identity`` appear in every later line.
+    """Set up logging for this process; ``service`` and ``identity`` appear in every later line.
 
-    Without a ``log_format`` people get text on a terminal and everything else gets JSON.
+    Without a ``log_format`` a terminal gets text and everything else JSON.
     """
     output = stream or sys.stderr
     rendering: list[Processor] = (
@@ -47,12 +47,12 @@ def configure_logging(
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(file=output),
     )
-    # Libraries keep to the standard logging module; their warnings join the same stream.
+    # Warnings that libraries log through the standard module join the same stream.
     logging.basicConfig(level=logging.WARNING, stream=output, format="%(levelname)s %(name)s: %(message)s", force=True)
 
 
 def _console(output: TextIO) -> Processor:
-    # The default formatter prints local variables, and with them keys and tokens.
+    # The default formatter would print local variables, keys and tokens among them.
     return structlog.dev.ConsoleRenderer(colors=output.isatty(), exception_formatter=structlog.dev.plain_traceback)
 
 

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces, for those who ask for them (the extra ``otel``): where the time of one episode went.
+"""Optional OpenTelemetry traces (the extra ``otel``): where the time of one episode went.
 
-Rule: without an endpoint nothing is imported, nothing is sent and a span costs a call of a function. The spans of an
-episode have one trace id, which follows from its name, whichever workers play it.
+Rule: without an endpoint nothing is imported, nothing is sent and a span costs one function call. The spans of an
+episode share a trace id, which follows from its name, whichever workers play it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Attribute = str | int | float | bool
 
 
 class TracingUnavailable(RuntimeError):
-    """Traces are asked for, and the packages that make them are not installed."""
+    """Traces are enabled, but their packages are not installed."""
 
 
 class Spans(Protocol):
-    """Where code says what it does."""
+    """The interface for spans."""
 
     def trace(self, name: str, trace: str, **attributes: Attribute) -> AbstractContextManager[None]:
-        """The outermost span: of all that happens inside, under the trace called ``trace``."""
+        """The outermost span, of the trace called ``trace``."""
         ...
 
     def span(self, name: str, **attributes: Attribute) -> AbstractContextManager[None]:
@@ -36,7 +36,7 @@ class Spans(Protocol):
 
 
 class NoSpans:
-    """Nobody asked."""
+    """Traces are disabled."""
 
     _nothing = contextlib.nullcontext()
 
@@ -51,7 +51,7 @@ class Traces:
     """Spans that are exported in the background; ``close`` sends what is left."""
 
     def __init__(self, exporter: SpanExporter, service: str, *, share: float = 1.0, **identity: str) -> None:
-        """``share`` of the traces are recorded; which ones follows from their names."""
+        """Records ``share`` of the traces, chosen by their names."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -74,7 +74,7 @@ class Traces:
             yield
 
     def close(self) -> None:
-        """Blocks until the rest is sent, or cannot be."""
+        """Blocks until the rest is sent or has failed."""
         self._provider.shutdown()
 
 

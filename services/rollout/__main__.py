@@ -30,9 +30,9 @@ from services.rollout.processes import watch
 from services.rollout.request_runner import RequestRunner
 from services.rollout.worker import Worker, WorkerConfig
 from services.state.away import NotPermitted
+from services.state.client import connect
 from services.state.drains import Drains
 from services.state.queue import Bus
-from services.state.server import connect
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
 

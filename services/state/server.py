@@ -11,26 +11,23 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import redis
 from redis.exceptions import RedisError, ResponseError
 
 from services.process.settings import load_settings
-from services.process.telemetry import get_logger
-from services.state.away import RedisFault
 from services.state.child import RedisChild, RedisUnsuitable
-from services.state.client import RedisClient, connect
+from services.state.client import connect
+from services.state.server_promises import EXAMINED, UNREADABLE, warn, weaknesses_in
 
-__all__ = ["RedisServer", "RedisUnsuitable", "connect", "find_binaries", "find_binary", "warn_if_weaker"]
+__all__ = ["RedisServer", "RedisUnsuitable", "connect", "find_binaries", "find_binary"]
 
 OLDEST = (7, 0)
-_EXAMINED = ("appendonly", "appendfsync", "maxmemory-policy")
-_UNREADABLE = "its configuration cannot be read ({error}): make sure of appendfsync always and noeviction"
 NAMES = ("valkey-server", "redis-server")
 
 
@@ -62,7 +59,7 @@ class RedisServer:
         """A server that runs already."""
         server = cls(url)
         server.weaknesses = _examine(url)
-        _warn(server.weaknesses)
+        warn(server.weaknesses)
         return server
 
     @classmethod
@@ -169,35 +166,6 @@ def _examine(url: str) -> tuple[str, ...]:
 
 def _weaknesses(client: redis.Redis) -> list[str]:
     try:
-        return _judge({name: client.config_get(name).get(name) for name in _EXAMINED})
+        return weaknesses_in({name: client.config_get(name).get(name) for name in EXAMINED})
     except ResponseError as error:
-        return [_UNREADABLE.format(error=error)]
-
-
-async def warn_if_weaker(client: RedisClient) -> list[str]:
-    """What the server of a running process does not promise; it is logged once, at the start."""
-    try:
-        found = _judge({name: (await client.config_get(name)).get(name) for name in _EXAMINED})
-    except RedisFault as error:
-        found = [_UNREADABLE.format(error=error)]
-    _warn(found)
-    return found
-
-
-def _warn(weaknesses: Sequence[str]) -> None:
-    for weakness in weaknesses:
-        get_logger().warning("the Redis server promises less than we do", weakness=weakness)
-
-
-def _judge(config: Mapping[str, Any]) -> list[str]:
-    # A client may return bytes or text.
-    values = {name: value.decode() if isinstance(value, bytes) else value for name, value in config.items()}
-    found = []
-    if values["appendonly"] != "yes" or values["appendfsync"] != "always":
-        found.append(
-            f"appendonly {values['appendonly']}, appendfsync {values['appendfsync']}: what it acknowledged may be lost "
-            "when it is killed; set appendonly yes and appendfsync always"
-        )
-    if values["maxmemory-policy"] != "noeviction":
-        found.append(f"maxmemory-policy {values['maxmemory-policy']}: it may throw data away; set noeviction")
-    return found
+        return [UNREADABLE.format(error=error)]

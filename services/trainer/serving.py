@@ -17,10 +17,11 @@ from services.files.data_dir import DataDir
 from services.process.cancelling import cancel_all
 from services.process.health import Health
 from services.process.settings import Settings
+from services.state.client import connect
 from services.state.drains import Drains
 from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.queue import Bus
-from services.state.server import connect, warn_if_weaker
+from services.state.server_promises import warn_if_weaker
 from services.state.store import Store
 from services.trainer.device import unfit
 from services.trainer.telling.wandb_run import require_wandb

@@ -82,6 +82,13 @@ def test_what_a_process_loads_is_what_python_loads(process: str) -> None:
     assert imported_at_start(start, read_modules(ROOT)) == set(done.stdout.split())
 
 
+def test_the_api_loads_no_worlds_chat_formats_or_spec_files_at_its_start() -> None:
+    loaded = imported_at_start("services.api.__main__", read_modules(ROOT))
+    unused = ("gspo_core.env", "gspo_core.chat", "gspo_core.spec_file", "services.state.child")
+    assert not [name for name in loaded if name.startswith(unused)]
+    assert len(loaded) <= 128
+
+
 def test_rooms_floors_arrows_and_cycles(tree: Path) -> None:
     modules = read_modules(tree)
     rooms = room_graph(modules)

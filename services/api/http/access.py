@@ -1,9 +1,9 @@
 """Who may use the API, and for what.
 
-One rule: whatever is not listed as open needs a key with the scope of its route, unless no key is configured, which is
-allowed on loopback only. Without keys the caller must also be a program of this machine and not a web page in its
-browser: names that only point at loopback, and requests of other origins, are refused. Keys are never stored, logged or
-compared in the clear. Who is no admin sees only what is its own; the rest is not there.
+One rule: every path that is not listed as open needs a key with the scope of its route, unless no key is configured,
+which is allowed on loopback only. Without keys the caller must also be a program of this machine and not a web page in
+its browser: names that only point at loopback, and requests of other origins, are refused. Keys are never stored,
+logged or compared in the clear. A caller that is not an admin sees its own things only; for it the rest does not exist.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.api.http.context import ApiContext
 from services.api.http.errors import RequestRefused, error_response
 from services.api.http.key_ring import KeyRing
 from services.api.http.limits import RateLimit
+from services.state.jobs import JobNotFound
 
 # Health says nothing about jobs; the document of the routes is the same for everyone.
-# The pages are an empty shell, the same for everyone; what they show they ask the API for, with the key of who looks.
+# The pages are an empty shell, the same for everyone; they fetch their content from the API with the visitor's key.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/metrics", "/", "/ui", "/docs"})
 OPEN_FOLDER = "/ui/"
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -38,11 +41,11 @@ class AccessRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. ``name`` is safe to log."""
+    """The sender of a request. ``name`` is safe to log."""
 
     name: str
     owner: str
-    """Jobs that it submits belong to this one."""
+    """The owner of the jobs that it submits."""
     scopes: frozenset[str]
 
     @property
@@ -53,7 +56,7 @@ class Caller:
         return self.is_admin or scope in self.scopes
 
     def sees(self, owner: str) -> bool:
-        """Whether a job of this owner is there for it."""
+        """Whether jobs of this owner exist for it."""
         return self.is_admin or owner == self.owner
 
 
@@ -64,30 +67,30 @@ class Access:
     """The configured keys, as digests: they may do everything. Further ones, with scopes, are on the key ring."""
 
     def __init__(self, keys: Iterable[str] = (), ring: KeyRing | None = None, *, may_be_open: bool = True) -> None:
-        """``may_be_open``: only this machine can ask, so that no key need be there."""
+        """``may_be_open``: only this machine can reach the API, so it needs no key."""
         self._digests = tuple(_digest(key) for key in keys)
         self._ring = ring
         self._may_be_open = may_be_open
 
     @property
     def is_open(self) -> bool:
-        """No key was ever made: whoever asks may do everything. Keys that have ended open nothing."""
+        """No key was ever made, so every caller may do everything. Keys that have ended open nothing."""
         return self._may_be_open and not self._digests and not (self._ring and self._ring.was_used())
 
     @property
     def has_keys(self) -> bool:
-        """That are good for something now."""
+        """Keys that are valid now."""
         return bool(self._digests or (self._ring and self._ring.valid()))
 
     def caller(self, headers: Headers) -> Caller:
-        """Who asks; raises RequestRefused 401."""
+        """The caller with this key; raises RequestRefused 401."""
         if self.is_open:
             return LOCAL
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("missing_key", "send a key: Authorization: Bearer KEY")
         digest = _digest(key.strip())
-        # Every key is compared, so that the time tells nothing about which one came close.
+        # Every key is compared, so that timing reveals nothing about near misses.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         record = self._ring.find(key.strip()) if self._ring else None
         if any(matches):
@@ -98,7 +101,7 @@ class Access:
 
 
 def needed_scope(method: str, path: str) -> str:
-    """What a key must be good for."""
+    """The scope that a key must have."""
     if path.startswith("/v1/keys") or (path.startswith(("/v1/workers", "/v1/engines")) and method not in READING):
         return "admin"
     if _EPISODES.match(path):
@@ -111,8 +114,19 @@ def needed_scope(method: str, path: str) -> str:
 _EPISODES = re.compile(r"/v1/(groups|episodes)(/|$)|/v1/jobs/[^/]+/(groups|episodes)([/.]|$)")
 
 
+async def own_job(request: Request) -> None:
+    """In front of every route; one that names a job calls it `id` or `job`. Raises JobNotFound for those of others."""
+    caller: Caller = request.scope["caller"]
+    job = request.path_params.get("id") or request.path_params.get("job")
+    if job is None or caller.is_admin:
+        return
+    context: ApiContext = request.app.state.context
+    if not caller.sees((await context.store.jobs.get(job)).owner):
+        raise JobNotFound(job)
+
+
 def require_safe_bind(host: str, access: Access) -> None:
-    """Raises AccessRefused for an address that others can reach, unless there are keys."""
+    """Raises AccessRefused for an address that other machines can reach, unless there are keys."""
     if not access.has_keys and not is_loopback(host):
         raise AccessRefused(
             f"GSPO_API_HOST={host} can be reached by others, but GSPO_API_KEYS is empty: anyone could submit jobs, "
@@ -130,7 +144,7 @@ def is_loopback(host: str) -> bool:
 
 
 class AccessMiddleware:
-    """Refuses before a route or a body is looked at; leaves the caller in the request's scope."""
+    """Refuses a request before its route or body is read; puts the caller into the request's scope."""
 
     def __init__(self, app: ASGIApp, access: Access, limit: RateLimit) -> None:
         self._app = app
@@ -176,7 +190,7 @@ def _refuse_foreign_pages(headers: Headers, *, must_be_local: bool) -> None:
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """Name and network location of an address, empty for what is none."""
+    """Name and network location of an address; empty if it is not one."""
     try:
         parts = urlsplit(url)
         return (parts.hostname or "").lower(), parts.netloc

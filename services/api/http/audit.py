@@ -1,7 +1,7 @@
-"""Who changed what: one line for every request that is no mere reading, kept in the data directory.
+"""Who changed what: one line for every request that changes something, kept in the data directory.
 
 One rule: it names the key, the route and the outcome, never a body, a parameter or a secret. A line that cannot be
-written is in the log; it does not undo what was done.
+written goes to the log; the change stands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the routes work with: made once when the application starts, handed to each route, global nowhere."""
+"""The tools of the routes: made once when the application starts, handed to each route, never global."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from services.state.worker_requests import WorkerRequests
 
 @dataclass(frozen=True)
 class Backend:
-    """What the API reads and writes: the control plane, the queue, and the files that all processes share."""
+    """The control plane, the queue, and the files that all processes share."""
 
     store: Store
     bus: Bus
     jobs_dir: JobsDir
     redis: RedisClient
     registry: EnvironmentRegistry | None = None
-    """None: nothing can be registered."""
+    """None: environments cannot be registered."""
     networks: tuple[Network, ...] = ()
     """Where registered URLs may lead, besides public addresses."""
     may_upload: bool = False
     news: Store | None = None
-    """What waits for events, on connections of its own, since each that waits holds one; None: ``store``."""
+    """Waits for events on connections of its own, since each wait holds one; None: ``store``."""
 
 
 OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]

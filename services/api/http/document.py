@@ -1,7 +1,7 @@
-"""The OpenAPI document: what every route has in common is added here, once.
+"""The OpenAPI document: everything that routes have in common is added here, once.
 
-Rule: what is said here of every POST is brought about by `services.api.http.repeats`, what is said of keys by
-`services.api.http.access`, for all routes alike.
+Rule: `services.api.http.repeats` does for all routes alike what this says about POST, and `services.api.http.access`
+what it says about keys.
 """
 
 from __future__ import annotations

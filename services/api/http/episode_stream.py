@@ -1,8 +1,8 @@
 """An episode as server-sent events, turn by turn while it is played.
 
-One rule: the position of a client is the attempt and the number of tokens that it has seen, so any API process can go
-on for any other, and what is sent is what lies in the queue or in the batch log. A turn that grows is sent again as a
-whole, under a higher position.
+One rule: a client's position is the attempt and the number of tokens that it has seen, so any API process can take over
+from any other, and everything sent comes from the queue or the batch log. A turn that grows is sent again as a whole,
+under a higher position.
 """
 
 from __future__ import annotations
@@ -12,39 +12,52 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypeAlias, TypedDict
 
 from services.api.http.sse import RETRY_MS, frame
 from services.api.views.episode_views import EpisodeDetail
 from services.api.views.history import EpisodeNotKept, GroupNotKept
+from services.api.views.transcript import ShownTurn
 from services.state.away import Away
 
 _POSITION = re.compile(r"([0-9]{1,9})-([0-9]{1,12})")
-# How soon a segment that was appended is shown.
+# How soon an appended segment is shown.
 LOOK_S = 0.3
 _OVER = frozenset({"done", "given_up", "trained"})
 
 Position = tuple[int, int]
-Look = Callable[[], Awaitable[Any]]
-"""Something that differs when the episode has changed."""
+EpisodeState: TypeAlias = tuple[int, int, str] | Literal["settled"]
+"""Attempt, number of segments and stage of an open episode: differs when the episode has changed."""
+Look = Callable[[], Awaitable[EpisodeState]]
 Read = Callable[[], Awaitable[EpisodeDetail]]
+
+
+class NewAttempt(TypedDict):
+    attempt: int
+
+
+class EpisodeOutcome(TypedDict):
+    status: str
+    stop_reason: str | None
+    reward: float | None
+    reward_parts: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    type: str
-    data: dict[str, Any]
+    type: Literal["attempt", "turn", "outcome"]
+    data: NewAttempt | ShownTurn | EpisodeOutcome
     id: str = ""
 
 
 def parse_position(text: str) -> Position | None:
-    """None for what is no position."""
+    """None if ``text`` is not a position."""
     match = _POSITION.fullmatch(text)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def happenings(detail: EpisodeDetail, after: Position | None) -> Iterator[Happening]:
-    """What a client does not know that has seen everything up to ``after``."""
+    """Everything that is new to a client that has seen the episode up to ``after``."""
     if after is not None and detail.attempt > after[0]:
         yield Happening("attempt", {"attempt": detail.attempt}, f"{detail.attempt}-0")
     known = after[1] if after is not None and after[0] == detail.attempt else 0
@@ -52,7 +65,12 @@ def happenings(detail: EpisodeDetail, after: Position | None) -> Iterator[Happen
         if turn["end_token"] > known:
             yield Happening("turn", turn, f"{detail.attempt}-{turn['end_token']}")
     if detail.status in _OVER:
-        outcome = {name: getattr(detail, name) for name in ("status", "stop_reason", "reward", "reward_parts")}
+        outcome: EpisodeOutcome = {
+            "status": detail.status,
+            "stop_reason": detail.stop_reason,
+            "reward": detail.reward,
+            "reward_parts": detail.reward_parts,
+        }
         yield Happening("outcome", outcome)
 
 
@@ -61,7 +79,7 @@ async def frames(
 ) -> AsyncIterator[bytes]:
     """Until the episode is over, or is gone."""
     yield b"retry: %d\n\n" % RETRY_MS
-    seen: Any = None
+    seen: EpisodeState | None = None
     quiet_since = clock()
     with contextlib.suppress(Away):
         while not stopping.is_set():

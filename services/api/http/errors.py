@@ -1,14 +1,13 @@
-"""Every error in one shape, whoever found it: a route, the framework, the store.
+"""Every error in one shape, whether a route, the framework or the store found it.
 
-One rule: an error says what is wrong in a `code` for programs, a `message` for people and, where there is one, the
-`param` that is to blame. Nothing of the inside (traces, keys, addresses) is told. It decides no status for a route.
+One rule: an error has a `code` for programs, a `message` for people and, where one is to blame, a `param`. It reveals
+no internals (traces, keys, addresses). It chooses no status for a route.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,7 +34,7 @@ TYPES: Mapping[int, str] = {
     500: "api_error",
     503: "unavailable_error",
 }
-# What clients that retry conflicts by themselves must be told: repeating this one changes nothing.
+# Some clients retry conflicts by themselves; this tells them that repeating the request changes nothing.
 FINAL = {"x-should-retry": "false"}
 RETRY_AFTER_S = 1
 
@@ -77,10 +76,9 @@ class ErrorAnswer(BaseModel):
 
 
 def error_response(error: RequestRefused, request_id: str | None) -> Response:
-    """The one shape."""
     headers = dict(error.headers or {})
     retry_after = headers.get("Retry-After")
-    body: dict[str, Any] = {
+    body: dict[str, str | float | list[dict[str, str | None]] | None] = {
         "type": TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error"),
         "code": error.code,
         "message": error.detail,
@@ -90,29 +88,29 @@ def error_response(error: RequestRefused, request_id: str | None) -> Response:
     }
     if len(error.errors) > 1:
         body["errors"] = [{"code": one.code, "message": one.message, "param": one.key or None} for one in error.errors]
-    # Lone surrogates can come in with a request; they must not break the answer that complains about them.
+    # A request may contain lone surrogates; they must not break the answer that complains about them.
     content = json.dumps({"error": body}).encode()
     return Response(content, error.status_code, headers, "application/json")
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the document of a route: these statuses answer in the one shape."""
+def documented(*statuses: int) -> dict[int | str, dict[str, type[BaseModel]]]:
+    """These statuses of a route, for its OpenAPI entry."""
     return {status: {"model": ErrorAnswer} for status in statuses}
 
 
 def invalid(found: Sequence[Problem]) -> RequestRefused:
-    """422 for values that are not what they should be."""
+    """422 for values that fail validation."""
     first = found[0]
     return RequestRefused(422, first.code, first.message, param=first.key or None, errors=found)
 
 
 def internal() -> RequestRefused:
-    """500: the request id is all that a caller can use."""
+    """500; a caller can only report the request id."""
     return RequestRefused(500, "internal", "something broke inside the service; the log has it under this request id")
 
 
 def install(app: FastAPI) -> None:
-    """Gives what the framework refuses the one shape; all other errors pass up to `services.api.http.requests`."""
+    """Give the framework's refusals the one shape; all other errors pass up to `services.api.http.requests`."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
@@ -124,7 +122,7 @@ def install(app: FastAPI) -> None:
 
 
 def translate(error: Exception) -> RequestRefused:
-    """The answer to an error that is not an answer yet."""
+    """The answer to any error."""
     if isinstance(error, RequestRefused):
         return error
     if isinstance(error, HTTPException):
@@ -161,16 +159,16 @@ def _from_framework(error: HTTPException) -> RequestRefused:
 
 
 def _untagged(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Below `source` the validator adds the kind of the source, which nobody wrote there."""
+    """Drop the kind of the source, which the validator inserts below `source`."""
     return (loc[0], *loc[2:]) if len(loc) > 2 and loc[0] == "source" else loc
 
 
 def _from_validation(error: RequestValidationError, path: str) -> RequestRefused:
-    """What is no body is a flat set of parameters."""
+    """Errors in the body name a path of keys; all others name a flat parameter."""
     reports = list(error.errors())
     in_body = [{**report, "loc": _untagged(report["loc"][1:])} for report in reports if report["loc"][0] == "body"]
     if in_body:
-        # Names that may have been meant are known of job specifications only.
+        # Only job specifications offer names that may have been meant.
         return invalid(problems_of(in_body, JobSpec if path.startswith("/v1/jobs") else BaseModel, error.body))
     found = []
     for report in reports[:MAX_PROBLEMS]:

@@ -1,7 +1,7 @@
 """`ETag`, `If-Match` and `If-None-Match` of things that change.
 
-Rule: a tag is a version, which is what people change, and a digest of all that can be seen. `If-Match` asks about the
-version alone: a job that has taken a step meanwhile is still the job whose settings somebody has looked at.
+Rule: a tag is a version, which changes when people change the thing, and a digest of the whole view. `If-Match`
+compares the version alone: a job that has taken a step in between still has the settings that the caller has seen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def tag_of(version: str | int, body: bytes) -> str:
 
 
 def tagged(view: BaseModel, version: str | int, if_none_match: str | None = None) -> Response:
-    """The view with its tag, or 304 without a body for who has it."""
+    """The view with its tag, or 304 without a body for a caller that has it."""
     body = view.model_dump_json().encode()
     tag = tag_of(version, body)
     if if_none_match is not None and (if_none_match.strip() == "*" or tag in _listed(if_none_match)):
@@ -33,7 +33,7 @@ def tagged(view: BaseModel, version: str | int, if_none_match: str | None = None
 
 
 def require_match(if_match: str | None, version: str | int) -> None:
-    """Raises RequestRefused 412: somebody has changed it meanwhile."""
+    """Raises RequestRefused 412: another caller has changed it."""
     if if_match is None or if_match.strip() == "*":
         return
     if not any(tag.startswith(f'"{version}.') for tag in _listed(if_match)):

@@ -1,6 +1,6 @@
-"""Keys of the API: who they belong to, what they may do, and until when.
+"""Keys of the API: their owners, scopes and expiry.
 
-One rule: of a key only its digest is kept. A key is shown once, when it is made; each is a write-once file in the data
+One rule: only the digest of a key is kept. A key is shown once, when it is made; each is a write-once file in the data
 directory and so is its revocation, so every API process sees both at its next request, and a lost Redis loses neither.
 """
 
@@ -24,7 +24,7 @@ from services.files.durable import make_directory, write_once
 SCOPES = ("jobs:read", "jobs:write", "envs:write", "env:upload", "episodes:read", "admin")
 _KEY = re.compile(r"gspo_([0-9a-z]{12})_([0-9A-Za-z]{43})")
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# Two changes within one tick of a file system's clock leave a directory with the same time.
+# Two changes within one tick of a file system's clock give a directory the same time.
 TICK_S = 2.0
 _NO_DIGEST = hashlib.sha256(b"").hexdigest()
 
@@ -67,7 +67,7 @@ class KeyRing:
         return record, f"gspo_{key_id}_{secret}"
 
     def find(self, presented: str) -> KeyRecord | None:
-        """The record of a key that is valid now. It takes as long for an unknown id as for a wrong secret."""
+        """The record of a key that is valid now. An unknown id takes as long as a wrong secret."""
         match = _KEY.fullmatch(presented)
         record = self.valid().get(match[1]) if match else None
         digest = _digest(match[2] if match else presented)
@@ -75,7 +75,7 @@ class KeyRing:
         return record if is_right else None
 
     def revoke(self, key_id: str) -> bool:
-        """From now on it opens nothing. False: there is no such key."""
+        """Invalidate a key. False: there is no such key."""
         if key_id not in self.valid():
             return False
         with contextlib.suppress(FileExistsError):
@@ -84,13 +84,13 @@ class KeyRing:
         return True
 
     def valid(self) -> dict[str, KeyRecord]:
-        """By id, those that are neither revoked nor expired."""
+        """Keys by id that are neither revoked nor expired."""
         self._look()
         now = self._now()
         return {one.id: one for one in self._keys.values() if one.expires_at is None or one.expires_at > now}
 
     def was_used(self) -> bool:
-        """Whether a key was ever made here, whatever became of it."""
+        """Whether a key was ever made here, even if it is revoked by now."""
         self._look()
         return self._was_used
 
@@ -103,7 +103,7 @@ class KeyRing:
         if changed != self._seen:
             self._seen, self._seen_since, self._is_settled = changed, time.monotonic(), False
         if not self._is_settled:
-            # Before it is read: what is written after this moment has another time.
+            # Before reading: later writes give the directory another time.
             self._is_settled = time.monotonic() - self._seen_since > TICK_S
             paths = self._directory.records()
             revoked = self._directory.revoked_ids()

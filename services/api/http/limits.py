@@ -1,7 +1,7 @@
 """How often one caller may ask: a bucket of tokens for each credential.
 
-One rule: a caller that asks too much is told when to come back, and takes nothing from others. Each process counts for
-itself: with several of them the limit is as many times as high.
+One rule: a caller that asks too often is told when to come back, and takes nothing from others. Each process counts for
+itself, so several API processes multiply the limit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-# A viewer asks for a few dozen things at once and then rests; a loop that went wild asks for thousands.
+# A viewer sends a few dozen requests at once and then rests; a runaway loop sends thousands.
 REQUESTS_PER_S = 100.0
 BURST = 400.0
 

@@ -1,14 +1,16 @@
-"""Selecting jobs by their metadata: `?metadata[team]=search`, as often as wanted; all of them must fit."""
+"""Selecting jobs by their metadata: `?metadata[team]=search`, any number of times; all of them must match."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TypeVar
 
 from pydantic import BaseModel, model_validator
 
 from services.state.jobs import JobRecord
+
+V = TypeVar("V")
 
 _ASKED = re.compile(r"metadata\[(.*)\]")
 
@@ -18,7 +20,7 @@ class Labelled(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_labels(cls, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    def _leave_labels(cls, parameters: Mapping[str, V]) -> dict[str, V]:
         return {name: value for name, value in parameters.items() if not is_label(name)}
 
 
@@ -27,10 +29,10 @@ def is_label(parameter: str) -> bool:
 
 
 def asked(parameters: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Name -> value, of the parameters of a request."""
+    """Value by name, from the parameters of a request."""
     return {match[1]: value for name, value in parameters if (match := _ASKED.fullmatch(name))}
 
 
 def fits(job: JobRecord, wanted: Mapping[str, str]) -> bool:
-    labels: dict[str, Any] = job.spec_data.get("metadata") or {}
+    labels: dict[str, str] = job.spec_data.get("metadata") or {}
     return all(labels.get(name) == value for name, value in wanted.items())

@@ -1,7 +1,7 @@
 """Which of the registered processes are alive, as far as this process has seen.
 
-One rule: a process is gone when its counter was seen standing still for a whole lease on our own clock; one that was
-not watched for long enough counts as alive. It takes nothing away and decides only what people are shown.
+One rule: a process is gone once its counter has stood still for a whole lease on our own clock; a process not watched
+for that long counts as alive. Presence is for display only: it takes no lease away.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class Presence:
         """Every registered process. Callers that ask at the same time share one answer."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="looking at processes")
-            # The callers may be gone when it fails.
+            # It may fail after its callers have gone.
             self._looking.add_done_callback(lambda looking: looking.cancelled() or looking.exception())
         return await asyncio.shield(self._looking)
 
     async def close(self) -> None:
-        """No call is waiting for an answer any more."""
+        """Call it once no call of ``members`` is waiting."""
         if self._looking is not None:
             await cancel_all([self._looking], again_after_s=0.1)
 

@@ -1,8 +1,8 @@
-"""HTTP on one connection: uvicorn's fast parser, and a bound on what it is sent that is no body.
+"""HTTP on one connection: uvicorn's fast parser, with a bound on everything but bodies.
 
-One rule: nobody can make this process keep bytes without end, not even before it is known who asks. Bodies are bounded
-where they are read; for the first line, the headers, what may follow a body, and requests that are sent before earlier
-ones are answered, the parser has no bound. Nor does it mind a request that names no host, or two.
+One rule: no client, authenticated or not, can make this process keep bytes without bound. Bodies are bounded where they
+are read; the parser itself bounds neither the first line, nor headers, trailers or pipelined requests, and it accepts a
+request that names no host, or two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_WAITING = 100
-"""Requests of one connection, behind the one that is being answered."""
+"""Pipelined requests on one connection, behind the one in progress."""
 _REASON = b"The headers are too long."
 _REFUSAL = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
@@ -25,11 +25,11 @@ class _Refused(Exception):
 
 class BoundedHttp(HttpToolsProtocol):
     _num_kept = 0
-    """Bytes received since the last end of headers, piece of a body or end of a request."""
+    """Bytes since the last end of headers, piece of a body or end of a request."""
     _refusal = ""
 
     def data_received(self, data: bytes) -> None:
-        # In pieces, so that a body that comes with its head is not taken for a long head.
+        # In pieces, so that a body sent together with its head does not count as head.
         for begin in range(0, len(data), MAX_HEAD_BYTES):
             piece = data[begin : begin + MAX_HEAD_BYTES]
             self._num_kept += len(piece)
@@ -46,7 +46,7 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             self._admit()
         except _Refused as refused:
-            # Raised on, it ends the work of the parser, which is then answered for by ``send_400_response``.
+            # Raising stops the parser, and uvicorn then calls ``send_400_response``.
             self._refusal = str(refused)
             raise
         super().on_headers_complete()

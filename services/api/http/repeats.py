@@ -1,11 +1,11 @@
-"""`Idempotency-Key`: a POST that is sent again under the same key is answered again, and not done again.
+"""`Idempotency-Key`: a POST that is sent again under the same key is answered again, not executed again.
 
-Rule: of all requests of one caller under one key, one is done; the others wait for its answer and get the same one. The
-key is taken before the work begins and the answer is kept before it is sent, so it does not matter which answers are
-lost. Only what was done is kept: a refusal changed nothing, and what is refused now may be right in a minute. An answer
-that must not be stored (a key's secret) is remembered by this process alone.
+Rule: of all requests of one caller under one key, one is executed; the others wait for its answer and get the same one.
+The key is taken before the work begins and the answer is kept before it is sent, so any answer may be lost. Refusals
+are not kept: they changed nothing, and the same request may be right in a minute. An answer that must not be stored (a
+key's secret) is remembered by this process alone.
 
-Submitting a job has its own, stronger way: its key is written down with the job (`JobTable.create`).
+Submitting a job has a stronger way of its own: its key is written down with the job (`JobTable.create`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from services.state.kept_replies import LEASE_S, Begun, KeptReplies
 
 HEADER = "Idempotency-Key"
 KEY = re.compile(r"[\x21-\x7e]{1,255}")
-# These keep their keys with what they create.
+# These routes store the key with the thing that they create.
 OWN_WAY = frozenset({"/v1/jobs", "/v1/fine_tuning/jobs"})
 UPLOADS = "/v1/environments/uploads"
 WAIT_S, LOOK_S = 30.0, 0.05
@@ -52,7 +52,7 @@ class KeptAnswer:
         return any(name == b"cache-control" and b"no-store" in value for name, value in self.headers)
 
     def pack(self) -> bytes:
-        """As it is kept; of a secret one only that it was given."""
+        """An answer as it is kept; of a secret one, only that it was given."""
         headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self.headers]
         body = None if self.is_secret else self.body.decode("utf-8")
         return json.dumps([self.status, headers, body]).encode()
@@ -74,7 +74,7 @@ class KeptAnswer:
 
 
 class RepeatMiddleware:
-    """Below access, which says who asks; above the routes."""
+    """Below access, which names the caller; above the routes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -92,7 +92,7 @@ class RepeatMiddleware:
             message = f"{HEADER} has 1 to 255 visible characters"
             raise RequestRefused(422, "validation_failed", message, param=HEADER)
         body, again, is_whole = await _read(scope, receive)
-        if not is_whole:  # too long: the route says so
+        if not is_whole:  # too long: the route refuses it
             await self._app(scope, again, send)
             return
         await self._once(_name(scope, key), _digest(scope, body), scope, again, send)
@@ -133,7 +133,7 @@ class RepeatMiddleware:
 
 
 async def _begin(replies: KeptReplies, name: str, request: str, owner: str) -> Begun | None:
-    """What was answered before, or None: it is ours to do. Raises RequestRefused 409."""
+    """The earlier answer, or None if the request is ours to execute. Raises RequestRefused 409."""
     loop = asyncio.get_running_loop()
     until = loop.time() + WAIT_S
     while True:
@@ -180,7 +180,7 @@ async def _whole_answer(app: ASGIApp, scope: Scope, receive: Receive) -> KeptAns
 
 
 async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Receive, bool]:
-    """The body, a way to read it again, and whether it is all of it."""
+    """The body, a way to read it again, and whether it is complete."""
     most = MAX_PACKED_BYTES if scope["path"] == UPLOADS else MAX_BODY_BYTES
     messages: list[Message] = []
     size, more = 0, True
@@ -199,7 +199,7 @@ async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Receive, bool]:
 
 
 def _name(scope: Scope, key: str) -> str:
-    """A key belongs to who sent it."""
+    """Keys of different callers never meet."""
     caller: Caller = scope["caller"]
     return hashlib.sha256(json.dumps([caller.name, key]).encode()).hexdigest()
 

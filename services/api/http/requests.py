@@ -1,8 +1,8 @@
-"""What happens to every request, whatever its route: an id, a log line, and a body that is read with care.
+"""Common to every request: an id, a log line, and a body that is read with care.
 
-One rule: nothing that a caller sends can make the service read without bound or understand a text in two ways, and
-none of it is passed over: a body where none is taken and a parameter that is not known are refused. No failure of ours
-leaves without an answer in the one shape and a line in the log under the same id.
+One rule: no caller can make the service read without bound, or send a text that can be understood in two ways; a body
+where none is taken and an unknown parameter are refused, not ignored. Every failure of ours is answered in the one
+shape and logged under the same id.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gspo_core import strict_json
 from gspo_core.problems import MAX_PROBLEMS, Problem
-from gspo_core.spec_file import strict_json
 from services.api.http import metadata_filter
 from services.api.http.audit import Audit
 from services.api.http.errors import RequestRefused, error_response, invalid, translate
@@ -160,12 +160,13 @@ class _StrictRequest(Request):
             self._bounded = await self._read()
         return self._bounded
 
-    async def json(self) -> Any:
+    async def json(self) -> JsonValue:
         try:
-            return strict_json.parse(await self.body())
+            parsed: JsonValue = strict_json.parse(await self.body())
         except strict_json.TextRejected as error:
             where = f" (line {error.line}, column {error.column})" if error.line else ""
             raise RequestRefused(400, "invalid_json", f"the body is not JSON: {error}{where}") from None
+        return parsed
 
     async def _read(self) -> bytes:
         data = await read_bounded(self, ("application/json",), MAX_BODY_BYTES)

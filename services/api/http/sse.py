@@ -1,7 +1,7 @@
 """A job's events as server-sent events, resumed exactly where a client was cut.
 
-One rule: the position of a client is the id that it saw last and is kept nowhere else, so any API process can go on for
-any other: no gap, no duplicate. A slow client reads at its own position and holds up nobody.
+One rule: a client's position is the last id that it saw and is kept nowhere else, so any API process can take over from
+any other: no gap, no duplicate. A slow client reads at its own position and holds up no other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from services.api.views.event_tails import EventTail, EventTails
@@ -46,7 +46,7 @@ class EventStream:
     async def frames(self, after: str | None) -> AsyncIterator[bytes]:
         """From the first event after `after`; without it, the newest status and then what happens from now on."""
         yield b"retry: %d\n\n" % RETRY_MS
-        # The status of the answer is out by now. A client that is cut comes back by itself and hears what is wrong.
+        # The status of the answer is sent by now. A client that is cut reconnects by itself and then sees the error.
         with contextlib.suppress(Away):
             if after is None:
                 newest = await self._newest_status()
@@ -64,11 +64,11 @@ class EventStream:
                 generation, over = tail.generation, over or tail.is_over
                 frames, after = await self._next(tail, after, over) if may_be_news else (b"", after)
                 if frames:
-                    # In one piece: a client that hung up in the middle costs one failed write, not hundreds.
+                    # In one piece: a client that hangs up midway costs one failed write, not hundreds.
                     yield frames
                     quiet_since = self._clock()
                     continue
-                # The last status is written together with the state, so all that came before it was there to read.
+                # The last status is written together with the state, so every earlier event could be read by now.
                 if over and may_be_news:
                     yield frame("end", {})
                     return
@@ -79,8 +79,8 @@ class EventStream:
                 may_be_news = await tail.changed(generation, self._ping_s - silent_s)
 
     async def _next(self, tail: EventTail, after: str, over: bool) -> tuple[bytes, str]:
-        """What comes after a position and the position behind it. Of a job that is over, the stream has the last word:
-        the look-out may not have come to its end."""
+        """The frames after a position, and the position behind them. Once a job is over, Redis has the last word:
+        the tail may not have reached the end."""
         held = None if over else tail.since(after)
         if held is not None:
             return held
@@ -107,7 +107,7 @@ def render(event: JobEvent) -> bytes:
     return frame(event.type, event.data, event.id)
 
 
-def frame(kind: str, data: dict[str, Any], event_id: str | None = None) -> bytes:
+def frame(kind: str, data: Mapping[str, Any], event_id: str | None = None) -> bytes:
     """JSON has no bare line ends, so the data is one line."""
     head = f"id: {event_id}\n" if event_id else ""
     return f"{head}event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()

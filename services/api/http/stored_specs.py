@@ -1,6 +1,6 @@
 """The specification of a job as it was accepted, perhaps by another release than this one.
 
-Rule: what this release cannot read breaks no answer that does not need it.
+Rule: a specification that this release cannot read fails only the answers that need it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def spec_of(job: JobRecord) -> JobSpec:
 
 
 def readable_spec(job: JobRecord) -> JobSpec | None:
-    """None: it is of another release."""
+    """None if it is of another release."""
     try:
         return JobSpec.model_validate(job.spec_data)
     except ValidationError:

@@ -1,6 +1,6 @@
-"""How many requests there were, of which kind, and how long they took: what `/metrics` says of this process.
+"""Counts and durations of this process's requests, for `/metrics`.
 
-One rule: labels come from the table of routes, never from what a caller sends, so their number is bounded.
+One rule: labels come from the table of routes, never from a caller, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from starlette.types import Scope
 
-# One series for each of the others that nobody asks for.
+# They would add an unused series for each of the others.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 UNKNOWN = "unknown"
@@ -35,7 +35,7 @@ class Traffic:
         )
 
     def count_pushed(self, fate: str) -> None:
-        """``accepted``, or the reason why not: one of a few."""
+        """``fate`` is ``accepted`` or one of a few reasons for refusal."""
         self._pushed.labels(fate).inc()
 
     def count(self, scope: Scope, status: int, seconds: float) -> None:

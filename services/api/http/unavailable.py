@@ -1,7 +1,7 @@
-"""The words of an answer 503 whose cause lies below the API: a code, what is wrong, and who can do something about it.
+"""The text of a 503 whose cause lies below the API: a code, the problem, and who can solve it.
 
-The rule: there is an answer for every reason that Redis can be away for, and none of them shows keys or addresses. The
-HTTP answer is made in ``services.api.http.errors``.
+The rule: every reason for which Redis can be away has an answer, and no answer shows keys or addresses. The HTTP answer
+is made in ``services.api.http.errors``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a job leaves behind: its versions, its checkpoints, and the environments as its workers described them."""
+"""The artifacts of a job: versions, checkpoints, and environments as its workers described them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class VersionView(View):
 
     object: Literal["version"] = "version"
     id: str
-    """`JOB/EPOCH/VERSION`: the label that an engine carries which has these weights."""
+    """`JOB/EPOCH/VERSION`: the label of engines that hold these weights."""
     version: int
     epoch: int
     step: int
     parent: int | None
-    """The version that these weights were trained from, or are."""
+    """The version that these weights were trained from, or are identical to."""
     size_bytes: int
     is_kept: bool
-    """Whether its files are still there."""
+    """Whether its files still exist."""
     loaded_by: list[str]
-    """Engines that carry its label now."""
+    """Engines that hold its label now."""
 
 
 class JobEnvironmentView(View):
@@ -88,7 +88,7 @@ async def list_versions(id: str, query: Annotated[ArtifactQuery, Query()], conte
 async def list_checkpoints(
     id: str, query: Annotated[ArtifactQuery, Query()], context: ContextOf
 ) -> Page[CheckpointView]:
-    """Checkpoints that are kept, the newest first."""
+    """Kept checkpoints, the newest first."""
     job = await context.store.jobs.get(id)
     found = await asyncio.to_thread(checkpoints_of, context.history.job_dir(job.id))
     return page(after_id(found, query.after, query.limit), query.limit)

@@ -1,8 +1,8 @@
-"""What this installation can do, for clients that decide by it."""
+"""What this installation can do, so that clients can adapt."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 
@@ -26,7 +26,7 @@ class CapabilitiesView(View):
     """Where an environment can come from."""
     limits: dict[str, int]
     features: dict[str, bool]
-    """What is there (true) and what this release has not (false)."""
+    """Features that this installation has (true) or lacks (false)."""
     num_alive: dict[str, int]
     """Processes of each role that are alive."""
 
@@ -45,7 +45,7 @@ async def capabilities(context: ContextOf) -> CapabilitiesView:
     )
 
 
-_FEATURES: dict[str, Any] = {
+_FEATURES = {
     "pause": True,
     "event_stream": True,
     "episodes": True,

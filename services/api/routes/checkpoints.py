@@ -22,7 +22,7 @@ Number = Annotated[int, Path(ge=0, le=2**53)]
 
 @router.get("")
 async def get_checkpoint(job: str, epoch: Number, step: Number, context: ContextOf) -> CheckpointDetail:
-    """One checkpoint with its files, and what became of its export."""
+    """One checkpoint with its files and the state of its export."""
     await context.store.jobs.get(job)
     return await asyncio.to_thread(_detail, context, job, epoch, step)
 
@@ -38,7 +38,7 @@ async def export(job: str, epoch: Number, step: Number, context: ContextOf) -> C
 
 @router.delete("", status_code=204, responses=documented(409))
 async def remove_checkpoint(job: str, epoch: Number, step: Number, context: ContextOf) -> None:
-    """Remove a checkpoint and its export. The newest one of a job that is not over is what it would go on from."""
+    """Remove a checkpoint and its export. The newest one of an unfinished job stays: the job would resume from it."""
     record = await context.store.jobs.get(job)
     job_dir = context.history.job_dir(job)
     found = await asyncio.to_thread(_find, job_dir, Position(epoch, step))

@@ -1,4 +1,4 @@
-"""Engines that are to be left alone, before they are stopped or replaced."""
+"""Draining engines, before they are stopped or replaced."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ router = APIRouter(prefix="/engines", tags=["workers"], route_class=StrictRoute)
 
 
 class EngineDrainView(View):
-    """An engine that was asked to be left alone, or is used again."""
+    """An engine that is drained, or in use again."""
 
     object: Literal["engine.drain"] = "engine.drain"
     id: str
     alive: bool
     state: Literal["in_use", "draining", "drained"]
-    """`drained` when no job holds it any more: then it may be stopped."""
+    """`drained` once no job holds it: then it may be stopped."""
     job: str | None
     """The job that still holds it."""
 
 
 @router.post("/{engine:path}/drain", status_code=202)
 async def drain_engine(engine: str, context: ContextOf) -> EngineDrainView:
-    """Leave an engine, named by its address, alone: it gets no new requests and no new weights. What runs on it goes on
-    to its end, then its job gives it back. It stays so, also when it is started again at this address, until it is used
-    again (DELETE)."""
+    """Drain an engine, named by its address: it gets no new requests and no new weights. Running requests finish, then
+    its job gives it back. It stays drained, even if it restarts at this address, until it is used again (DELETE)."""
     found = await _find(context, engine)
     await context.store.fleet.drain_engine(engine)
     return _view(*found, draining=True)

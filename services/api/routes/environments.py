@@ -1,4 +1,4 @@
-"""Environments: registered under a name, each content a version that never changes; looked at and tried by workers."""
+"""Environments: registered under a name, each content an immutable version; examined and tried by workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from services.state.worker_requests import NoAnswer, NoWorkerThere, TooManyReque
 router = APIRouter(prefix="/environments", tags=["environments"], route_class=StrictRoute)
 
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME.pattern}$")]
-# An examination ends by itself before this.
+# An examination ends by itself sooner.
 VALIDATE_S, ASK_S = 130.0, 60.0
 MAX_JOBS = 10_000
 PYTHON = "text/x-python"
@@ -63,7 +63,7 @@ class NewEnvironment(BaseModel):
     )
 
     name: Name
-    """Small letters, digits, `_` and `-`. It belongs to the owner of the key that used it first."""
+    """Lower-case letters, digits, `_` and `-`. It belongs to the owner of the key that used it first."""
     source: Source
 
 
@@ -113,14 +113,14 @@ class ScriptedCall(BaseModel):
 
 
 class ScriptedTurn(BaseModel):
-    """What the policy does in one turn."""
+    """One turn of the policy."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     text: Annotated[str, StringConstraints(max_length=20_000)] = ""
-    """Its words."""
+    """Text of the turn."""
     calls: Annotated[list[ScriptedCall], Field(max_length=32)] = []
-    """Its calls of tools, in order."""
+    """Tool calls, in order."""
 
 
 class Trial(BaseModel):
@@ -144,7 +144,7 @@ class Trial(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Of the environment."""
     turns: Annotated[list[ScriptedTurn], Field(max_length=64)] | None = None
-    """What the policy does. Null: what the environment's own `oracle` says."""
+    """The policy's turns. Null: those of the environment's own `oracle`."""
 
 
 class EnvironmentView(View):
@@ -166,7 +166,7 @@ class EnvironmentView(View):
 
 
 class ReportView(View):
-    """What an examination found: episodes without a model, on a rollout worker."""
+    """The findings of an examination: episodes without a model, on a rollout worker."""
 
     object: Literal["environment.report"] = "environment.report"
     environment: str
@@ -195,7 +195,7 @@ class TasksView(View):
 
 
 class SchemaView(View):
-    """What a policy sees of it: tools, limits, numbers of tasks."""
+    """Its tools, limits and numbers of tasks."""
 
     object: Literal["environment.schema"] = "environment.schema"
     environment: str
@@ -263,7 +263,7 @@ async def upload(
 async def list_environments(
     query: Annotated[EnvironmentQuery, Query()], request: Request, context: ContextOf
 ) -> Page[EnvironmentView]:
-    """Registered versions by name; those of others only for admins."""
+    """Registered versions by name; only admins see those of others."""
     caller = _caller(request)
 
     def find() -> list[EnvironmentView]:
@@ -289,7 +289,7 @@ async def get_environment(
 
 @router.delete("/{environment}", status_code=204, responses=documented(409, 412))
 async def remove_environment(environment: str, request: Request, context: ContextOf, if_match: IfMatch = None) -> None:
-    """Remove a version, named in full; not while a job that is not over refers to it. Its number is not used again."""
+    """Remove a version, named in full. Refused while an unfinished job refers to it. Its number is not used again."""
     parsed = parse_reference(environment)
     if parsed is None or parsed[1] is None:
         raise RequestRefused(422, "validation_failed", "name the version: name@version", param="environment")
@@ -304,7 +304,7 @@ async def remove_environment(environment: str, request: Request, context: Contex
 
 @router.post("/{environment}/validate")
 async def validate_environment(environment: str, request: Request, context: ContextOf) -> ReportView:
-    """Have a rollout worker examine it: some dozens of episodes without a model, in a process apart."""
+    """Have a rollout worker examine it: some dozens of episodes without a model, in a separate process."""
     one = await _get(context, request, environment)
     report = await _ask(context, {"environment": one.id, "do": "validate"}, VALIDATE_S)
     return ReportView(environment=one.id, ok=report["ok"], checks=report["checks"])
@@ -312,7 +312,7 @@ async def validate_environment(environment: str, request: Request, context: Cont
 
 @router.post("/{environment}/try", responses=documented(413, 415))
 async def try_environment(environment: str, trial: Trial, request: Request, context: ContextOf) -> TrialView:
-    """Have a rollout worker play one episode of it with the turns that are given, or with those of its oracle."""
+    """Have a rollout worker play one episode of it with the given turns, or with those of its oracle."""
     one = await _get(context, request, environment)
     played = await _ask(context, {"environment": one.id, "do": "play", **trial.model_dump(mode="json")}, ASK_S)
     return TrialView(environment=one.id, **played)
@@ -354,7 +354,7 @@ async def _add(
     except NameTaken as error:
         raise _taken(error) from None
     if is_new:
-        with contextlib.suppress(TooManyRequests):  # then it stays unexamined until somebody asks for it
+        with contextlib.suppress(TooManyRequests):  # then it stays unexamined until someone asks for it
             await context.worker_requests.send({"environment": one.id, "do": "validate"}, is_awaited=False)
     response.status_code = 201 if is_new else 200
     response.headers["Location"] = f"/v1/environments/{one.id}"
@@ -390,12 +390,12 @@ async def _get(context: ApiContext, request: Request, reference: str, *, to_chan
 
 
 def _owner(caller: Caller) -> str:
-    """Of what it registers."""
+    """The owner of environments that it registers."""
     return "" if caller.is_admin else caller.owner
 
 
 def _sees(caller: Caller, one: Registration) -> bool:
-    """What an admin has registered is there for everyone."""
+    """Everyone sees an admin's environments."""
     return one.owner == "" or caller.sees(one.owner)
 
 

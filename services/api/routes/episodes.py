@@ -1,4 +1,4 @@
-"""Groups and episodes: those in the queue, live, and those that were trained, from the batch logs."""
+"""Groups and episodes: open ones live from the queue, trained ones from the batch logs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
-from gspo_core.chat import ToolSchema
 from gspo_core.codec import SegmentRejected, decode
+from gspo_core.messages import ToolSchema
 from gspo_core.staleness import Position
 from gspo_core.types import MAX_COUNT, EpisodeKey, Segment
 from services.api.http import sse
 from services.api.http.context import ApiContext, ContextOf
-from services.api.http.episode_stream import frames, happenings, parse_position
+from services.api.http.episode_stream import EpisodeState, frames, happenings, parse_position
 from services.api.http.errors import RequestRefused
 from services.api.http.requests import StrictRoute
 from services.api.http.stored_specs import readable_spec
@@ -42,7 +42,7 @@ router = APIRouter(tags=["episodes"], route_class=StrictRoute)
 Item = TypeVar("Item", GroupSummary, EpisodeSummary)
 
 NDJSON = "application/x-ndjson"
-# A search goes back so far; `step` reaches everything.
+# A search goes back this far; `step` reaches every step.
 MAX_STEPS_SEARCHED = 500
 GroupNumber = Annotated[int, Path(ge=0, le=2**53)]
 MemberNumber = Annotated[int, Path(ge=0, le=MAX_COUNT)]
@@ -107,7 +107,7 @@ class DetailQuery(BaseModel):
 
 @router.get("/jobs/{id}/groups")
 async def list_groups(id: str, query: Annotated[GroupQuery, Query()], context: ContextOf) -> Page[GroupSummary]:
-    """Groups that are open, or that were trained."""
+    """Open groups, or trained ones."""
     job = await context.store.jobs.get(id)
     if query.status == "open":
         after = -1 if query.after is None else _number_in(query.after, job)
@@ -186,14 +186,14 @@ async def follow_episode(
     async def read() -> EpisodeDetail:
         return await get_episode(job, group, member, DetailQuery(), context)
 
-    async def look() -> object:
+    async def look() -> EpisodeState:
         view = await _open(context, await context.store.jobs.get(job), group)
         episode = view.episodes[member] if view is not None and member < len(view.episodes) else None
         return "settled" if episode is None else (episode.attempt, episode.num_segments, episode.stage)
 
     detail = await read()
     if "text/event-stream" not in accept.lower():
-        found = [EpisodeEventView(id=one.id, type=one.type, data=one.data) for one in happenings(detail, after)]
+        found = [EpisodeEventView(id=one.id, type=one.type, data={**one.data}) for one in happenings(detail, after)]
         return page(found, max(1, len(found)))
     stream = frames(read, look, context.stopping, context.clock, after, context.ping_s)
     return StreamingResponse(stream, media_type="text/event-stream", headers=sse.HEADERS)
@@ -236,20 +236,20 @@ async def _trained_detail(context: ApiContext, job: JobRecord, key: EpisodeKey, 
 
 
 async def _sole_tools(context: ApiContext, job: JobRecord) -> list[ToolSchema] | None:
-    """A log does not say which environment a group was of; where there is one there is no doubt."""
+    """Logs do not name a group's environment, so tools are known only where the job has a single one."""
     sole = len(job.spec_data.get("environments", ())) == 1
     environment = await context.store.environments.get(job.id, 0) if sole else None
     return None if environment is None else environment.get("tools")
 
 
 def _lines(context: ApiContext, job: JobRecord, tools: list[ToolSchema] | None, query: ExportQuery) -> Iterator[bytes]:
-    """Blocking, batch after batch as they are asked for: the framework takes each from a thread."""
+    """Blocking, batch by batch on demand: the framework takes each from a thread."""
     for position in reversed(context.history.positions(job)):
         if position.step < query.from_step or (query.to_step is not None and position.step > query.to_step):
             continue
         try:
             batch = context.history.batch(job, position)
-        except (BatchLogNotFound, DamagedBatchLog):  # what can be read is worth having
+        except (BatchLogNotFound, DamagedBatchLog):  # export whatever is readable
             continue
         trajectories = {one.key: one for group in batch.groups for one in group}
         with_tokens = query.include == "tokens"
@@ -290,14 +290,14 @@ def _detail(
 
 
 def _trained(context: ApiContext, job: JobRecord, step: int | None) -> Iterator[GroupSummary]:
-    """Blocking, batch after batch as they are asked for."""
+    """Blocking, batch by batch on demand."""
     positions = context.history.positions(job)
     wanted = positions[:MAX_STEPS_SEARCHED] if step is None else [one for one in positions if one.step == step]
     for position in wanted:
         try:
             yield from _of_batch(context, job, position)
         except DamagedBatchLog:
-            if step is not None:  # who looks at everything sees what can be read
+            if step is not None:  # a search over all steps passes over damage
                 raise
 
 

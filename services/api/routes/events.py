@@ -20,7 +20,7 @@ router = APIRouter(prefix="/jobs/{id}/events", tags=["events"], route_class=Stri
 
 CHUNK = 1000
 
-# Checked before a stream begins: afterwards there is no status left to answer with.
+# Checked before a stream begins: afterwards the status of the answer is sent.
 _POSITION = re.compile(r"[0-9]{1,16}(-[0-9]{1,16})?")
 
 
@@ -65,7 +65,7 @@ async def read_events(
 
 
 def check_position(position: str | None) -> str | None:
-    """The position itself; raises RequestRefused for what is none."""
+    """The position itself; raises RequestRefused if it is not one."""
     if position is not None and not _POSITION.fullmatch(position):
         raise RequestRefused(400, "invalid_cursor", f"{position[:80]!r} is no event id", param="after")
     return position

@@ -78,7 +78,7 @@ async def create(
     idempotency_key: IdempotencyKey = None,
     x_stainless_retry_count: Annotated[int, Header(ge=0, le=1000)] = 0,
 ) -> FineTuningJob:
-    """Submit a job. What the client sends again by itself makes no second job."""
+    """Submit a job. The client's automatic retries make no second job."""
     caller: Caller = request.scope["caller"]
     wanted = specification(given)
     try:
@@ -112,7 +112,7 @@ async def retrieve(id: str, context: ContextOf) -> FineTuningJob:
 
 @router.post(JOBS + "/{id}/cancel", responses=documented(409))
 async def cancel(id: str, context: ContextOf) -> FineTuningJob:
-    """Ask for the end of a job."""
+    """Cancel a job."""
     return await _wish(context, id, DesiredState.CANCELLED)
 
 
@@ -160,7 +160,7 @@ async def list_checkpoints(
 
 @router.get("/models")
 async def list_models(query: Annotated[FacadeQuery, Query()], request: Request, context: ContextOf) -> Page[ModelView]:
-    """What jobs have published: `JOB@latest` for each."""
+    """The published models of jobs: `JOB@latest` for each."""
     given = query.after
     inner = query.model_copy(update={"after": given.removesuffix("@latest") if given else None})
     found = await _jobs(context, request.scope["caller"], inner, {}, published=True)

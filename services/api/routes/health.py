@@ -1,4 +1,4 @@
-"""Whether this process lives, and whether it can serve. Open to everyone, so nothing about jobs is said."""
+"""Whether this process is alive, and whether it can serve. Open to everyone, so it says nothing about jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.state.away import Away, AwayReason
 
 router = APIRouter(tags=["operations"], route_class=StrictRoute)
 
-# Probes are asked every few seconds by something that wants an answer now, whatever retries a client has left.
+# Probes come every few seconds and want an answer now, not after the client's retries.
 PROBE_TIMEOUT_S = 2.0
 
 
@@ -26,7 +26,7 @@ class AliveView(BaseModel):
 
 @router.get("/healthz")
 async def healthz() -> AliveView:
-    """The process answers. It says nothing about anything else, so it is what a restart is decided on."""
+    """The process answers. It depends on nothing else, so restarts may be decided by it."""
     return AliveView()
 
 
@@ -40,7 +40,7 @@ async def readyz(context: ContextOf) -> ReadyView:
             members = await context.presence.members()
     except TimeoutError:
         raise Away(AwayReason.UNREACHABLE) from None
-    # A process that was asked to leave is not missed.
+    # A process that was asked to leave is not missing.
     lost = [one for one in members if not one.is_alive and not one.draining]
     degraded = [f"the {one.role} process {one.id} has stopped" for one in lost]
     if not any(one.is_alive for one in members if one.role == "rollout"):

@@ -31,9 +31,9 @@ IdempotencyKey = Annotated[str | None, Header(max_length=255, pattern=r"^[\x21-\
 
 
 class SubmittedSpec(JobSpec):
-    """What a job is, as its user writes it."""
+    """The specification of a job, as its user writes it."""
 
-    # Built with the routes: the framework hushes warnings about its own use of fields at that moment only.
+    # Built with the routes: only then does the framework silence warnings about its own use of fields.
     model_config = ConfigDict(defer_build=False)
 
 
@@ -102,7 +102,7 @@ async def submit(
 
 @router.get("")
 async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, context: ContextOf) -> Page[JobView]:
-    """Jobs by age; those of others only for admins. `metadata[NAME]=VALUE` selects by metadata."""
+    """Jobs by age; only admins see those of others. `metadata[NAME]=VALUE` selects by metadata."""
     caller: Caller = request.scope["caller"]
     wanted = metadata_filter.asked(request.query_params.multi_items())
     if query.after is not None and query.before is not None:

@@ -65,8 +65,8 @@ class NewKeyView(KeyView):
 async def make_key(
     query: Annotated[KeyQuery, Query()], request: Request, response: Response, context: ContextOf
 ) -> NewKeyView:
-    """Make a key. From the first one on, this API answers nobody without one; so the first one of an API without keys
-    must be an admin's that does not end, or nobody could make another."""
+    """Make a key. From the first one on, this API requires one; so the first one of an API without keys must be an
+    admin's that does not end, or no caller could make another."""
     scopes = [scope.strip() for scope in query.scopes.split(",") if scope.strip()]
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown or not scopes:
@@ -95,7 +95,7 @@ async def list_keys(query: Annotated[KeyListQuery, Query()], context: ContextOf)
 
 @router.delete("/{key}", status_code=204)
 async def revoke_key(key: str, context: ContextOf) -> None:
-    """Revoke a key, by its id. It opens nothing from now on."""
+    """Revoke a key, by its id, with immediate effect."""
     if not await asyncio.to_thread(_ring(context).revoke, key):
         raise RequestRefused(404, "key_not_found", "no valid key has this id", param="key")
 

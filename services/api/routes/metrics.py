@@ -1,13 +1,13 @@
-"""The numbers of a job, step by step: as JSON, CSV or NDJSON, all of them or as many points as a picture needs."""
+"""The numbers of a job, step by step: as JSON, CSV or NDJSON, all of them or as many points as a chart needs."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, TypeAlias
 
 import msgspec
 from fastapi import APIRouter, Header, Query
@@ -24,6 +24,11 @@ router = APIRouter(prefix="/jobs/{id}/metrics", tags=["metrics"], route_class=St
 
 CSV, NDJSON = "text/csv", "application/x-ndjson"
 _TEXT = {"schema": {"type": "string"}}
+
+MetricRow: TypeAlias = dict[str, float]
+"""``step`` and the metrics by name."""
+Bucket: TypeAlias = Mapping[str, float | Mapping[str, float]]
+"""Neighbouring rows as one: means by name, with the extremes by name under ``low`` and ``high``."""
 
 
 class MetricsQuery(BaseModel):
@@ -49,25 +54,25 @@ async def read_metrics(
     rows = await context.store.metrics.read(job.id, query.from_step)
     if query.names is not None:
         rows = _only([name.strip() for name in query.names.split(",")], rows)
-    shown = rows[: query.limit] if query.max_points is None else downsample(rows, query.max_points)
+    shown: Sequence[Bucket] = rows[: query.limit] if query.max_points is None else downsample(rows, query.max_points)
     if CSV in accept.lower():
         return Response(_as_csv(shown), media_type=CSV)
     if NDJSON in accept.lower():
         return Response("".join(json.dumps(row) + "\n" for row in shown), media_type=NDJSON)
     has_more = query.max_points is None and len(rows) > query.limit
-    # Numbers by the thousand, already checked when they were stored: written out without looking at each once more.
+    # Thousands of numbers, checked when they were stored: encoded without validating each again.
     answer = {"object": "job.metrics", "job_id": job.id, "data": shown, "has_more": has_more}
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def downsample(rows: Sequence[dict[str, Any]], max_points: int) -> list[dict[str, Any]]:
+def downsample(rows: Sequence[MetricRow], max_points: int) -> list[Bucket]:
     """Neighbours put together into at most ``max_points`` rows of about equally many steps."""
     count = min(max_points, len(rows))
     edges = [round(number * len(rows) / count) for number in range(count + 1)] if count else []
     return [_bucket(rows[begin:end]) for begin, end in pairwise(edges)]
 
 
-def _bucket(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _bucket(rows: Sequence[MetricRow]) -> Bucket:
     if len(rows) == 1:
         alone = {name: value for name, value in rows[0].items() if name != "step"}
         return {"step": rows[0]["step"], "count": 1, **alone, "low": alone, "high": alone}
@@ -82,8 +87,8 @@ def _bucket(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"step": rows[-1]["step"], "count": len(rows), **means, "low": low, "high": high}
 
 
-def _as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """One column per name; a step without a value of that name has an empty field. Extremes get columns."""
+def _as_csv(rows: Sequence[Bucket]) -> str:
+    """One column per name, extremes included; empty where a step has no value."""
     flat = [_flat(row) for row in rows]
     names = sorted({name for row in flat for name in row} - {"step"})
     text = io.StringIO()
@@ -93,17 +98,22 @@ def _as_csv(rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    extremes = {f"{name}:{end}": value for end in ("low", "high") for name, value in row.get(end, {}).items()}
-    return {name: value for name, value in row.items() if name not in ("low", "high")} | extremes
+def _flat(row: Bucket) -> MetricRow:
+    flat: MetricRow = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{inner}:{name}": extreme for inner, extreme in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
-def _only(wanted: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _only(wanted: list[str], rows: list[MetricRow]) -> list[MetricRow]:
     known = {name for row in rows for name in row} - {"step"}
     names: set[str] = set()
     for one in wanted:
         found = {name for name in known if name == one or (one.endswith("*") and name.startswith(one[:-1]))}
-        # A job without rows yet has no names at all; asking early is no mistake.
+        # A job without rows has no names yet; asking early is no mistake.
         if known and not found:
             raise RequestRefused(
                 400, "unknown_metric", f"{one} is no metric of this job{near(one, known)}", param="names"

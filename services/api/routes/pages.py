@@ -1,7 +1,7 @@
-"""The pages for browsers: static files that use this API like everybody else.
+"""The pages for browsers: static files that use this API like any other client.
 
-One rule: nothing comes from another host and nothing is run that is not one of these files; the headers say so to the
-browser. The files are the same for everyone and hold no data.
+One rule: the pages load nothing from other hosts and run no script but these files; headers make the browser enforce
+it. The files are the same for everyone and hold no data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADERS = {
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Asked for again each time, answered by "not modified": a new release is not mixed with an old one.
+    # Revalidated each time, mostly "not modified": files of two releases never mix.
     "Cache-Control": "no-cache",
 }
 
@@ -43,7 +43,7 @@ async def ui() -> Response:
 
 @router.get("/docs")
 async def docs() -> Response:
-    """The routes, shown by our own pages: the usual ones load scripts from elsewhere."""
+    """The routes, shown by our own pages: the framework's load scripts from other hosts."""
     return RedirectResponse("/ui/#/api")
 
 
@@ -55,5 +55,5 @@ async def ui_file(path: str) -> Response:
     return FileResponse(found, headers=HEADERS, media_type=TYPES[found.suffix])
 
 
-# Listed when the process starts: no path that a caller sends ever reaches the file system.
+# Listed when the process starts: no path from a caller ever reaches the file system.
 _FILES = {str(file.relative_to(ROOT)): file for file in sorted(ROOT.rglob("*")) if file.is_file()}

@@ -1,4 +1,4 @@
-"""Changing a job while it runs. What may change, and why the rest may not, is said in `gspo_core.live_settings`."""
+"""Changing a job while it runs. `gspo_core.live_settings` says what may change, and why the rest may not."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Changes = Annotated[
 @router.patch("/{id}", response_model=JobView, responses=documented(409, 412, 413, 415))
 async def change_job(id: str, changes: Changes, context: ContextOf, if_match: IfMatch = None) -> Response:
     """Change live settings. They hold from the next step on, whatever happens to the job; the event
-    `settings.applied` names it. Repeating a change changes nothing. With `If-Match` they are changed only if nobody
-    else has changed them since."""
+    `settings.applied` names that step. Repeating a change changes nothing. With `If-Match` the change is refused if
+    another one came first."""
     while True:
         job = await context.store.jobs.get(id)
         try:
@@ -43,14 +43,14 @@ async def change_job(id: str, changes: Changes, context: ContextOf, if_match: If
             raise invalid(refusal.problems) from None
         if values == job.settings and not job.status.is_terminal:
             return tagged(job_view(job), job.settings_version)
-        # What holds already was changed by this request when it came first, or as it wants.
+        # Settings that hold already were set by an earlier try of this request, or are as it wants them.
         require_match(if_match, job.settings_version)
         if changed.steps < job.step:
             raise invalid([_too_few_steps(changed.steps, job.step)])
         try:
             job = await context.store.jobs.change_settings(id, job.settings_version, values, wanted)
             return tagged(job_view(job), job.settings_version)
-        except Conflict:  # somebody else was faster: look again
+        except Conflict:  # another change was faster: look again
             continue
 
 

@@ -1,7 +1,7 @@
-"""The state of the installation for Prometheus. Open to everyone, so it says nothing of what jobs are about.
+"""The state of the installation for Prometheus. Open to everyone, so it reveals no content of jobs.
 
-Rule: no label of ours is called ``job`` or ``instance``: Prometheus writes its own there, and ours would be moved away.
-What is of the installation and not of this process is the same from every API: whoever adds up takes the maximum first.
+Rule: no label of ours is called ``job`` or ``instance``: Prometheus writes its own there, and would rename ours. Series
+of the installation, not of this process, are the same from every API: take their maximum before adding up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.state.jobs import JobRecord, JobStatus
 Family = GaugeMetricFamily | CounterMetricFamily
 router = APIRouter(tags=["operations"], route_class=StrictRoute)
 
-# A scrape is asked for every few seconds: jobs that are over are counted, not asked about.
+# Scrapes come every few seconds: finished jobs are counted, without asking for details.
 MAX_JOBS = 10_000
 MAX_JOBS_IN_DETAIL = 50
 SCRAPE_TIMEOUT_S = 8.0
@@ -84,14 +84,14 @@ async def _families(context: ApiContext) -> list[Family]:
 
 
 def _of_workers(workers: Sequence[WorkerRecord]) -> list[Family]:
-    """What rollout workers counted since they started, and where the seconds of their episodes went."""
+    """Counters of rollout workers since their start, and where the seconds of their episodes went."""
     held = GaugeMetricFamily("gspo_rollout_episodes", "Episodes that a worker holds", labels=["worker"])
     counts = CounterMetricFamily("gspo_rollout", "What rollout workers did, by kind", labels=["worker", "kind"])
     seconds = CounterMetricFamily(
         "gspo_rollout_seconds", "Where the time of episodes went, over all of them", labels=["worker", "where"]
     )
     for record in workers:
-        # Names hold those of machines.
+        # Ids contain host names.
         worker = hashlib.blake2b(record.id.encode(), digest_size=4).hexdigest()
         held.add_metric([worker], record.num_episodes)
         for name, value in record.counters.items():

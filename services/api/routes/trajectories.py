@@ -1,7 +1,7 @@
-"""Trajectories that a user's own rollout code has made: into groups that the trainer has dispatched, and no others.
+"""Trajectories of a user's own rollout code: into groups that the trainer has dispatched, and no others.
 
-Rule: a pushed episode is taken, appended and given back by the calls that rollout workers use, under a token of its own
-that lives as long as the request. So it is fenced as theirs are, and a worker that plays meanwhile loses or wins whole
+Rule: a pushed episode is taken, appended and given back by the calls that rollout workers use, under a token that lives
+as long as the request. So it is fenced like theirs, and a worker that plays at the same time wins or loses whole
 episodes, never halves. One bad item never rejects the rest.
 """
 
@@ -111,7 +111,7 @@ async def push_trajectories(id: str, given: PushedTrajectories, request: Request
         answers = [_refused(n, "job_not_running", f"the job is {job.status}") for n in range(len(given.trajectories))]
         return PushedView(num_accepted=0, data=answers)
     rules = await _rules(context, job, caller)
-    # What a process that died in the middle held waits for somebody again.
+    # Episodes of a process that died midway become free again.
     await context.bus.reap(job.id)
     worker = f"push-{uuid4().hex}"
     token = await context.bus.join(worker)
@@ -171,7 +171,7 @@ async def _push(
 
 
 async def _explain(context: ApiContext, job: str, item: PushedTrajectory) -> None:
-    """Why an episode could not be taken. Raises TrajectoryRefused."""
+    """Raises TrajectoryRefused with the reason why an episode could not be taken."""
     groups = await context.bus.groups(job, after=item.group - 1, limit=1)
     episodes: Mapping[int, EpisodeView] = {}
     if groups and groups[0].group == item.group:

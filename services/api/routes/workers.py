@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.api.http.context import ContextOf
 from services.api.http.errors import FINAL, RequestRefused, documented
 from services.api.http.paging import after_id
-from services.api.http.presence import Member
+from services.api.http.presence import Member, Role
 from services.api.http.requests import StrictRoute
 from services.api.views.store_views import Page, View, page
 from services.state.drains import Drains
@@ -20,8 +20,23 @@ from services.state.drains import Drains
 router = APIRouter(prefix="/workers", tags=["workers"], route_class=StrictRoute)
 
 
+class WorkerView(View):
+    """A process: the fields that it registered with, and these."""
+
+    model_config = ConfigDict(extra="allow")
+
+    object: Literal["worker"] = "worker"
+    id: str
+    role: Role
+    alive: bool
+    draining: bool
+    """It was asked to leave, or, for an engine, to take no more work."""
+    links: dict[str, str]
+    """`drain`: where to ask it, while it is alive."""
+
+
 class DrainView(View):
-    """A process that was asked to leave."""
+    """A process that was asked to drain."""
 
     object: Literal["worker.drain"] = "worker.drain"
     id: str
@@ -39,25 +54,25 @@ class WorkerQuery(BaseModel):
 
 
 @router.get("")
-async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextOf) -> Page[dict[str, Any]]:
-    """Trainers, rollout workers and engines that have registered, by role and id, each with whether it is `alive`.
+async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextOf) -> Page[WorkerView]:
+    """Registered trainers, rollout workers and engines by role and id; `alive` says whether one still beats.
 
-    `links.drain` is where one is asked to leave, or an engine to be left alone; `draining` says that one was.
+    `links.drain` asks a process to leave, or an engine to take no more work; `draining` says that it was asked.
     """
     asked = await Drains(context.redis).all_asked()
     members = await context.presence.members()
     return page([_shown(one, asked) for one in after_id(members, query.after, query.limit)], query.limit)
 
 
-def _shown(one: Member, asked: set[str]) -> dict[str, Any]:
-    """Flat, as it always was: the report of an engine's trainer stands among the fields of the engine."""
-    shown: dict[str, Any] = msgspec.to_builtins(one.record)
+def _shown(one: Member, asked: set[str]) -> WorkerView:
+    """Flat: the report of an engine's trainer stands among the fields of the engine."""
+    shown = msgspec.to_builtins(one.record)
     shown |= shown.pop("report", None) or {}
     kind = "engines" if one.role == "engine" else "workers"
     links = {"drain": f"/v1/{kind}/{quote(one.id, safe='')}/drain"} if one.is_alive else {}
     is_draining = one.draining or one.id in asked
-    named = {"object": "worker", "role": one.role, "alive": one.is_alive, "draining": is_draining, "links": links}
-    return shown | named
+    named = {"role": one.role, "alive": one.is_alive, "draining": is_draining, "links": links}
+    return WorkerView.model_validate(shown | named)
 
 
 @router.post("/{worker}/drain", status_code=202, responses=documented(409))

@@ -1,1 +1,1 @@
-"""What callers send in, judged and translated: jobs, environments of jobs, trajectories."""
+"""Submissions of callers, judged and translated: jobs, environments of jobs, trajectories."""

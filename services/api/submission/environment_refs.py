@@ -1,8 +1,8 @@
 """The environments of a submitted job: registered ones pinned to a version, addresses judged.
 
-Rule: a job that is accepted names versions that exist, that its caller may see and that were not found unfit; what it
-stores is `name@version`, so that nothing registered later changes it. A URL in the config of a class that it names by
-itself is judged as one that is registered; its host judges every address again when it connects.
+Rule: an accepted job names versions that exist, that its caller may see and that no examination refused; it stores
+`name@version`, so that later registrations do not change it. A URL in the config of a class that the job itself names
+is judged like a registered one; the host judges every address again when it connects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Spec = TypeVar("Spec", bound=JobSpec)
 
 
 def pin(spec: Spec, registry: EnvironmentRegistry | None, caller: Caller, networks: Sequence[Network]) -> Spec:
-    """Reads files and asks a resolver: call it in a thread, unless there is nothing of the kind."""
+    """Blocking where there are files to read or addresses to resolve: then call it in a thread."""
     entries, share = [], Share()
     for index, entry in enumerate(spec.environments):
         param = f"environments[{index}]"
@@ -35,7 +35,7 @@ def pin(spec: Spec, registry: EnvironmentRegistry | None, caller: Caller, networ
 
 
 def pinned_as(spec: Spec, held: JobRecord) -> Spec:
-    """With the versions of a job that was accepted before, where both name the same environments."""
+    """With the versions of the earlier job, where both name the same environments."""
     refs = [str(entry.get("ref")) for entry in held.spec_data.get("environments", ())]
     if len(refs) != len(spec.environments):
         return spec

@@ -1,13 +1,13 @@
-"""Where an environment comes from, as a caller says it, and what a host loads for it.
+"""Where an environment comes from, in a caller's words, and what a host loads for it.
 
-Rule: every address that a caller names is judged before it is kept. Nothing is imported and nothing is connected to.
+Rule: every address in a caller's words is judged before it is kept. It imports nothing and connects to nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
@@ -89,12 +89,12 @@ SOURCES = ("reference", "openenv", "mcp", "gym", "reasoning_gym")
 @dataclass(frozen=True, slots=True)
 class Loadable:
     ref: str
-    config: dict[str, Any]
+    config: FreeForm
     url: str | None = None
 
     @property
     def is_remote(self) -> bool:
-        """It reaches what somebody has named."""
+        """It reaches an address that a caller has named."""
         return self.url is not None or any(urls_in(self.config))
 
 
@@ -104,29 +104,30 @@ class ConfigRefused(ValueError):
 
 def loadable(source: Source) -> Loadable:
     """Raises ConfigRefused."""
-    own: dict[str, Any]
     match source:
         case ReferenceSource():
             return Loadable(source.ref, dict(source.config))
         case OpenEnvSource():
-            ref, own = "environments.adapters.openenv:OpenEnv", {"url": source.url}
+            return _adapter("environments.adapters.openenv:OpenEnv", source.config, source.url, {"url": source.url})
         case McpSource():
-            ref, own = (
-                "environments.adapters.mcp:Mcp",
-                source.model_dump(include={"url", "reward", "tasks", "eval_tasks"}),
-            )
             # A command would be run on the workers' machine.
             _refuse(source.config, ("command",))
+            own = source.model_dump(include={"url", "reward", "tasks", "eval_tasks"})
+            return _adapter("environments.adapters.mcp:Mcp", source.config, source.url, own)
         case GymSource():
-            ref, own = "environments.adapters.gym:gym", {"id": source.id}
+            return _adapter("environments.adapters.gym:gym", source.config, None, {"id": source.id})
         case ReasoningGymSource():
-            ref, own = "environments.adapters.reasoning_gym:ReasoningGym", {"name": source.dataset}
-    _refuse(source.config, tuple(own))
-    return Loadable(ref, own | source.config, own.get("url"))
+            ref = "environments.adapters.reasoning_gym:ReasoningGym"
+            return _adapter(ref, source.config, None, {"name": source.dataset})
+
+
+def _adapter(ref: str, further: FreeForm, url: str | None, own: FreeForm) -> Loadable:
+    _refuse(further, tuple(own))
+    return Loadable(ref, own | further, url)
 
 
 def judge(found: Loadable, networks: Sequence[Network]) -> None:
-    """Raises AddressRefused. It may ask a resolver: call it in a thread."""
+    """Raises AddressRefused. May ask a resolver: call it in a thread."""
     if found.url is not None:
         check_url(found.url, networks)
     check_urls(found.config, networks)

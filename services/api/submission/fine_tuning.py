@@ -1,8 +1,8 @@
-"""Jobs in the words of OpenAI's fine-tuning API, so that its unmodified client drives this service.
+"""Jobs in the terms of OpenAI's fine-tuning API, so that its unmodified client drives this service.
 
-Rule: what a caller says there is translated whole, or refused by name where it would mean something else here (a grader
-of OpenAI's) or nothing at all: a job that trains otherwise than it was asked to costs more than a refusal. Null and
-`auto` say nothing. It stores nothing.
+Rule: a request is translated whole, or refused by name where it would mean something else here (a grader of OpenAI's)
+or nothing at all: a job that trains otherwise than asked costs more than a refusal. Null and `auto` mean "left out". It
+stores nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from typing_extensions import TypedDict
 
 from gspo_core.spec import JobSpec
 from services.api.http.errors import RequestRefused
-from services.api.views.store_views import View, job_view
+from services.api.views.store_views import ReasonView, View, job_view
 from services.state.jobs import JobStatus
 from services.state.store import JobEvent, JobRecord
 
@@ -32,8 +33,8 @@ STATUSES: Mapping[JobStatus, str] = {
     JobStatus.FAILED: "failed",
     JobStatus.CANCELLED: "cancelled",
 }
-_LEVELS = {"alert": "warn", "gap": "warn"}
-# What has another place here; all other names of a specification are taken as they are.
+_LEVELS: Mapping[str, Literal["warn"]] = {"alert": "warn", "gap": "warn"}
+# Fields that OpenAI places elsewhere; all other fields of a specification are taken as they are.
 _OWN = frozenset({"name", "metadata", "seed", "model"})
 # Hyperparameters of that API, and where a job says the same; each is a section and a key of it.
 _TUNED: Mapping[str, tuple[str, ...]] = {
@@ -80,6 +81,25 @@ class FineTuningRequest(BaseModel):
     """The job's name."""
 
 
+class FacadeNumbers(TypedDict):
+    batch_size: int | None
+    learning_rate: float | None
+
+
+class FacadeGrader(TypedDict):
+    type: Literal["env"]
+
+
+class FacadeReinforcement(TypedDict):
+    grader: FacadeGrader
+    hyperparameters: FacadeNumbers
+
+
+class FacadeMethod(TypedDict):
+    type: Literal["reinforcement"]
+    reinforcement: FacadeReinforcement
+
+
 class FacadeError(View):
     code: str
     message: str
@@ -98,15 +118,15 @@ class FineTuningJob(View):
     status: str
     training_file: str
     validation_file: str | None = None
-    hyperparameters: dict[str, Any]
-    method: dict[str, Any]
+    hyperparameters: FacadeNumbers
+    method: FacadeMethod
     organization_id: str
     result_files: list[str]
     seed: int
     trained_tokens: int | None = None
     error: FacadeError | None
     metadata: dict[str, str]
-    status_reason: dict[str, Any] | None
+    status_reason: ReasonView | None
     policy_version: int | None
     step: int
     steps: int
@@ -126,10 +146,10 @@ class FineTuningEvent(View):
 
 
 def specification(given: FineTuningRequest) -> dict[str, Any]:
-    """What a native client would have submitted. Raises RequestRefused."""
+    """The specification that a native client would have submitted. Raises RequestRefused."""
     further = {name: value for name, value in (given.model_extra or {}).items() if value is not None}
     _refuse_unknown(further, JobSpec.model_fields.keys() - _OWN, "")
-    spec: dict[str, Any] = dict(further)
+    spec = dict(further)
     spec["model"] = given.model
     spec |= {
         name: value
@@ -202,8 +222,11 @@ def facade_job(job: JobRecord) -> FineTuningJob:
     native, spec = job_view(job), job.spec_data
     reason = native.status_reason
     failed = job.status is JobStatus.FAILED and reason is not None
-    numbers = {"batch_size": spec.get("groups_per_step"), "learning_rate": spec.get("optimizer", {}).get("lr")}
-    grader = {"grader": {"type": "env"}, "hyperparameters": numbers}
+    numbers: FacadeNumbers = {
+        "batch_size": spec.get("groups_per_step"),
+        "learning_rate": spec.get("optimizer", {}).get("lr"),
+    }
+    reinforcement: FacadeReinforcement = {"grader": {"type": "env"}, "hyperparameters": numbers}
     return FineTuningJob(
         id=job.id,
         created_at=epoch_seconds(job.created_at),
@@ -213,13 +236,13 @@ def facade_job(job: JobRecord) -> FineTuningJob:
         status=STATUSES[job.status],
         training_file=ENVIRONMENT + str(spec["environments"][0]["ref"]),
         hyperparameters=numbers,
-        method={"type": "reinforcement", "reinforcement": grader},
+        method={"type": "reinforcement", "reinforcement": reinforcement},
         organization_id=job.owner,
         result_files=[],
         seed=int(spec.get("seed", 0)),
         error=FacadeError(code=reason.code, message=reason.message) if failed and reason is not None else None,
         metadata=native.metadata,
-        status_reason=None if reason is None else reason.model_dump(),
+        status_reason=reason,
         policy_version=native.policy_version,
         step=native.step,
         steps=native.steps,
@@ -230,11 +253,10 @@ def facade_job(job: JobRecord) -> FineTuningJob:
 def facade_event(event: JobEvent) -> FineTuningEvent:
     data = event.data
     is_failure = event.type == "job.status" and data.get("status") == "failed"
-    level: Any = "error" if is_failure else _LEVELS.get(event.type, "info")
     return FineTuningEvent(
         id=event.id,
         created_at=epoch_seconds(event.created_at),
-        level=level,
+        level="error" if is_failure else _LEVELS.get(event.type, "info"),
         message=_in_words(event),
         type="metrics" if event.type == "step" else "message",
         data={"type": event.type, **data},

@@ -1,7 +1,7 @@
-"""Which job a request made that a client sends once more without a key of its own.
+"""Finds the job of an earlier request, for a client that sends the request again without a key.
 
 Rule: before a job is created its id is noted under the caller and the body; the OpenAI client, which marks what it
-sends again, then gets the job that its lost answer was about. What is older than ten minutes is no repetition.
+sends again, then gets the job of its lost answer. After ten minutes the same body is a new job.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ _NOTES = service_key("resent")
 
 class Resubmissions:
     def __init__(self, redis: RedisClient, now: Callable[[], float] = time.time) -> None:
-        # Replies are bytes; the client's types allow for more.
-        self._redis: Any = redis
+        self._redis = redis
         self._now = now
 
     async def job_id(self, caller: str, body: Mapping[str, Any], *, is_repetition: bool) -> str:
@@ -34,7 +33,7 @@ class Resubmissions:
         if is_repetition:
             noted = await self._redis.hget(_NOTES, digest)
             if noted is not None:
-                job, _, at = noted.decode().partition(" ")
+                job, _, at = _text(noted).partition(" ")
                 if now - float(at) < WINDOW_S:
                     return str(job)
         job = new_job_id(now)
@@ -44,7 +43,13 @@ class Resubmissions:
         return job
 
     async def _forget(self, now: float) -> None:
-        notes = {field: float(note.partition(b" ")[2]) for field, note in (await self._redis.hgetall(_NOTES)).items()}
+        notes = {
+            field: float(_text(note).partition(" ")[2]) for field, note in (await self._redis.hgetall(_NOTES)).items()
+        }
         oldest = sorted(notes, key=lambda field: notes[field])
         old = [field for field in oldest if now - notes[field] > WINDOW_S] or oldest[: MAX_NOTES // 10]
         await self._redis.hdel(_NOTES, *old)
+
+
+def _text(reply: bytes | str) -> str:
+    return reply.decode() if isinstance(reply, bytes) else reply

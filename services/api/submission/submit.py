@@ -1,7 +1,7 @@
-"""Submitting a job, in either language of the API: environments pinned, and what is sent again is the same job.
+"""Submitting a job in either dialect of the API: pins environments, and finds the job of a repeated request.
 
-Rule: what was accepted once is accepted, whatever has become of its environments since; a repetition is compared with
-the job that it repeats, under the versions that this one was pinned to. It knows no routes.
+Rule: an accepted job stays accepted, whatever becomes of its environments; a repetition is compared with the original
+job under the versions that the original was pinned to. It knows no routes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from services.state.store import JobConflict, JobNotFound, JobRecord
 async def submit(
     context: ApiContext, spec: JobSpec, caller: Caller, *, key: str | None, job_id: str, is_repetition: bool = False
 ) -> JobRecord:
-    """The job: a new one under ``job_id``, or the one that was made under the same key before.
+    """A new job under ``job_id``, or the earlier one of the same key.
 
-    ``is_repetition``: ``job_id`` was given to an earlier request, which may have made its job. Raises ApiError,
+    ``is_repetition``: ``job_id`` was given to an earlier request, which may have made its job. Raises RequestRefused,
     JobConflict.
     """
-    # A key belongs to who sent it: others who choose the same text neither see nor block this job.
+    # Keys of different callers never meet: the same text from another caller neither sees nor blocks this job.
     own_key = f"{caller.name}:{key}" if key else None
 
     async def create(wanted: JobSpec) -> JobRecord:
@@ -35,7 +35,7 @@ async def submit(
         try:
             return await create(pinned)
         except JobConflict:
-            # Another one that was sent at the same time may have found other versions.
+            # A request sent at the same time may have found other versions.
             held = await _made_before(context, own_key, job_id, is_repetition=is_repetition)
             if held is None:
                 raise
@@ -50,5 +50,5 @@ async def _made_before(
         job = job_id
     try:
         return None if job is None else await context.store.jobs.get(job)
-    except JobNotFound:  # whoever sent it first came no further than to its key
+    except JobNotFound:  # the first request got no further than its key
         return None

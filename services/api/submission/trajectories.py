@@ -1,7 +1,7 @@
-"""Trajectories that somebody else has sampled, as segments for the queue.
+"""Trajectories that were sampled outside, as segments for the queue.
 
-Rule: what is pushed passes every check that a rollout worker's segments pass, and a few that a worker's own code makes
-unnecessary; a refusal has one word, which programs act on. It reads no queue and appends nothing.
+Rule: a pushed trajectory passes every check that a rollout worker's segments pass, and a few that a worker's own code
+makes unnecessary; a refusal has one word, for programs. It reads no queue and appends nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -23,7 +23,7 @@ from gspo_core.types import EpisodeKey, InvalidValue, Outcome, Segment, StopReas
 
 MAX_ITEMS, MAX_TOKENS, MAX_METRICS = 64, 200_000, 64
 _LARGEST_ID = 2**31 - 1
-# What float32 may make of a probability of one.
+# Rounding in float32 may lift the log-prob of a certain token above 0.
 _SLACK = 1e-6
 _LEAST = -3.4e38
 
@@ -95,15 +95,15 @@ class TrajectoryRefused(Exception):
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for all trajectories of one request."""
+    """Limits that all trajectories of one request share."""
 
     spec: JobSpec
     vocab_size: int
     oldest_step: int
     steps: Mapping[int, int]
-    """Of the versions that were published."""
+    """The step of each published version."""
     source: str
-    """Who pushes; stands where the engine's name does."""
+    """The pushing caller, in the place of an engine's name."""
 
 
 def vocab_size_of(model: Path) -> int:
@@ -118,11 +118,11 @@ def vocab_size_of(model: Path) -> int:
 def pieces(
     given: PushedTrajectory, rules: Rules, held: Sequence[Segment], key: EpisodeKey, attempt: int, environment: int
 ) -> list[Segment]:
-    """The segments that continue those that are held. Raises TrajectoryRefused."""
+    """The segments that continue the held ones. Raises TrajectoryRefused."""
     _check(given, rules, held, environment)
     try:
         made = list(_cut(given, rules, held, key, attempt))
-        # The gate of the trainer's side: what it would refuse must not get into the queue.
+        # The trainer's own gate: segments that it would refuse must not reach the queue.
         return [decode(encode(one)) for one in made]
     except (InvalidValue, SegmentRejected) as error:
         raise TrajectoryRefused("invalid_outcome", str(error)) from None
@@ -174,7 +174,7 @@ def _check_numbers(given: PushedTrajectory) -> None:
 def _cut(
     given: PushedTrajectory, rules: Rules, held: Sequence[Segment], key: EpisodeKey, attempt: int
 ) -> Sequence[Segment]:
-    """A segment has one version and one turn: cut where what the policy samples changes either."""
+    """A segment has one version and one turn: cut where sampled tokens change either."""
     starts = [0, *_borders(given), len(given.token_ids)]
     turn = held[-1].turn if held else 0
     has_acted = bool(held) and any(one.num_actions for one in held if one.turn == turn)
@@ -188,11 +188,6 @@ def _cut(
             turn, has_acted = turn + 1, False
         has_acted = has_acted or bool(acted)
         version = acted[0] if acted else (made[-1].version if made else held[-1].version if held else min(rules.steps))
-        values: dict[str, Any] = {
-            "token_ids": np.array(given.token_ids[start:end], np.int32),
-            "action_mask": np.array(mask, np.bool_),
-            "behavior_logprobs": np.minimum(np.array(given.logprobs[start:end], np.float32), 0.0),
-        }
         is_end = given.is_last and end == len(given.token_ids)
         made.append(
             Segment(
@@ -205,14 +200,16 @@ def _cut(
                 temperature=rules.spec.sampling.temperature,
                 engine_id=rules.source,
                 outcome=_outcome(given) if is_end else None,
-                **values,
+                token_ids=np.array(given.token_ids[start:end], np.int32),
+                action_mask=np.array(mask, np.bool_),
+                behavior_logprobs=np.minimum(np.array(given.logprobs[start:end], np.float32), 0.0),
             )
         )
     return made
 
 
 def _borders(given: PushedTrajectory) -> list[int]:
-    """Before the first token of a further turn, and where the version changes among the tokens of one."""
+    """The starts of further turns, and the places where the version changes within a turn."""
     borders: list[int] = []
     version: int | None = None
     for place, (acts, by) in enumerate(zip(given.mask, given.versions, strict=True)):

@@ -1,4 +1,4 @@
-"""The checkpoints of a job as they lie on disk, and what has been exported of them. It reads names and sizes only."""
+"""The checkpoints of a job on disk, and their exports. It reads names and sizes only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExportView(View):
     object: Literal["checkpoint.export"] = "checkpoint.export"
     status: Literal["none", "exporting", "ready", "failed"]
     path: str | None
-    """Below `GSPO_DATA_DIR`, as soon as it is there."""
+    """Below `GSPO_DATA_DIR`, once it is ready."""
     message: str | None
     """Why it failed."""
 
@@ -61,7 +61,7 @@ def files_of(stored: Stored) -> list[CheckpointFile]:
 
 
 def _view(store: CheckpointStore, job: str, position: Position) -> CheckpointView | None:
-    """None: its trainer has just removed it."""
+    """None if the trainer has just removed it."""
     try:
         stored = store.describe(position)
     except FileNotFoundError:

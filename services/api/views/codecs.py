@@ -1,6 +1,6 @@
 """The chat codec of a job's model, for reading recorded token ids.
 
-One rule: what cannot be read is shown as ids; a model whose files are away hides no episode. No model is loaded and no
+One rule: unreadable text is shown as ids; a model whose files are missing hides no episode. No model is loaded and no
 code of one is run.
 """
 
@@ -12,9 +12,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from gspo_core.chat import ChatCodec, load_codec
-from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.spec import JobSpec
+from services.api.views.transcript import TranscriptCodec
 from services.files.job_dir import JobsDir
 from services.files.weights import WeightStore
 from services.state.jobs import JobRecord
@@ -27,18 +26,18 @@ class Codecs:
 
     def __init__(self, jobs_dir: JobsDir) -> None:
         self._jobs_dir = jobs_dir
-        self._held: OrderedDict[str, ChatCodec] = OrderedDict()
+        self._held: OrderedDict[str, TranscriptCodec] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, job: JobRecord) -> tuple[ChatCodec | None, str | None]:
-        """The codec, or why there is none."""
+    def of(self, job: JobRecord) -> tuple[TranscriptCodec | None, str | None]:
+        """The codec, or the reason why there is none."""
         with self._lock:
             if job.id in self._held:
                 self._held.move_to_end(job.id)
                 return self._held[job.id], None
         try:
             codec = self._load(job)
-        except (OSError, ValueError, TemplateRefused) as error:
+        except (OSError, ValueError) as error:
             return None, f"text cannot be shown, only token ids: {error}"
         with self._lock:
             self._held[job.id] = codec
@@ -46,13 +45,16 @@ class Codecs:
                 self._held.popitem(last=False)
         return codec, None
 
-    def _load(self, job: JobRecord) -> ChatCodec:
+    def _load(self, job: JobRecord) -> TranscriptCodec:
         try:
             spec = JobSpec.model_validate(job.spec_data)
         except ValidationError as error:
             raise ValueError(f"the specification of the job is of another release: {error}") from None
+        # Formats, templates and tokenizers load with the first episode that is shown; most API processes show none.
+        from gspo_core.chat import load_codec
+
         chat = spec.chat
-        # A version's directory holds the tokenizer that sampled, whatever became of the model since.
+        # A version's directory holds the tokenizer that sampled, even if the model's files have changed since.
         return load_codec(
             WeightStore(self._jobs_dir.job(job.id)).newest_tokenizer() or Path(spec.model),
             format=chat.format,

@@ -1,7 +1,7 @@
-"""How groups and episodes are shown, whether they are in the queue or in a batch log.
+"""Views of groups and episodes, whether they are in the queue or in a batch log.
 
-One rule: both look alike, so that a reader need not know where an episode is; what only one of the two places knows is
-null in the other. It reads nothing.
+One rule: both look alike, so that a reader need not know where an episode is; fields that only one of the two places
+knows are null in the other. It reads nothing.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from gspo_core.advantage import episode_advantages
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Position
 from gspo_core.types import EpisodeKey, Group, Segment, Trajectory
 from services.api.views.store_views import View
+from services.api.views.transcript import ShownTurn, TokenColumns
 from services.files.batch_log import LoggedBatch
 from services.state.queue import EpisodeView, GroupView, Stage
 
 
 class EpisodeSummary(View):
-    """One episode, without what was said in it."""
+    """One episode, without its turns."""
 
     object: Literal["episode"] = "episode"
     id: str
@@ -39,14 +40,14 @@ class EpisodeSummary(View):
     reward_parts: dict[str, float]
     metrics: dict[str, float]
     advantage: float | None
-    """How much better than its group, as the trainer saw it."""
+    """Its reward relative to its group, as the trainer computed it."""
     num_turns: int | None
     num_segments: int
     num_tokens: int | None
     num_actions: int | None
     """Tokens that the policy sampled."""
     versions: list[int]
-    """That sampled its tokens."""
+    """The versions that sampled its tokens."""
     timings: dict[str, float]
     """Seconds until the newest segment, over all workers that had it: `engine_s`, `env_s`, `queue_s` (no engine could
     take a request, or the environment had no place), `store_s`."""
@@ -65,11 +66,11 @@ class GroupSummary(View):
     split: str
     task_index: int
     environment: int | None
-    """Its place in the list of the job's environments, where it is known."""
+    """Index in the list of the job's environments, where known."""
     size: int
     """How many episodes were dispatched."""
     step: int | None
-    """That trained it."""
+    """The step that trained it."""
     epoch: int | None
     reward_mean: float | None
     reward_std: float | None
@@ -88,16 +89,15 @@ class EpisodeDetail(EpisodeSummary):
     epoch: int | None
     note: str | None
     """Why text is missing, where it is."""
-    turns: list[dict[str, Any]]
-    """What each turn began with (`messages`), what the policy said (`text`, `reasoning`, `calls`), where its tokens
-    stand (`first_token`, `end_token`), and the seconds that it took (`timings`: `engine_s` for sampling it, `env_s` for
-    the environment's answer before it, `queue_s` for waiting; null where nobody recorded them)."""
+    turns: list[ShownTurn]
+    """Each turn with the messages that led to it (`messages`), the policy's words (`text`, `reasoning`, `calls`), the
+    place of its tokens (`first_token`, `end_token`), and the seconds that it took (`timings`: `engine_s` for sampling
+    it, `env_s` for the environment's answer before it, `queue_s` for waiting; null where none were recorded)."""
     closing: dict[str, float] | None
     """The seconds between its last token and its outcome, like `timings` of a turn."""
-    tokens: dict[str, list[Any]] | None
+    tokens: TokenColumns | None
     """With `include=tokens`: columns `id`, `text`, `sampled`, `logprob`, `ratio`, `version`, `turn`, `branch`.
-    `ratio`: how much more probable the token was when it was trained than when it was sampled; null where that is not
-    known."""
+    `ratio`: how much more probable the token was in training than in sampling; null where unknown."""
 
 
 def trained_groups(job: str, batch: LoggedBatch, spec: JobSpec | None) -> list[GroupSummary]:
@@ -172,7 +172,7 @@ _STATUS = {Stage.QUEUED: "queued", Stage.HELD: "running", Stage.DONE: "done", St
 
 
 def open_episode(view: EpisodeView, segments: Sequence[Segment] | None = None) -> EpisodeSummary:
-    """What the queue knows; with the segments also what has been said so far."""
+    """An episode in the queue; with its segments, also its progress so far."""
     outcome = segments[-1].outcome if segments else None
     known = segments or ()
     return EpisodeSummary(
@@ -197,7 +197,7 @@ def open_episode(view: EpisodeView, segments: Sequence[Segment] | None = None) -
 
 
 def _timings_of_note(note: str) -> dict[str, float]:
-    """What its worker wrote beside the newest segment."""
+    """The timings that its worker noted beside the newest segment."""
     try:
         told = json.loads(note) if note else {}
     except ValueError:

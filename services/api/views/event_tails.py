@@ -1,8 +1,8 @@
-"""One look-out per job for all who follow its events in this process.
+"""One shared tail per job for all clients that follow its events in this process.
 
-One rule: what it holds is a piece of the job's stream without holes, as bytes that are ready to be sent; whoever is
-behind that piece reads for itself. However many follow a job, an event is read and written out once. A look-out ends
-with its last reader.
+One rule: a tail holds a piece of the job's stream without holes, as bytes that are ready to be sent; a client behind
+that piece reads for itself. However many clients follow a job, an event is read and rendered once. A tail ends with its
+last reader.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from services.state.store import JobEvent, Store
 
-# How long one read waits for news.
+# Longest wait of one read for news.
 BLOCK_MS = 500
 COUNT = 1000
 MAX_HELD_BYTES = 4 << 20
@@ -23,7 +23,7 @@ Position = tuple[int, int]
 
 
 def position_of(event_id: str) -> Position:
-    """`MILLISECONDS-NUMBER` as something that can be compared."""
+    """`MILLISECONDS-NUMBER` as a comparable value."""
     milliseconds, _, number = event_id.partition("-")
     return int(milliseconds), int(number or 0)
 
@@ -66,20 +66,19 @@ class EventTail:
             self._wake()
 
     async def _begin(self) -> None:
-        """Whoever came first may have named a position that nothing has reached yet; others wait for what comes before
-        it."""
+        """The first client may have named a position in the future; others wait for earlier events."""
         newest = await self._store.events.newest(self._job) or "0"
         if position_of(newest) < self._floor:
             self._after, self._floor = newest, position_of(newest)
 
     def since(self, after: str) -> tuple[bytes, str] | None:
-        """What came after a position, and the position behind it; None: more than is held, so read for yourself."""
+        """The frames after a position, and the position behind them; None if the tail holds too little."""
         position = position_of(after)
         if position < self._floor:
             return None
         pieces: list[bytes] = []
         newest = after
-        # From the end: readers that keep up want the last one or two.
+        # From the end: readers that keep up want the last one or two events.
         for at, event_id, piece in reversed(self._held):
             if at <= position:
                 break
@@ -108,7 +107,7 @@ class EventTail:
         self._news = asyncio.Event()
 
     async def changed(self, generation: int, timeout_s: float) -> bool:
-        """Whether there may be news since ``generation``; waits for them. Raises what the look-out met."""
+        """Wait for news since ``generation``; whether there may be some. Raises the tail's error."""
         if self.generation == generation:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -119,7 +118,7 @@ class EventTail:
 
 
 class EventTails:
-    """The look-outs of this process, one for each job that somebody follows. They end when it is ``stopping``."""
+    """The tails of this process, one for each job with followers. They end when it is ``stopping``."""
 
     def __init__(self, store: Store, render: Callable[[JobEvent], bytes], stopping: asyncio.Event) -> None:
         self._store = store
@@ -129,7 +128,7 @@ class EventTails:
 
     @contextlib.contextmanager
     def of(self, job: str, after: str) -> Iterator[EventTail]:
-        """The look-out of a job; a new one begins at the position ``after``."""
+        """The tail of a job; a new one begins at the position ``after``."""
         held = self._held.get(job)
         if held is None or held[1].done():
             tail = EventTail(self._store, job, after, self._render, self._stopping)

@@ -1,7 +1,7 @@
 """Exports of checkpoints that this process has under way; what is ready lies in the job's directory.
 
-Rule: a checkpoint is exported once, by one process of its own at a time, whoever asks how often; a directory that is
-there is whole. An export that ends with this process is begun anew by the next who asks.
+Rule: a checkpoint is exported once, however many requests ask, and one export runs at a time, in a process of its own;
+a directory that exists is whole. An export that ends with this process starts anew at the next request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Exports:
         remove_directory(job_dir.export(at))
 
     async def close(self) -> None:
-        """Nobody waits for an export when the process ends; its own process ends with this one."""
+        """Abandon the running exports; their processes end with this one."""
         for task in self._running.values():
             task.cancel()
 

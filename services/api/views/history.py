@@ -1,8 +1,8 @@
-"""What a job was trained on, read from its batch logs for people who look at it.
+"""The batches that a job was trained on, read from its logs for the viewer.
 
-One rule: of all files of a job only those of its lineage are shown. Of a step that several epochs took, the newest
-epoch holds; what an epoch logged beyond the point from which a later one went on is in no weights of today. Reading
-costs a thread and a bounded cache, and changes nothing.
+One rule: only files of the job's lineage are shown. Of a step that several epochs took, the newest epoch holds; batches
+that an epoch logged beyond the point where a later one forked off are in no weights of today. Reading costs a thread
+and a bounded cache, and changes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GroupNotKept(LookupError):
 
 
 class EpisodeNotKept(LookupError):
-    """The group is there, without this member."""
+    """The group is kept, but has no such member."""
 
     def __init__(self, key: EpisodeKey) -> None:
         super().__init__(f"group {key.group} of {key.job} holds no episode {key.member}: it was given up, or never was")
@@ -62,7 +62,7 @@ class TrainedHistory:
         """The batches of the job's lineage, the newest first."""
         newest: dict[int, int] = {}
         for epoch, step in BatchLog(self.job_dir(job.id)).steps():
-            # The step that is in training now is logged before it counts.
+            # The step in training is logged before it counts.
             if step <= job.step or epoch == job.epoch:
                 newest[step] = max(epoch, newest.get(step, epoch))
         return [Position(newest[step], step) for step in sorted(newest, reverse=True)]
@@ -79,13 +79,13 @@ class TrainedHistory:
         return self._indexes.get(path, lambda: log.groups_of(position.epoch, position.step), len)
 
     def trained(self, job: JobRecord, position: Position) -> dict[tuple[int, int], NDArray[np.float32]]:
-        """By group and member, what the policy made of sampled tokens when they were trained; empty if not known."""
+        """Log-probs of the sampled tokens when they were trained, by group and member; empty if unknown."""
         return TrainedLog(self.job_dir(job.id)).read(position.epoch, position.step)
 
     def find(self, job: JobRecord, group: int) -> tuple[Position, Group]:
-        """Where a group was trained. Raises GroupNotKept."""
+        """The batch that trained a group. Raises GroupNotKept."""
         groups_per_step = int(job.spec_data.get("groups_per_step", 1))
-        # Groups are trained in about the order of their numbers, so the search begins where it should be.
+        # Groups are trained roughly in the order of their numbers, so the search begins at the likely place.
         near = group // groups_per_step + 1
         for position in sorted(self.positions(job), key=lambda one: abs(one.step - near)):
             try:
@@ -105,7 +105,7 @@ def _read(log: BatchLog, position: Position) -> LoggedBatch:
 
 
 def _size_of(path: Path) -> int:
-    """What a file costs that has been read, and may be gone."""
+    """The cost of a file in the cache; it may be gone from disk."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -113,7 +113,7 @@ def _size_of(path: Path) -> int:
 
 
 class _Cache(Generic[Value]):
-    """Keeps what was used last, up to a total cost."""
+    """Keeps the most recently used, up to a total cost."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget

@@ -1,21 +1,28 @@
 """How the API shows what the store holds.
 
-One rule: the shape of an answer is decided here and nowhere else, and every answer is also described to the OpenAPI
-document by its model. It reads nothing and decides nothing.
+One rule: shapes of answers are decided here and nowhere else, and every answer has a model, which describes it in the
+OpenAPI document. It reads nothing and decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from gspo_core.spec import JobSpec
 from services.state.store import JobEvent, JobRecord, StatusReason
 
+
+class Identified(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
 Item = TypeVar("Item")
+Listed = TypeVar("Listed", bound=Identified)
 
 
 class View(BaseModel):
@@ -81,14 +88,14 @@ class JobView(View):
     finished_at: str | None
     metadata: dict[str, str]
     settings: dict[str, Any]
-    """Live settings, which hold in place of what was submitted."""
+    """Live settings, which replace what was submitted."""
     attempts: list[AttemptView]
     """The last trainers that owned it, each with what ended it."""
     links: dict[str, str]
 
 
 class PlanView(View):
-    """What a job would be; nothing was created."""
+    """A job as it would be; nothing was created."""
 
     object: Literal["job.plan"] = "job.plan"
     valid: Literal[True] = True
@@ -128,14 +135,14 @@ class MetricsView(View):
 
     object: Literal["job.metrics"] = "job.metrics"
     job_id: str
-    data: list[dict[str, Any]]
+    data: list[dict[str, float | dict[str, float]]]
     """`step` and the metrics by name."""
     has_more: bool
     """There are later steps; ask again with `from_step` = the last step + 1."""
 
 
 class ReadyView(View):
-    """This process can serve; what others cannot is listed."""
+    """This process can serve; `degraded` lists what others cannot do."""
 
     status: Literal["ready"] = "ready"
     degraded: list[str]
@@ -187,21 +194,16 @@ def event_view(event: JobEvent) -> EventView:
     return EventView(id=event.id, type=event.type, created_at=event.created_at, data=event.data)
 
 
-def page(items: Sequence[Item], limit: int) -> Page[Item]:
-    """A page of `items`, of which one more than `limit` was asked for to learn whether there are more."""
+def page(items: Sequence[Listed], limit: int) -> Page[Listed]:
+    """A page of `items`, which hold one more than `limit` where there are more."""
     shown = list(items[:limit])
-    ids = [id_of(item) for item in shown]
+    ids = [item.id for item in shown]
     return Page[Any](
         data=shown,
         has_more=len(items) > limit,
         first_id=ids[0] if ids else None,
         last_id=ids[-1] if ids else None,
     )
-
-
-def id_of(item: Any) -> str:
-    """Of a view, or of a record that is shown as it is."""
-    return str(item["id"] if isinstance(item, dict) else item.id)
 
 
 def estimate(spec: JobSpec) -> dict[str, int]:

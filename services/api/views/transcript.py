@@ -1,7 +1,7 @@
 """An episode as a person reads it: turns, messages, tool calls, and the text of every token.
 
-One rule: everything is read from the recorded token ids, so what is shown is what was sampled and trained, not what
-somebody meant to send. It is pure; whoever calls it brings the segments and the codec of the model.
+One rule: everything is read from the recorded token ids, so the viewer shows what was sampled and trained, not what was
+meant to be sent. It is pure: the caller brings the segments and the codec of the model.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import JsonValue
+from typing_extensions import TypedDict
 
-from gspo_core.chat import ChatCodec, Tokenizer, ToolSchema
+from gspo_core.messages import ParsedTurn, ToolSchema
 from gspo_core.types import Segment, Spent
 
 # A character of several bytes may be cut into as many tokens, with a little room for merged beginnings.
@@ -24,6 +26,76 @@ MAX_SHOWN_DEPTH = 16
 MAX_EXACT = 2**53
 MAX_LOG_RATIO = 20.0
 DAMAGED = "\N{REPLACEMENT CHARACTER}"
+
+
+class TranscriptTokenizer(Protocol):
+    """The part of a tokenizer that reading needs."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def token_id(self, token: str) -> int | None: ...
+
+
+class TranscriptCodec(Protocol):
+    """The part of a chat codec that reading needs."""
+
+    @property
+    def tokenizer(self) -> TranscriptTokenizer: ...
+
+    def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn: ...
+
+
+class ShownMessage(TypedDict):
+    role: str
+    text: str
+
+
+class ShownCall(TypedDict):
+    """An attempt to call a tool."""
+
+    name: str | None
+    arguments: JsonValue
+    status: str
+    raw: str
+
+
+class TokenColumns(TypedDict):
+    """One entry per token in each column; ``text`` is empty where the tokenizer is away."""
+
+    id: list[int]
+    text: list[str]
+    sampled: list[bool]
+    logprob: list[float]
+    ratio: list[float | None]
+    version: list[int]
+    turn: list[int]
+    branch: list[int]
+
+
+class _Place(TypedDict):
+    branch: int
+    turn: int
+    first_token: int
+    end_token: int
+    num_actions: int
+    logprob_mean: float | None
+    versions: list[int]
+    engines: list[str]
+    cache_modes: list[str]
+    reward: float | None
+    timings: dict[str, float] | None
+
+
+class _Said(TypedDict):
+    messages: list[ShownMessage]
+    text: str | None
+    reasoning: str | None
+    complete: bool | None
+    calls: list[ShownCall]
+
+
+class ShownTurn(_Place, _Said):
+    """Where a turn's tokens stand, the messages that led to it, and what the policy said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +114,8 @@ _FORMATS = (
 _RESULT = ("<tool_response>", "</tool_response>")
 
 
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each token; a character that several tokens make up stands at the last of them."""
+def token_texts(tokenizer: TranscriptTokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each token; a character made of several tokens stands at the last of them."""
     texts: list[str] = []
     begin = 0
     for position in range(len(ids)):
@@ -56,9 +128,9 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def tokens_view(
-    segments: Sequence[Segment], tokenizer: Tokenizer | None, trained: NDArray[np.float32] | None = None
-) -> dict[str, list[Any]]:
-    """One entry per token in each column, in the order of the segments. ``trained``: log-probs of the sampled ones."""
+    segments: Sequence[Segment], tokenizer: TranscriptTokenizer | None, trained: NDArray[np.float32] | None = None
+) -> TokenColumns:
+    """The tokens in the order of the segments. ``trained``: log-probs of the sampled ones."""
     ids = [int(token) for segment in segments for token in segment.token_ids]
     return {
         "id": ids,
@@ -73,7 +145,7 @@ def tokens_view(
 
 
 def _ratios(segments: Sequence[Segment], trained: NDArray[np.float32] | None) -> list[float | None]:
-    """How much more probable a token was when it was trained than when it was sampled; None where that is not known."""
+    """How much more probable each token was in training than in sampling; None where unknown."""
     if trained is None or len(trained) != sum(segment.num_actions for segment in segments):
         return [None for segment in segments for _ in range(segment.num_tokens)]
     logprobs = iter(trained.tolist())
@@ -86,10 +158,9 @@ def _ratios(segments: Sequence[Segment], trained: NDArray[np.float32] | None) ->
 
 
 def turns_view(
-    segments: Sequence[Segment], codec: ChatCodec | None, tools: Sequence[ToolSchema] | None
-) -> list[dict[str, Any]]:
-    """One entry per turn: the messages that led to it, what was sampled, and where its tokens stand."""
-    turns: list[dict[str, Any]] = []
+    segments: Sequence[Segment], codec: TranscriptCodec | None, tools: Sequence[ToolSchema] | None
+) -> list[ShownTurn]:
+    turns: list[ShownTurn] = []
     begin = 0
     for (branch, turn), group in groupby(segments, key=lambda one: (one.branch, one.turn)):
         pieces = list(group)
@@ -97,7 +168,7 @@ def turns_view(
         ids, sampled = _split(pieces)
         rewards = [piece.turn_reward for piece in pieces if piece.turn_reward is not None]
         acting = [piece for piece in pieces if piece.num_actions]
-        entry = {
+        place: _Place = {
             "branch": branch,
             "turn": turn,
             "first_token": begin,
@@ -110,13 +181,13 @@ def turns_view(
             "reward": sum(rewards) if rewards else None,
             "timings": spent_view([piece for piece in pieces if not piece.is_final]),
         }
-        turns.append(entry | _said(ids, sampled, codec, tools))
+        turns.append({**place, **_said(ids, sampled, codec, tools)})
         begin = end
     return turns
 
 
 def spent_view(pieces: Sequence[Segment]) -> dict[str, float] | None:
-    """Seconds by where they went; None where nobody recorded any."""
+    """Seconds by where they went; None where none were recorded."""
     known = [piece.spent for piece in pieces if piece.spent is not None]
     if not known:
         return None
@@ -124,7 +195,7 @@ def spent_view(pieces: Sequence[Segment]) -> dict[str, float] | None:
 
 
 def _split(pieces: Sequence[Segment]) -> tuple[list[int], list[int]]:
-    """Ids that the environment or the template wrote, and ids that the policy sampled."""
+    """The ids from the environment or the template, and the ids that the policy sampled."""
     given: list[int] = []
     sampled: list[int] = []
     for piece in pieces:
@@ -134,17 +205,17 @@ def _split(pieces: Sequence[Segment]) -> tuple[list[int], list[int]]:
 
 
 def _said(
-    given: Sequence[int], sampled: Sequence[int], codec: ChatCodec | None, tools: Sequence[ToolSchema] | None
-) -> dict[str, Any]:
+    given: Sequence[int], sampled: Sequence[int], codec: TranscriptCodec | None, tools: Sequence[ToolSchema] | None
+) -> _Said:
     if codec is None:
         return {"messages": [], "text": None, "reasoning": None, "complete": None, "calls": []}
     parsed = codec.parse(sampled, tools)
-    calls = [
+    calls: list[ShownCall] = [
         {
-            "name": _sound(call.name),
+            "name": None if call.name is None else _sound_text(call.name),
             "arguments": _sound(call.arguments),
             "status": str(call.status),
-            "raw": _sound(call.raw),
+            "raw": _sound_text(call.raw),
         }
         for call in parsed.calls
     ]
@@ -157,24 +228,28 @@ def _said(
     }
 
 
-def _sound(value: Any, depth: int = 0) -> Any:
-    """What a policy wrote as something that JSON can carry: it may write NaN, half a character, or a tower of lists."""
+def _sound(value: JsonValue, depth: int = 0) -> JsonValue:
+    """A policy may write NaN, half a character or a tower of lists: make it a value that JSON can carry."""
     if depth > MAX_SHOWN_DEPTH:
         return "…"
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return _sound_text(value)
     if isinstance(value, dict):
-        return {_sound(name): _sound(item, depth + 1) for name, item in value.items()}
+        return {_sound_text(name): _sound(item, depth + 1) for name, item in value.items()}
     if isinstance(value, list):
         return [_sound(item, depth + 1) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    # Browsers read numbers as doubles; a longer one would be shown as another.
+    # Browsers read numbers as doubles: a longer integer would change.
     return str(value) if type(value) is int and abs(value) > MAX_EXACT else value
 
 
-def _messages(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[dict[str, str]]:
-    """The messages in a piece of a prompt. Control tokens are told by their ids, so no text can pose as one."""
+def _sound_text(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _messages(ids: Sequence[int], tokenizer: TranscriptTokenizer) -> Iterator[ShownMessage]:
+    """The messages in a piece of a prompt. Control tokens are recognised by id, so no text can pose as one."""
     for marks in _FORMATS:
         begin, end = tokenizer.token_id(marks.begin), tokenizer.token_id(marks.end)
         if begin is not None and end is not None and begin in ids:
@@ -198,8 +273,8 @@ def _pieces(ids: Sequence[int], begin: int, end: int) -> Iterator[Sequence[int]]
             open_at = None
 
 
-def _with_results(role: str, text: str) -> Iterator[dict[str, str]]:
-    """Some formats write what tools return inside a turn of the user."""
+def _with_results(role: str, text: str) -> Iterator[ShownMessage]:
+    """Some formats put tool results inside a user turn."""
     opening, closing = _RESULT
     if role != "user" or not text.startswith(opening):
         yield {"role": role, "text": text}

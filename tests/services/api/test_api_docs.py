@@ -48,7 +48,7 @@ def test_every_error_code_is_on_the_page_and_no_other():
     sources = "\n".join(path.read_text() for path in (ROOT / "services" / "api").rglob("*.py"))
     sources += "".join((ROOT / "gspo_core" / name).read_text() for name in ("problems.py", "live_settings.py"))
     patterns = (
-        r'ApiError\(\s*\d+,\s*"(\w+)"',
+        r'RequestRefused\(\s*\d+,\s*"(\w+)"',
         r'_unauthorized\("(\w+)"',
         r'\(\d{3}, "(\w+)"',
         r'40[45]: \("(\w+)"',

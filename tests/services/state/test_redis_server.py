@@ -18,7 +18,8 @@ import redis
 import structlog.testing
 
 from services.state import child
-from services.state.server import RedisServer, RedisUnsuitable, connect, find_binary, warn_if_weaker
+from services.state.server import RedisServer, RedisUnsuitable, connect, find_binary
+from services.state.server_promises import warn_if_weaker
 
 WAIT_S = 20.0
 

@@ -1,0 +1,46 @@
+"""The promises that a Redis server must keep for us: acknowledged means durable, and nothing is ever evicted.
+
+The rule: a server that promises less is reported and used as it is; no setting of it is changed. Starting a server, or
+refusing one, is the work of ``server``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.process.telemetry import get_logger
+from services.state.away import RedisFault
+from services.state.client import RedisClient
+
+EXAMINED = ("appendonly", "appendfsync", "maxmemory-policy")
+UNREADABLE = "its configuration cannot be read ({error}): make sure of appendfsync always and noeviction"
+
+
+async def warn_if_weaker(client: RedisClient) -> list[str]:
+    """Check the server of a running process once, at its start: log and return what it does not promise."""
+    try:
+        found = weaknesses_in({name: (await client.config_get(name)).get(name) for name in EXAMINED})
+    except RedisFault as error:
+        found = [UNREADABLE.format(error=error)]
+    warn(found)
+    return found
+
+
+def warn(weaknesses: Sequence[str]) -> None:
+    for weakness in weaknesses:
+        get_logger().warning("the Redis server promises less than we do", weakness=weakness)
+
+
+def weaknesses_in(config: Mapping[str, str | bytes | None]) -> list[str]:
+    """Empty for a server that keeps every promise."""
+    # A client may return bytes or text.
+    values = {name: value.decode() if isinstance(value, bytes) else value for name, value in config.items()}
+    found = []
+    if values["appendonly"] != "yes" or values["appendfsync"] != "always":
+        found.append(
+            f"appendonly {values['appendonly']}, appendfsync {values['appendfsync']}: what it acknowledged may be lost "
+            "when it is killed; set appendonly yes and appendfsync always"
+        )
+    if values["maxmemory-policy"] != "noeviction":
+        found.append(f"maxmemory-policy {values['maxmemory-policy']}: it may throw data away; set noeviction")
+    return found
