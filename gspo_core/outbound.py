@@ -11,7 +11,7 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -92,7 +92,7 @@ def check_url(url: str, networks: Sequence[Network], resolve: Resolve | None = N
 def guard_connections(networks: Sequence[Network]) -> None:
     """From now on this process connects to allowed addresses only. It cannot be taken back."""
 
-    def judge(event: str, arguments: tuple[Any, ...]) -> None:
+    def judge(event: str, arguments: tuple[object, ...]) -> None:
         if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
             target = arguments[1]
             # Other families (unix sockets) are not reached by URLs.

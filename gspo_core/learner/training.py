@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -220,7 +219,7 @@ class Learner:
         ranks.settle(self._policy)
         found = state.training_tensors(self._policy, self._optimizer, self._device)
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
-        content: dict[str, Any] = {
+        content: state.Content = {
             "counters": dataclasses.asdict(self.counters),
             "model": fingerprint(self._model_dir),
         }

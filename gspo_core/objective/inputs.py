@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from gspo_core.objective_config import ObjectiveConfig
 
 # What a caller may hold besides a tensor; only the policy's log-probs, which carry a gradient, must be one.
-Values = Tensor | NDArray[Any] | Sequence[Any]
+Number: TypeAlias = float | Sequence[float]
+Values: TypeAlias = Tensor | NDArray[np.number | np.bool_] | Sequence[Number]
 
 
 class ObjectiveError(ValueError):

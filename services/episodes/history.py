@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from gspo_core.chat import ChatCodec
 from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Start, ToolSchema
@@ -45,7 +46,8 @@ class Conversation:
 
     def go_on(self, world: WorldSnapshot, record: Sequence[Segment]) -> None:
         """Stands where ``world`` does, with all of ``record``."""
-        self.messages, self.tools = list(world.messages), world.tools
+        self.messages = cast(list[Message], list(world.messages))
+        self.tools = cast(list[ToolSchema], world.tools)
         world.rebuild(self.ledger, record)
 
     def parse(self) -> ParsedTurn:

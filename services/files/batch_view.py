@@ -44,8 +44,7 @@ class BatchView:
 
     def age(self, version: int) -> int | None:
         """In steps, as the trainer saw it when it took the batch."""
-        age: int | None = self.batch.extra.get("staleness", {}).get(str(version))
-        return age
+        return self.batch.extra.get("staleness", {}).get(str(version))
 
     def text(self, token_ids: Sequence[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(token_ids)

@@ -13,10 +13,11 @@ import asyncio
 import base64
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from gspo_core.env import AtCapacity, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
 from gspo_core.env.contract import PhaseLimits
+from gspo_core.environment_records import Description
 from gspo_core.types import Split, StopReason
 from services.hosts import wire
 from services.hosts.pool import Boot, HostPool, Seat
@@ -88,7 +89,7 @@ class HostedEnvironment:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        return self.pool.description.tools
+        return cast(list[ToolSchema], self.pool.description.tools)
 
     def num_tasks(self, split: Split) -> int:
         return self.pool.description.num_tasks[split]
@@ -103,8 +104,8 @@ class HostedEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> HostedSession:
         return HostedSession(self, limits or Timeouts(), episode_id, self._count)
 
-    def describe(self) -> dict[str, Any]:
-        return dict(self.pool.description.describe)
+    def describe(self) -> Description:
+        return cast(Description, dict(self.pool.description.describe))
 
 
 class HostedSession:
@@ -305,7 +306,7 @@ class HostedSession:
         hung = death.cause is Cause.HUNG
         text = "error: timed out" if hung else "error: the environment's process ended"
         names = [call.name or "" for call in turn.calls] or [""]
-        messages = [{"role": "tool", "content": text, "name": names[-1], "tool_call_id": "call_last"}]
+        messages: list[Message] = [{"role": "tool", "content": text, "name": names[-1], "tool_call_id": "call_last"}]
         reason = StopReason.TOOL_TIMEOUT if hung else StopReason.ENV_CRASH
         return Observation(messages if turn.calls else (), done=True, stop_reason=reason)
 

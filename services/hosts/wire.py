@@ -10,9 +10,9 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from gspo_core.env import CallStatus, Observation, ParsedTurn, Start, ToolCall
+from gspo_core.env import CallStatus, Message, Observation, ParsedTurn, Start, ToolCall, ToolSchema
 from gspo_core.types import Split, StopReason
 
 MAX_FRAME_BYTES = 16 << 20
@@ -98,7 +98,8 @@ def start_to_json(start: Start) -> dict[str, Any]:
 
 
 def start_from_json(given: Any) -> Start:
-    return Start(_dicts(given, "messages"), _dicts(given, "tools"))
+    messages, tools = cast(list[Message], _dicts(given, "messages")), cast(list[ToolSchema], _dicts(given, "tools"))
+    return Start(messages, tools)
 
 
 def observation_to_json(observation: Observation) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def observation_to_json(observation: Observation) -> dict[str, Any]:
 
 
 def observation_from_json(given: Any) -> Observation:
-    messages = _dicts(given, "messages")
+    messages = cast(list[Message], _dicts(given, "messages"))
     stop, reward = given.get("stop"), given.get("reward")
     try:
         reason = StopReason(stop) if stop is not None else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from gspo_core.log.batches import BatchExtra
 from gspo_core.log.lineage import Lineage
 from gspo_core.types import Group, Split
 from services.files.batch_log import BatchLog
@@ -73,7 +74,7 @@ class BatchSelection:
         chosen = await self._choose(learner, held)
         numbers = [group.group for group in chosen]
         step = self._lineage.step + 1
-        extra = {
+        extra: BatchExtra = {
             "version": held.version,
             "num_dispatched": self._lineage.num_dispatched,
             "dropped": self._dropped_since,
