@@ -90,7 +90,7 @@ Settings: TypeAlias = dict[str, JSON]
 
 
 class Plan(TypedDict):
-    """What a job would be."""
+    """A job that was checked and not created."""
 
     object: str
     valid: bool
@@ -157,7 +157,7 @@ class ShownTurn(TypedDict):
     num_actions: int
     versions: list[int]
     messages: list[ShownMessage]
-    """What the policy read before it."""
+    """The messages that led to it."""
     reasoning: str
     text: str
     calls: list[ShownCall]
@@ -179,7 +179,7 @@ class EpisodeDetail(EpisodeSummary):
 
 
 class Taken(TypedDict):
-    """What became of one pushed item."""
+    """The fate of one pushed item."""
 
     index: int
     accepted: bool
@@ -193,7 +193,7 @@ class TaskCounts(TypedDict):
 
 
 class OutsideDescription(TypedDict):
-    """Of an environment that only your own code can play."""
+    """An environment that only your own code can play."""
 
     num_tasks: TaskCounts
 
@@ -255,7 +255,7 @@ TrialEntry = TypedDict(
     "TrialEntry",
     {"from": str, "text": NotRequired[str], "calls": NotRequired[list[TrialCall]], "message": NotRequired[Message]},
 )
-"""What the policy said (``text``, ``calls``), or the ``message`` that it read."""
+"""The policy's words (``text``, ``calls``), or a ``message`` to it."""
 
 
 class Trial(TypedDict):
@@ -287,7 +287,7 @@ class Drain(TypedDict):
     id: str
     alive: bool
     state: NotRequired[str]
-    """Of an engine, like ``job``: ``drained`` when it may be stopped."""
+    """Engines alone have this and ``job``; a ``drained`` one may be stopped."""
     job: NotRequired[str | None]
 
 

@@ -103,7 +103,7 @@ class _Metrics(TypedDict):
 
 
 class ClientError(Exception):
-    """What a client of the API can raise."""
+    """Base of the client's errors."""
 
 
 class Unreachable(ClientError):
@@ -181,7 +181,7 @@ class Client:
         return self._ask(Job, "POST", "/v1/jobs", json=_plain(spec), headers=headers)
 
     def plan_job(self, spec: Spec | Mapping[str, JSON]) -> Plan:
-        """What the job would be; creates nothing."""
+        """Plan a job without creating it."""
         return self._ask(Plan, "POST", "/v1/jobs", params={"dry_run": "true"}, json=_plain(spec))
 
     def job(self, job_id: str) -> Job:
@@ -332,7 +332,7 @@ class Client:
         self._remove(_environment_path(reference), "environment_not_found")
 
     def validate_environment(self, reference: str) -> EnvironmentValidation:
-        """What a rollout worker finds when it examines it: ``ok`` and ``checks``. It takes a while."""
+        """Have a rollout worker examine it. It takes a while."""
         path = _environment_path(reference, "/validate")
         return self._ask(EnvironmentValidation, "POST", path, timeout=EXAMINATION_S)
 
@@ -402,9 +402,9 @@ class Client:
                     after = event.id or after
                     yield event
             except (self._httpx.TransportError, _Later) as error:
-                is_nobody = isinstance(error, self._httpx.ConnectError) and not was_connected
+                is_absent = isinstance(error, self._httpx.ConnectError) and not was_connected
                 retry_after_s = error.retry_after_s if isinstance(error, _Later) else None
-                if is_nobody or failures >= STREAM_RETRIES:
+                if is_absent or failures >= STREAM_RETRIES:
                     raise (error.answer if isinstance(error, _Later) else _unreachable(self._http, error)) from error
             on_wait(failures)
             self._sleep(_delay(failures, retry_after_s))
@@ -447,8 +447,8 @@ class Client:
                 answer = self._http.request(method, path, **request)
             except self._httpx.TransportError as error:
                 # Nothing listens: that does not change within a second, and a person waits for the message.
-                is_nobody = isinstance(error, self._httpx.ConnectError | self._httpx.UnsupportedProtocol)
-                if is_last or is_nobody:
+                is_absent = isinstance(error, self._httpx.ConnectError | self._httpx.UnsupportedProtocol)
+                if is_last or is_absent:
                     raise _unreachable(self._http, error) from error
                 wait_s = _delay(attempt)
             else:
@@ -473,7 +473,7 @@ class _Later(Exception):
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """What ends with a line feed. Other characters that end lines elsewhere are part of what was said."""
+    """Split at line feeds alone: other line separators belong to the text."""
     rest = b""
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")

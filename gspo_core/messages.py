@@ -1,4 +1,4 @@
-"""What passes between a chat codec and an environment: messages, tool schemas and parsed assistant turns.
+"""The data between a chat codec and an environment: messages, tool schemas and parsed assistant turns.
 
 Rule: a parsed turn keeps every attempt to call a tool, also the failed ones, each with its status and the tokens that
 it covers. This module neither parses nor runs anything.
@@ -44,9 +44,9 @@ class Message(TypedDict, total=False):
     content: Content | None
     reasoning_content: str
     tool_calls: Sequence[MessageCall]
-    """Of an assistant."""
+    """In messages of an assistant."""
     tool_call_id: str
-    """Of a tool's answer, like ``name``."""
+    """In answers of a tool, like ``name``."""
     name: str
 
 
@@ -75,7 +75,7 @@ class ToolSchema(TypedDict):
 
 
 class CallStatus(StrEnum):
-    """What became of one attempt to call a tool."""
+    """The fate of one attempt to call a tool."""
 
     OK = "ok"
     INVALID_JSON = "invalid_json"

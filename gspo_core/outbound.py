@@ -1,4 +1,4 @@
-"""Which addresses may be connected to on behalf of a URL that somebody else named.
+"""Which addresses may be connected to on behalf of a URL from outside.
 
 Rule: what is judged is the address, never the text that led to it. ``check_url`` resolves a name and refuses it if any
 of its addresses is not public; ``guard_connections`` judges every address in the moment in which a socket is connected
@@ -105,7 +105,7 @@ def guard_connections(networks: Sequence[Network]) -> None:
 def _may_connect(host: str, networks: Sequence[Network]) -> bool:
     try:
         return is_allowed(host, networks)
-    except ValueError:  # a name: whoever connects resolves it first, so that this address is judged
+    except ValueError:  # a name: it is resolved before the connection, and that address is judged
         return False
 
 

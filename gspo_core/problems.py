@@ -1,4 +1,4 @@
-"""What is wrong with the values of a specification, told in the words of the one who wrote it.
+"""Problems in the values of a specification, told in its author's own keys.
 
 One rule: a problem names the key, says what is allowed there, and for an unknown key what was probably meant. It is
 made from a validator's report and the data that was validated; it knows neither files nor HTTP.

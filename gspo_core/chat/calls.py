@@ -1,7 +1,7 @@
 """Reads tool calls out of sampled ids, in the syntaxes that models were trained to write.
 
 Rule: every attempt is kept, with its status and the tokens that it covers; nothing is repaired, and nothing is run.
-Whether arguments fit a tool is the business of whoever runs it; only a syntax without types (XML) looks at schemas, to
+Whether arguments fit a tool is checked where it runs; only a syntax without types (XML) looks at schemas, to
 know what was meant.
 """
 

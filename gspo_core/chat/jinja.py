@@ -1,6 +1,6 @@
 """Runs a model's chat template, with what model publishers expect to find there.
 
-Rule: a template is somebody else's program: it runs in a sandbox, sees only what it is given, and knows no clock.
+Rule: a template is foreign code: it runs in a sandbox, sees only what it is given, and knows no clock.
 `jinja2` is imported when a template is compiled.
 """
 
@@ -44,7 +44,7 @@ class Template:
             )
         except TemplateRefused:
             raise
-        except Exception as error:  # a template is somebody else's program
+        except Exception as error:  # foreign code
             raise TemplateRefused(f"the chat template failed: {type(error).__name__}: {error}") from error
 
 

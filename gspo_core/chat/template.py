@@ -209,7 +209,7 @@ class _Defused:
     def __init__(self, controls: re.Pattern[str], *values: Sequence[Message] | Sequence[ToolSchema]) -> None:
         self._controls = controls
         seen = repr(values)
-        # A private character that nobody wrote; ``repr`` shows these escaped.
+        # A private character that is not in the text; ``repr`` shows these escaped.
         codes = range(_FIRST_PRIVATE, _LAST_PRIVATE)
         self._mark = next(chr(code) for code in codes if f"\\u{code:04x}" not in seen)
 

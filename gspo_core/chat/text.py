@@ -11,7 +11,7 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ToolSchema
 
 MAX_DEPTH = 64
-"""Of JSON that a policy writes. Whoever passes it on, and any process behind that, must be able to write it again."""
+"""Deepest nesting of JSON from a policy. Every process that passes it on must be able to write it again."""
 
 
 def text_of(message: Message | None) -> str:

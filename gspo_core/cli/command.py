@@ -1,4 +1,4 @@
-"""What commands are made of: a parser, and the error that ends one. It knows no command."""
+"""The parts that commands share: a parser, and the error that ends a command. It knows no command."""
 
 from __future__ import annotations
 

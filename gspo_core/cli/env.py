@@ -123,7 +123,7 @@ async def _take_turns(session: Session, tools: Sequence[ToolSchema]) -> None:
 
 
 def read_turn(line: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """What a person typed, as a turn of the policy."""
+    """A typed line as a turn of the policy."""
     from gspo_core.env import CallStatus, ParsedTurn, ToolCall
 
     name, _, rest = line.partition(" ")

@@ -1,4 +1,4 @@
-"""What a check of this machine has found. It checks nothing itself."""
+"""The finding of one check of this machine. Nothing is checked here."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ COLOURS = {"succeeded": "green", "running": "green", "failed": "red", "cancelled
 
 @dataclass
 class WatchedJob:
-    """What a person wants to know of a job, kept up to date by ``take``."""
+    """The state of a job as it is drawn, kept up to date by ``take``."""
 
     job_id: str
     num_steps: int
@@ -40,7 +40,7 @@ class WatchedJob:
     status: str = "queued"
     reason: str = ""
     connection: str = ""
-    """What is wrong with it; empty while it stands."""
+    """The problem with it; empty while it stands."""
     rewards: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     last_step: Mapping[str, float] = field(default_factory=dict)

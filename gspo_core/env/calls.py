@@ -134,7 +134,7 @@ async def _await_within(awaitable: Awaitable[T], timeout_s: float) -> T:
     task = asyncio.create_task(contained())
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
-        if task.cancelled():  # by the author's own code: whoever called it was not, and gets an answer
+        if task.cancelled():  # by the author's own code; the caller still gets an answer
             raise RuntimeError("CancelledError")
         if done:
             return task.result()

@@ -17,7 +17,7 @@ from gspo_core.types import Split, StopReason
 
 
 class InvalidEnvironment(Exception):
-    """What was named cannot be used as an environment. The text says what to change."""
+    """The reference names no usable environment. The text says what to change."""
 
 
 class EnvironmentFailed(Exception):
@@ -30,7 +30,7 @@ class EnvironmentFailed(Exception):
 
 
 class AtCapacity(EnvironmentFailed):
-    """There is no room for one more session now: nobody's failure, to be tried again. ``most`` fit in."""
+    """No room for one more session now; try again later. At most ``most`` fit. It counts as no failure."""
 
     def __init__(self, most: int) -> None:
         super().__init__("capacity", str(most))
@@ -114,7 +114,7 @@ class Session(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What the author counted by ``ctx.metric``."""
+        """The numbers that the author reported with ``ctx.metric``."""
         ...
 
     @property
@@ -180,7 +180,7 @@ def description(environment: Environment, system_prompt: str | None = None) -> D
 
 @dataclass
 class Context:
-    """What a member with a parameter named ``ctx`` receives; one per episode."""
+    """Passed to members with a parameter named ``ctx``; one per episode."""
 
     episode_id: str
     seed: int

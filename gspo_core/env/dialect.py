@@ -32,7 +32,7 @@ class Dialect:
         return result_content(value)
 
     def failure(self, error: BaseException) -> str:
-        """What a member raised."""
+        """An exception that a member raised."""
         return error_text(error)
 
     def problem(self, text: str) -> str:

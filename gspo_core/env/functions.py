@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from gspo_core.env.contract import Context, InvalidEnvironment
 from gspo_core.json_value import JSON
@@ -26,13 +26,17 @@ class Call:
     arguments: Mapping[str, JSON]
     result: object = None
     error: Exception | None = None
-    """What the function raised instead of returning."""
+    """Raised by the function, which then has no result."""
 
 
 Worth: TypeAlias = float | Mapping[str, float]
 """A number, or named parts."""
-Reward: TypeAlias = Callable[[Mapping[str, JSON], Sequence[Message], Sequence[Call]], Worth | Awaitable[Worth]]
-"""``reward(task, messages, calls)``."""
+
+
+class Reward(Protocol):
+    def __call__(
+        self, task: Mapping[str, JSON], messages: Sequence[Message], calls: Sequence[Call], /
+    ) -> Worth | Awaitable[Worth]: ...
 
 
 def from_functions(

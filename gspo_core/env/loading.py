@@ -46,7 +46,7 @@ def _as_environment(ref: str, found: object, config: Mapping[str, JSON], system_
             raise InvalidEnvironment(f"{ref} is a finished environment: no place for the config {sorted(config)}")
         return found
     adapter = getattr(found, "as_environment", None)
-    if adapter is not None:  # a world that is no class of tools, e.g. somebody else's server
+    if adapter is not None:  # a world that is no class of tools, e.g. a foreign server
         return _adapted(ref, adapter, config)
     if inspect.iscoroutinefunction(found):
         raise InvalidEnvironment(

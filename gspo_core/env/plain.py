@@ -55,7 +55,7 @@ class PlainEnvironment:
         dialect: Dialect = OURS,
         judged_elsewhere: bool = False,
     ) -> None:
-        """``judged_elsewhere``: the class needs no ``get_reward``, because whoever uses it knows the reward."""
+        """``judged_elsewhere``: the class needs no ``get_reward``, because its user knows the reward."""
         self.name = name
         self.dialect = dialect
         self._config = dict(config)
@@ -146,7 +146,7 @@ class PlainEnvironment:
         tasks_name, count_name = _TASK_MEMBERS[split]
         static = inspect.getattr_static(self.cls, tasks_name, None)
         on_class = static is not None and not isinstance(static, property) and not inspect.isfunction(static)
-        # Held-out tasks alone are no reason to make an instance: who keeps tasks on the class keeps both there.
+        # Held-out tasks alone are no reason to make an instance: a class that has tasks has both kinds.
         needs_example = not on_class and (split is Split.TRAIN or static is not None)
         if needs_example and self._example is None:
             self._example = self._make_example()

@@ -27,11 +27,11 @@ T = TypeVar("T")
 Keyword: TypeAlias = Choice | Context
 
 _LENGTH = struct.Struct("<I")
-"""Of what a snapshot holds besides the author's state."""
+"""Length of the part of a snapshot before the author's state."""
 
 
 class SessionHome(Protocol):
-    """What a session needs of its environment; ``PlainEnvironment`` is one."""
+    """The part of an environment that a session needs; ``PlainEnvironment`` is one."""
 
     name: str
     dialect: Dialect
@@ -154,7 +154,7 @@ class PlainSession:
         close = getattr(self._environment.cls, "close", None)
         if close is None or (self._instance is None and not self._caller.has_thread):
             return
-        # A lost instance may hang for ever: nobody waits for it.
+        # A lost instance may hang for ever, so do not wait for it.
         timeout_s = 0.0 if self._lost else self._limits.close_timeout_s
         if inspect.iscoroutinefunction(close):
             await self._call_member("close", timeout_s)
@@ -201,7 +201,7 @@ class PlainSession:
         return Observation([{"role": "user", "content": content}])
 
     async def _answer(self, call: ToolCall) -> Content:
-        """What the policy reads in answer to one attempt, whatever became of it."""
+        """The text that answers one attempt, successful or not."""
         tools, dialect = self._environment.tools_by_name, self._environment.dialect
         if call.status not in (CallStatus.OK, CallStatus.UNKNOWN_TOOL):
             return dialect.unreadable(call.status)
@@ -255,7 +255,7 @@ def _said(turn: ParsedTurn) -> Message:
 
 
 def _accepted(function: FunctionType, given: Mapping[str, JSON], *, keep_seed: bool) -> dict[str, JSON]:
-    """What the signature takes: everything if it has ``**kwargs`` (then the seed only if the task brings one)."""
+    """The arguments that fit the signature: all if it has ``**kwargs`` (then the seed only if the task brings one)."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {name: value for name, value in given.items() if name != "seed" or keep_seed or name in parameters}
@@ -263,7 +263,7 @@ def _accepted(function: FunctionType, given: Mapping[str, JSON], *, keep_seed: b
 
 
 def as_reward(value: object) -> tuple[float, dict[str, float]]:
-    """What ``get_reward`` returned, as a sum and its named parts. Raises ``EnvironmentFailed``."""
+    """The result of ``get_reward`` as a sum and its named parts. Raises ``EnvironmentFailed``."""
     parts = dict(value) if isinstance(value, Mapping) else {}
     numbers = {str(name): _number(name, part) for name, part in parts.items()}
     if isinstance(value, Mapping) and not numbers:

@@ -119,7 +119,7 @@ class Tool:
 
 
 def result_content(result: object) -> Content:
-    """What the policy reads: a string as it is, content parts as they are, anything else as compact JSON."""
+    """A result as the policy reads it: strings and content parts as they are, anything else as compact JSON."""
     if isinstance(result, str):
         return result
     if isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result):

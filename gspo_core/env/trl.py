@@ -119,7 +119,7 @@ class TrlEnvironment:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        """Of all the classes; an episode is offered those of its own."""
+        """The tools of all classes; an episode is offered those of its own class."""
         return [schema for environment in self.environments.values() for schema in environment.tools]
 
     def num_tasks(self, split: Split) -> int:

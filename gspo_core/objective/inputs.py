@@ -1,6 +1,6 @@
-"""What enters the loss, made safe before any arithmetic.
+"""The inputs of the loss, made safe before any arithmetic.
 
-One rule: whatever stands at a masked position - garbage, NaN, infinity - is replaced here and seen by nobody after; a
+One rule: whatever stands at a masked position - garbage, NaN, infinity - is replaced here first; a
 value that is not finite at a trained position is corrupt data and refused. No formula lives here.
 
 Shapes: B sequences, T tokens.

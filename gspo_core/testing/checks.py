@@ -1,4 +1,4 @@
-"""What is looked at before an environment may train anything: each check is a finding with its reason.
+"""The checks before an environment may train anything: each check is a finding with its reason.
 
 Rule: a check fails only for what would falsify training or stop it (a leak between episodes, a hang, a reward that is
 none, a tool that cannot be called); what is merely unusual is a warning.
@@ -36,7 +36,7 @@ from gspo_core.types import Split, StopReason
 
 PASS, WARN, FAIL, SKIP = Status.PASS, Status.WARN, Status.FAIL, Status.SKIP
 Oracle = Callable[..., Sequence[Action]]
-"""``oracle(**task)``: the turns of somebody who knows the answer, words or (tool, arguments), in order."""
+"""``oracle(**task)``: a perfect policy's turns, words or (tool, arguments), in order."""
 
 # A leak shows in the first episodes or not at all; each of them costs an author's time.
 NUM_TASKS, NUM_TURNS, NUM_TOGETHER = 3, 5, 4
@@ -45,7 +45,7 @@ _COMPARED_TASKS = 500
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is examined, and with what."""
+    """The environment under examination, and the means."""
 
     environment: Environment
     timeouts: Timeouts
@@ -346,7 +346,7 @@ async def _prompt(subject: Subject) -> Check:
 
 
 def shared_state(environment: Environment) -> dict[str, str]:
-    """What episodes of a class share: attributes of the class and globals of its module, as text."""
+    """The state that episodes of a class share: attributes of the class and globals of its module, as text."""
     found: dict[str, str] = {}
     several = getattr(environment, "environments", {"": environment})
     for one in several.values():

@@ -1,4 +1,4 @@
-"""What an environment shows of itself without training: its tools, some of its tasks, one episode.
+"""Excerpts of an environment, without training: its tools, some of its tasks, one episode.
 
 Rule: everything that comes back is JSON of bounded size, whatever an author's code returns. It judges nothing.
 """
@@ -39,7 +39,7 @@ class ScriptedCall(TypedDict):
 
 
 class ScriptedTurn(TypedDict, total=False):
-    """What the policy says in one turn."""
+    """One turn of the policy."""
 
     text: str
     calls: list[ScriptedCall]

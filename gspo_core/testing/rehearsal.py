@@ -33,12 +33,12 @@ Action: TypeAlias = str | tuple[str, Mapping[str, JSON]]
 
 @dataclass
 class Transcript:
-    """What an episode showed and what it was worth."""
+    """The answers and the reward of an episode."""
 
     first: str = ""
     answers: list[str] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
-    """What the policy reads of each answer."""
+    """The text of each answer."""
     stop: StopReason | None = None
     reward: float = 0.0
     close_failure: str | None = None

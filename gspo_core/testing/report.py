@@ -1,4 +1,4 @@
-"""What a validation says of an environment: one typed finding per check, as text and as JSON."""
+"""The report of a validation: one typed finding per check, as text and as JSON."""
 
 from __future__ import annotations
 

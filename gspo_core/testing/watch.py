@@ -2,7 +2,7 @@
 
 Rule: it ends in time whatever the author's code does, loading included. A thread that never comes back is left behind
 as a daemon, and the place where it stands is the reason that is given; where that is none of the author's code, the
-author is not blamed. Time in which the whole process stands still counts for nobody.
+author is not blamed. Time in which the whole process stands still does not count.
 """
 
 from __future__ import annotations
