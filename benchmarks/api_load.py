@@ -26,7 +26,8 @@ import numpy as np
 
 from examples.demo.demo import NO_KEYS, demo_spec
 from examples.demo.model import make_demo_model
-from gspo_core.client import Client, parse_events
+from gspo_core.client import Client
+from gspo_core.server_events import parse_events
 from services.launch.stack import Stack, StackConfig, claim_port
 from services.process.children import die_with_parent
 from services.state.client import connect

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 _BUNDLED = Path(__file__).with_name("data")
 _FINAL = re.compile(r"####\s*(-?\$?[\d,]*\.?\d+)")
@@ -76,7 +75,7 @@ def read_problems(path: Path) -> list[dict[str, str]]:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            row: Any = json.loads(line)
+            row = json.loads(line)
             if _FINAL.search(row["answer"]) is None or not row["question"].strip():
                 raise ValueError("no question, or no answer behind ####")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -126,10 +125,10 @@ class GSM8K:
         return float(self._expected is not None and final_answer(self._said) == self._expected)
 
     @staticmethod
-    def oracle(question: str, answer: str) -> list[str | tuple[str, dict[str, Any]]]:
-        """The turns of somebody who knows: each annotated step with the calculator, then the answer."""
+    def oracle(question: str, answer: str) -> list[str | tuple[str, dict[str, str]]]:
+        """A perfect policy's turns: each annotated step with the calculator, then the answer."""
         steps = re.findall(r"<<([^=<>]*)=", answer)
-        calls: list[str | tuple[str, dict[str, Any]]] = [("calculate", {"expression": step}) for step in steps]
+        calls: list[str | tuple[str, dict[str, str]]] = [("calculate", {"expression": step}) for step in steps]
         return [*calls, f"#### {answer.rpartition('####')[2].strip()}"]
 
 

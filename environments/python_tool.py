@@ -14,7 +14,10 @@ from __future__ import annotations
 import atexit
 import random
 import threading
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic_monty import Monty
 
 NUM_TRAIN_TASKS, NUM_EVAL_TASKS = 1000, 100
 MAX_CODE_CHARS, MAX_OUTPUT_CHARS = 8_000, 4_000
@@ -118,8 +121,8 @@ class PythonTool:
         return float(self._said.strip() == str(self._expected))
 
     @staticmethod
-    def oracle(question: str, code: str) -> list[str | tuple[str, dict[str, Any]]]:
-        """The turns of somebody who knows how to compute it."""
+    def oracle(question: str, code: str) -> list[str | tuple[str, dict[str, str]]]:
+        """A perfect policy's turns."""
         value, _, _ = _feed(b"", code)
         return [("python", {"code": code}), str(value)]
 
@@ -128,11 +131,11 @@ class CodeError(Exception):
     """What the interpreter says of the policy's code."""
 
 
-_pool: Any = None
+_pool: Monty | None = None
 _pool_lock = threading.Lock()
 
 
-def _workers() -> Any:
+def _workers() -> Monty:
     """The interpreters of this process, started when the first code is run: a host forks before that."""
     global _pool
     import pydantic_monty
@@ -145,7 +148,7 @@ def _workers() -> Any:
         return _pool
 
 
-def _feed(state: bytes, code: str) -> tuple[Any, str, bytes]:
+def _feed(state: bytes, code: str) -> tuple[object, str, bytes]:
     """Runs ``code`` on ``state``: its value, what it printed, the state behind it. Raises ``CodeError``."""
     import pydantic_monty
 

@@ -16,7 +16,10 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from gspo_core.env.contract import Context
 
 NUM_TRAIN_TASKS, NUM_EVAL_TASKS = 560, 100
 _NUM_COUNTRIES, _NUM_CITIES, _NUM_PEOPLE, _NUM_COMPANIES = 20, 60, 150, 120
@@ -28,11 +31,18 @@ SNIPPET_WORDS = 16
 MAX_RESULTS = 8
 
 
+class Question(TypedDict):
+    question: str
+    answer: str
+    path: list[str]
+    """Titles that lead to the answer, in order."""
+
+
 @dataclass(frozen=True)
 class Collection:
     documents: dict[str, str]
     """Title to text."""
-    questions: list[dict[str, Any]]
+    questions: list[Question]
 
 
 def _names(draw: random.Random, number: int, syllables: int, taken: set[str]) -> list[str]:
@@ -86,7 +96,7 @@ def make_collection(seed: str = "search") -> Collection:
     return Collection(documents, questions[: NUM_TRAIN_TASKS + NUM_EVAL_TASKS])
 
 
-def _question(text: str, answer: str, path: list[str]) -> dict[str, Any]:
+def _question(text: str, answer: str, path: list[str]) -> Question:
     return {"question": text, "answer": answer, "path": path}
 
 
@@ -106,7 +116,7 @@ class SearchQA:
     reward_range = (0.0, 1.0)
     replayable = True
 
-    def reset(self, question: str, answer: str, path: list[str], ctx: Any = None) -> str:
+    def reset(self, question: str, answer: str, path: list[str], ctx: Context | None = None) -> str:
         self._answer, self._said, self._ctx = answer, "", ctx
         self._needed = set(path)
         self._read: set[str] = set()
@@ -156,9 +166,9 @@ class SearchQA:
         self._index.close()
 
     @staticmethod
-    def oracle(question: str, answer: str, path: list[str]) -> list[str | tuple[str, dict[str, Any]]]:
-        """The turns of somebody who knows where to look."""
-        reads: list[str | tuple[str, dict[str, Any]]] = [("read", {"title": title}) for title in path]
+    def oracle(question: str, answer: str, path: list[str]) -> list[str | tuple[str, dict[str, str]]]:
+        """A perfect policy's turns."""
+        reads: list[str | tuple[str, dict[str, str]]] = [("read", {"title": title}) for title in path]
         return [("search", {"query": question}), *reads, answer]
 
 

@@ -2,7 +2,7 @@
 
 The rule kept here: the result depends on *which* segments arrived, never on their order or on how often each came. A
 higher attempt supersedes a lower one; two different segments that claim the same place are an error, because then one
-of them is wrong and nobody can say which. Segments of groups that were forgotten are ignored, so that a late
+of them is wrong and there is no telling which. Segments of groups that were forgotten are ignored, so that a late
 redelivery cannot bring them back.
 
 It does not decide whether a group is ready, and it holds whatever it is given: memory is bounded by admission.

@@ -1,8 +1,8 @@
 """A Python client of the REST API.
 
-One rule: every call may be cut at any moment and is safe to go on with. Every POST carries a key of its own, so what is
-sent again is done once; events resume after the last one seen. It shows the answers of the API as they
-are (a newer server may add keys) and keeps no state beside its connections.
+One rule: every call may be cut at any moment and is safe to go on with. Every POST carries a key of its own, so a
+repeated one is done once; events resume after the last one seen. Answers are handed on as they come
+(``gspo_core.api_answers``); the client keeps no state beside its connections.
 
 Importing it is cheap: the HTTP library is loaded by the first client.
 """
@@ -13,13 +13,39 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, Self, TypedDict
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypedDict, TypeVar, Unpack, cast
+
+from gspo_core.api_answers import (
+    Checkpoint,
+    CheckpointDetail,
+    Drain,
+    EnvironmentSource,
+    EnvironmentValidation,
+    EpisodeDetail,
+    EpisodeSummary,
+    Event,
+    GroupSummary,
+    Job,
+    OutsideDescription,
+    Plan,
+    PublishedVersion,
+    RegisteredEnvironment,
+    SchemaAnswer,
+    Settings,
+    Taken,
+    TaskList,
+    Trial,
+    Worker,
+)
+from gspo_core.json_value import JSON
+from gspo_core.server_events import parse_events
 
 if TYPE_CHECKING:
     import httpx
+
+    from gspo_core.environment_records import Description
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
@@ -35,76 +61,49 @@ LONGEST_DELAY_S = 8.0
 RETRIED = frozenset({429, 502, 503, 504})
 
 
-class Reason(TypedDict):
-    """Why a job is where it is."""
+T = TypeVar("T")
+
+
+class FoundProblem(TypedDict):
+    """One thing that is wrong with a request."""
 
     code: str
     message: str
-    since: str | None
+    param: str | None
 
 
-class Job(TypedDict):
-    """A job as the API shows it; newer servers may add keys."""
-
-    object: str
-    id: str
-    name: str | None
-    model: str
-    status: str
-    desired_state: str
-    status_reason: Reason | None
-    attempt: int
-    step: int
-    steps: int
-    policy_version: int | None
-    created_at: str
-    started_at: str | None
-    finished_at: str | None
-    metadata: dict[str, str]
-    settings: dict[str, Any]
-    attempts: list[dict[str, Any]]
-    links: dict[str, str]
+class _Request(TypedDict, total=False):
+    params: Mapping[str, str]
+    json: Mapping[str, JSON]
+    content: bytes
+    headers: dict[str, str]
+    timeout: float
 
 
-class RegisteredEnvironment(TypedDict):
-    """A version of an environment; a job names it by its ``id``."""
-
-    object: str
-    id: str
-    name: str
-    version: int
-    status: str
-    source: dict[str, Any]
-    digest: str
-    created_at: str
-    failures: list[str]
+class _Data(TypedDict, Generic[T]):
+    data: T
 
 
-class Plan(TypedDict):
-    """What a job would be."""
-
-    object: str
-    valid: bool
-    config: dict[str, Any]
-    warnings: list[str]
-    unchecked: NotRequired[list[str]]
-    """What only trainers and rollout workers can tell."""
-    estimate: dict[str, int]
-    capacity: NotRequired[dict[str, int]]
+class _Configured(TypedDict):
+    config: Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened to a job. A `gap` says that events before it are no longer kept."""
+class _Described(TypedDict):
+    description: OutsideDescription
 
-    id: str
-    """Resume after it."""
-    type: str
-    data: dict[str, Any]
+
+class _PageOf(_Data[list[T]], Generic[T]):
+    has_more: bool
+    last_id: str
+
+
+class _Metrics(TypedDict):
+    data: list[dict[str, float]]
+    has_more: bool
 
 
 class ClientError(Exception):
-    """What a client of the API can raise."""
+    """Base of the client's errors."""
 
 
 class Unreachable(ClientError):
@@ -122,7 +121,7 @@ class ApiError(ClientError):
         *,
         param: str | None = None,
         request_id: str | None = None,
-        errors: tuple[Mapping[str, Any], ...] = (),
+        errors: tuple[FoundProblem, ...] = (),
     ) -> None:
         super().__init__(f"{message} [{code}]")
         self.status = status
@@ -137,7 +136,7 @@ class ApiError(ClientError):
 class Spec(Protocol):
     """A `JobSpec`, or anything else that dumps itself like one."""
 
-    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
+    def model_dump(self, *, mode: str) -> Settings: ...
 
 
 class Client:
@@ -176,103 +175,94 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
-    def create_job(self, spec: Spec | Mapping[str, Any], *, idempotency_key: str | None = None) -> Job:
+    def create_job(self, spec: Spec | Mapping[str, JSON], *, idempotency_key: str | None = None) -> Job:
         """Submit a job. Calls with the same key make one job, whatever gets lost on the way."""
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
-        job: Job = self._ask("POST", "/v1/jobs", json=_plain(spec), headers=headers)
-        return job
+        return self._ask(Job, "POST", "/v1/jobs", json=_plain(spec), headers=headers)
 
-    def plan_job(self, spec: Spec | Mapping[str, Any]) -> Plan:
-        """What the job would be; creates nothing."""
-        plan: Plan = self._ask("POST", "/v1/jobs", params={"dry_run": "true"}, json=_plain(spec))
-        return plan
+    def plan_job(self, spec: Spec | Mapping[str, JSON]) -> Plan:
+        """Plan a job without creating it."""
+        return self._ask(Plan, "POST", "/v1/jobs", params={"dry_run": "true"}, json=_plain(spec))
 
     def job(self, job_id: str) -> Job:
-        job: Job = self._ask("GET", _job_path(job_id))
-        return job
+        return self._ask(Job, "GET", _job_path(job_id))
 
     def jobs(self, *, status: str | None = None, order: str = "desc") -> Iterator[Job]:
         """All jobs, newest first, fetched page by page as they are asked for."""
         params = {"limit": "100", "order": order} | ({"status": status} if status else {})
-        yield from self._pages("/v1/jobs", params)
+        yield from self._pages(Job, "/v1/jobs", params)
 
-    def config(self, job_id: str) -> dict[str, Any]:
+    def config(self, job_id: str) -> Settings:
         """The specification of a job with every default spelled out."""
-        config: dict[str, Any] = self._ask("GET", _job_path(job_id, "/config"))["config"]
-        return config
+        return self._ask(_Configured, "GET", _job_path(job_id, "/config"))["config"]
 
     def pause(self, job_id: str) -> Job:
         """Ask a job to pause after the step that it is in."""
-        job: Job = self._ask("POST", _job_path(job_id, "/pause"))
-        return job
+        return self._ask(Job, "POST", _job_path(job_id, "/pause"))
 
     def resume(self, job_id: str) -> Job:
         """Let a paused job go on."""
-        job: Job = self._ask("POST", _job_path(job_id, "/resume"))
-        return job
+        return self._ask(Job, "POST", _job_path(job_id, "/resume"))
 
     def cancel(self, job_id: str, *, drain: bool = False, checkpoint: bool = False) -> Job:
         """Ask for the end of a job. ``drain`` trains what is under way first; ``checkpoint`` keeps where it ended."""
         params = {"mode": "drain" if drain else "now", "checkpoint": "true" if checkpoint else "false"}
-        job: Job = self._ask("POST", _job_path(job_id, "/cancel"), params=params)
-        return job
+        return self._ask(Job, "POST", _job_path(job_id, "/cancel"), params=params)
 
-    def change(self, job_id: str, changes: Mapping[str, Any], *, if_match: str | None = None) -> Job:
+    def change(self, job_id: str, changes: Mapping[str, JSON], *, if_match: str | None = None) -> Job:
         """Change settings of a job that runs: ``{"optimizer": {"lr": 5e-7}}``. They hold from its next step on. With
-        ``if_match``, the ``ETag`` of the job as it was looked at, only if nobody else has changed them since."""
+        ``if_match``, the ``ETag`` of the job as it was looked at, only if they have not changed since."""
         headers = {"If-Match": if_match} if if_match else {}
-        job: Job = self._ask("PATCH", _job_path(job_id), json=dict(changes), headers=headers)
-        return job
+        return self._ask(Job, "PATCH", _job_path(job_id), json=dict(changes), headers=headers)
 
-    def metrics(self, job_id: str, from_step: int = 0, *, names: str | None = None) -> list[dict[str, Any]]:
+    def metrics(self, job_id: str, from_step: int = 0, *, names: str | None = None) -> list[dict[str, float]]:
         """One row for each step from `from_step` on: `step` and the metrics by name."""
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[str, float]] = []
         more = True
         while more:
             params = {"from_step": str(from_step)} | ({"names": names} if names else {})
-            answer = self._ask("GET", _job_path(job_id, "/metrics"), params=params)
+            answer = self._ask(_Metrics, "GET", _job_path(job_id, "/metrics"), params=params)
             rows += answer["data"]
             more = answer["has_more"]
-            from_step = rows[-1]["step"] + 1 if rows else from_step
+            from_step = int(rows[-1]["step"]) + 1 if rows else from_step
         return rows
 
-    def groups(self, job_id: str, **filters: str | int) -> Iterator[dict[str, Any]]:
+    def groups(self, job_id: str, **filters: str | int) -> Iterator[GroupSummary]:
         """Groups with their episodes, fetched as they are asked for: those that were trained, newest step first, or
         with ``status="open"`` those in the queue."""
-        yield from self._pages(_job_path(job_id, "/groups"), _texts(filters))
+        yield from self._pages(GroupSummary, _job_path(job_id, "/groups"), _texts(filters))
 
-    def episodes(self, job_id: str, **filters: str | float) -> Iterator[dict[str, Any]]:
+    def episodes(self, job_id: str, **filters: str | float) -> Iterator[EpisodeSummary]:
         """Episodes that were trained, newest step first: ``step``, ``stop_reason``, ``min_reward``, ``max_reward``,
         ``version``."""
-        yield from self._pages(_job_path(job_id, "/episodes"), _texts(filters))
+        yield from self._pages(EpisodeSummary, _job_path(job_id, "/episodes"), _texts(filters))
 
-    def episode(self, episode_id: str, *, tokens: bool = False) -> dict[str, Any]:
+    def episode(self, episode_id: str, *, tokens: bool = False) -> EpisodeDetail:
         """One episode turn by turn, by its id ``JOB/GROUP/MEMBER``, also while it runs."""
         params = {"include": "tokens"} if tokens else {}
-        episode: dict[str, Any] = self._ask("GET", f"/v1/episodes/{_path(episode_id)}", params=params)
-        return episode
+        return self._ask(EpisodeDetail, "GET", f"/v1/episodes/{_path(episode_id)}", params=params)
 
-    def push_trajectories(self, job_id: str, trajectories: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def push_trajectories(self, job_id: str, trajectories: Sequence[Mapping[str, JSON]]) -> list[Taken]:
         """Episodes, or pieces of them, that your own code has sampled: what became of each, ``accepted`` or the
         ``reason`` why not. Their shape is ``PushedTrajectory`` of the API's document."""
-        body = {"trajectories": [dict(one) for one in trajectories]}
-        found: list[dict[str, Any]] = self._ask("POST", _job_path(job_id, "/trajectories"), json=body)["data"]
-        return found
+        body: dict[str, JSON] = {"trajectories": [dict(one) for one in trajectories]}
+        return self._ask(_Data[list[Taken]], "POST", _job_path(job_id, "/trajectories"), json=body)["data"]
 
-    def describe_environment(self, job_id: str, num_train: int, num_eval: int = 0, *, index: int = 0) -> dict[str, Any]:
+    def describe_environment(
+        self, job_id: str, num_train: int, num_eval: int = 0, *, index: int = 0
+    ) -> OutsideDescription:
         """Say how many tasks an environment of a job has that only your own code can play."""
-        body = {"num_tasks": {"train": num_train, "eval": num_eval}}
+        body: dict[str, JSON] = {"num_tasks": {"train": num_train, "eval": num_eval}}
         path = _job_path(job_id, f"/environments/{index}/description")
-        description: dict[str, Any] = self._ask("POST", path, json=body)["description"]
-        return description
+        return self._ask(_Described, "POST", path, json=body)["description"]
 
-    def versions(self, job_id: str) -> Iterator[dict[str, Any]]:
+    def versions(self, job_id: str) -> Iterator[PublishedVersion]:
         """The published versions of a job's weights, newest first."""
-        yield from self._pages(_job_path(job_id, "/versions"), {"limit": "100"})
+        yield from self._pages(PublishedVersion, _job_path(job_id, "/versions"), {"limit": "100"})
 
     def export_episodes(
         self, job_id: str, from_step: int = 0, to_step: int | None = None, *, tokens: bool = False
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[EpisodeDetail]:
         """Every trained episode turn by turn, the oldest step first. A connection that breaks ends it with Unreachable:
         go on with the step of the last one."""
         given = {"from_step": from_step, "to_step": to_step, "include": "tokens" if tokens else None}
@@ -287,41 +277,38 @@ class Client:
         except self._httpx.TransportError as error:
             raise _unreachable(self._http, error) from error
 
-    def checkpoints(self, job_id: str) -> Iterator[dict[str, Any]]:
+    def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
         """The checkpoints of a job that are kept, newest first."""
-        yield from self._pages(_job_path(job_id, "/checkpoints"), {"limit": "100"})
+        yield from self._pages(Checkpoint, _job_path(job_id, "/checkpoints"), {"limit": "100"})
 
-    def checkpoint(self, checkpoint_id: str) -> dict[str, Any]:
+    def checkpoint(self, checkpoint_id: str) -> CheckpointDetail:
         """One checkpoint with its files, by its id ``JOB/EPOCH/STEP``; ``export`` says what became of its export."""
-        found: dict[str, Any] = self._ask("GET", f"/v1/checkpoints/{_path(checkpoint_id)}")
-        return found
+        return self._ask(CheckpointDetail, "GET", f"/v1/checkpoints/{_path(checkpoint_id)}")
 
-    def export_checkpoint(self, checkpoint_id: str) -> dict[str, Any]:
+    def export_checkpoint(self, checkpoint_id: str) -> CheckpointDetail:
         """Have its weights written as a plain model directory; ask for the checkpoint until its export is ready."""
-        found: dict[str, Any] = self._ask("POST", f"/v1/checkpoints/{_path(checkpoint_id)}/export")
-        return found
+        return self._ask(CheckpointDetail, "POST", f"/v1/checkpoints/{_path(checkpoint_id)}/export")
 
     def remove_checkpoint(self, checkpoint_id: str) -> None:
         """Gone already is as good."""
         self._remove(f"/v1/checkpoints/{_path(checkpoint_id)}", "checkpoint_not_found")
 
-    def register_environment(self, name: str, source: Mapping[str, Any]) -> RegisteredEnvironment:
+    def register_environment(self, name: str, source: EnvironmentSource) -> RegisteredEnvironment:
         """A version with this content; the same content is the same version."""
-        body = {"name": name, "source": dict(source)}
-        environment: RegisteredEnvironment = self._ask("POST", "/v1/environments", json=body)
-        return environment
+        body = {"name": name, "source": cast(JSON, source)}
+        return self._ask(RegisteredEnvironment, "POST", "/v1/environments", json=body)
 
     def upload_environment(self, name: str, ref: str, content: bytes, *, kind: str) -> RegisteredEnvironment:
         """``kind``: ``text/x-python`` for a file, ``application/zip``, ``application/gzip`` or ``application/x-tar``
         for a package. ``ref`` is ``file.py:Class`` or ``package.module:Class`` in it."""
-        environment: RegisteredEnvironment = self._ask(
+        return self._ask(
+            RegisteredEnvironment,
             "POST",
             "/v1/environments/uploads",
             params={"name": name, "ref": ref},
             content=content,
             headers={"Content-Type": kind},
         )
-        return environment
 
     def upload_folder(self, name: str, ref: str, folder: str | Path) -> RegisteredEnvironment:
         """A folder as a package: the same files are the same version. ``ref`` is ``package.module:Class`` or
@@ -332,71 +319,65 @@ class Client:
 
     def environments(self, *, name: str | None = None) -> Iterator[RegisteredEnvironment]:
         """Registered versions by name."""
-        yield from self._pages("/v1/environments", {"limit": "100"} | ({"name": name} if name else {}))
+        yield from self._pages(
+            RegisteredEnvironment, "/v1/environments", {"limit": "100"} | ({"name": name} if name else {})
+        )
 
     def environment(self, reference: str) -> RegisteredEnvironment:
         """`name@version`, or the newest version of a `name`."""
-        environment: RegisteredEnvironment = self._ask("GET", _environment_path(reference))
-        return environment
+        return self._ask(RegisteredEnvironment, "GET", _environment_path(reference))
 
     def remove_environment(self, reference: str) -> None:
         """Gone already is as good."""
         self._remove(_environment_path(reference), "environment_not_found")
 
-    def validate_environment(self, reference: str) -> dict[str, Any]:
-        """What a rollout worker finds when it examines it: ``ok`` and ``checks``. It takes a while."""
-        report: dict[str, Any] = self._ask("POST", _environment_path(reference, "/validate"), timeout=EXAMINATION_S)
-        return report
+    def validate_environment(self, reference: str) -> EnvironmentValidation:
+        """Have a rollout worker examine it. It takes a while."""
+        path = _environment_path(reference, "/validate")
+        return self._ask(EnvironmentValidation, "POST", path, timeout=EXAMINATION_S)
 
     def try_environment(
         self,
         reference: str,
-        turns: Sequence[Mapping[str, Any]] | None = None,
+        turns: Sequence[Mapping[str, JSON]] | None = None,
         *,
         task: int = 0,
         split: str = "train",
         seed: int = 0,
-    ) -> dict[str, Any]:
+    ) -> Trial:
         """One episode with these turns (``text``, ``calls``), or with those of its oracle."""
-        body = {
+        body: dict[str, JSON] = {
             "split": split,
             "task": task,
             "seed": seed,
             "turns": None if turns is None else [dict(t) for t in turns],
         }
-        played: dict[str, Any] = self._ask(
-            "POST", _environment_path(reference, "/try"), json=body, timeout=EXAMINATION_S
-        )
-        return played
+        return self._ask(Trial, "POST", _environment_path(reference, "/try"), json=body, timeout=EXAMINATION_S)
 
     def environment_tasks(
         self, reference: str, first: int = 0, count: int = 20, *, split: str = "train"
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, JSON]]:
         params = {"split": split, "first": str(first), "limit": str(count)}
-        answer = self._ask("GET", _environment_path(reference, "/tasks"), params=params, timeout=EXAMINATION_S)
-        tasks: list[dict[str, Any]] = answer["tasks"]
-        return tasks
+        path = _environment_path(reference, "/tasks")
+        return self._ask(TaskList, "GET", path, params=params, timeout=EXAMINATION_S)["tasks"]
 
-    def environment_schema(self, reference: str) -> dict[str, Any]:
+    def environment_schema(self, reference: str) -> Description:
         """Its tools and limits, as a policy sees them."""
-        answer = self._ask("GET", _environment_path(reference, "/schema"), timeout=EXAMINATION_S)
-        description: dict[str, Any] = answer["description"]
-        return description
+        path = _environment_path(reference, "/schema")
+        return self._ask(SchemaAnswer, "GET", path, timeout=EXAMINATION_S)["description"]
 
-    def workers(self) -> list[dict[str, Any]]:
+    def workers(self) -> list[Worker]:
         """The processes that are registered."""
-        return list(self._pages("/v1/workers", {"limit": "1000"}))
+        return list(self._pages(Worker, "/v1/workers", {"limit": "1000"}))
 
-    def drain_worker(self, worker_id: str) -> dict[str, Any]:
+    def drain_worker(self, worker_id: str) -> Drain:
         """Ask a rollout worker or a trainer to leave: it hands back what it holds, and ends."""
-        found: dict[str, Any] = self._ask("POST", f"/v1/workers/{_path(worker_id)}/drain")
-        return found
+        return self._ask(Drain, "POST", f"/v1/workers/{_path(worker_id)}/drain")
 
-    def drain_engine(self, engine_id: str, *, undo: bool = False) -> dict[str, Any]:
+    def drain_engine(self, engine_id: str, *, undo: bool = False) -> Drain:
         """Leave an engine alone, by its address: no new requests, no new weights. ``state`` is ``drained`` when it may
         be stopped; ``undo`` uses it again."""
-        found: dict[str, Any] = self._ask("DELETE" if undo else "POST", f"/v1/engines/{_path(engine_id)}/drain")
-        return found
+        return self._ask(Drain, "DELETE" if undo else "POST", f"/v1/engines/{_path(engine_id)}/drain")
 
     def events(
         self, job_id: str, after: str | None = "0", *, on_wait: Callable[[int], None] = lambda failures: None
@@ -421,9 +402,9 @@ class Client:
                     after = event.id or after
                     yield event
             except (self._httpx.TransportError, _Later) as error:
-                is_nobody = isinstance(error, self._httpx.ConnectError) and not was_connected
+                is_absent = isinstance(error, self._httpx.ConnectError) and not was_connected
                 retry_after_s = error.retry_after_s if isinstance(error, _Later) else None
-                if is_nobody or failures >= STREAM_RETRIES:
+                if is_absent or failures >= STREAM_RETRIES:
                     raise (error.answer if isinstance(error, _Later) else _unreachable(self._http, error)) from error
             on_wait(failures)
             self._sleep(_delay(failures, retry_after_s))
@@ -442,21 +423,22 @@ class Client:
 
     def _remove(self, path: str, gone: str) -> None:
         try:
-            self._ask("DELETE", path)
+            self._ask(type(None), "DELETE", path)
         except ApiError as error:
             if error.code != gone:
                 raise
 
-    def _pages(self, path: str, params: dict[str, str]) -> Iterator[Any]:
+    def _pages(self, item: type[T], path: str, params: dict[str, str]) -> Iterator[T]:
         while True:
-            page = self._ask("GET", path, params=params)
+            page = self._ask(_PageOf[T], "GET", path, params=params)
             yield from page["data"]
             if not page["has_more"]:
                 return
             params = {**params, "after": page["last_id"]}
 
-    def _ask(self, method: str, path: str, **request: Any) -> Any:
-        """One answer. Requests are repeated when they may not have arrived: all of ours are safe to repeat."""
+    def _ask(self, shape: type[T], method: str, path: str, **request: Unpack[_Request]) -> T:
+        """One answer, taken to have ``shape``. A request that may not have arrived is repeated: all of ours are safe to
+        repeat."""
         if method == "POST":
             request["headers"] = {"Idempotency-Key": uuid.uuid4().hex} | request.get("headers", {})
         for attempt in range(RETRIES + 1):
@@ -464,14 +446,14 @@ class Client:
             try:
                 answer = self._http.request(method, path, **request)
             except self._httpx.TransportError as error:
-                # Nobody listens: that does not change within a second, and a person waits for the message.
-                is_nobody = isinstance(error, self._httpx.ConnectError | self._httpx.UnsupportedProtocol)
-                if is_last or is_nobody:
+                # Nothing listens: that does not change within a second, and a person waits for the message.
+                is_absent = isinstance(error, self._httpx.ConnectError | self._httpx.UnsupportedProtocol)
+                if is_last or is_absent:
                     raise _unreachable(self._http, error) from error
                 wait_s = _delay(attempt)
             else:
                 if answer.is_success:
-                    return _json(answer)
+                    return cast(T, _json(answer))
                 # A conflict that is worth another try says when: our first request is still being done.
                 is_under_way = answer.status_code == 409 and "retry-after" in answer.headers
                 if is_last or not (is_under_way or answer.status_code in RETRIED):
@@ -490,28 +472,8 @@ class _Later(Exception):
         self.retry_after_s = retry_after_s
 
 
-def parse_events(lines: Iterable[str]) -> Iterator[Event | None]:
-    """Server-sent events from their lines, None for a ping. An event whose closing empty line is missing was cut."""
-    event_id, kind, data = "", "message", list[str]()
-    for line in lines:
-        name, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if line.startswith(":"):
-            yield None
-        elif not line:
-            if data:
-                yield Event(event_id, kind, json.loads("\n".join(data)))
-            event_id, kind, data = "", "message", []
-        elif name == "id":
-            event_id = value
-        elif name == "event":
-            kind = value
-        elif name == "data":
-            data.append(value)
-
-
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """What ends with a line feed. Other characters that end lines elsewhere are part of what was said."""
+    """Split at line feeds alone: other line separators belong to the text."""
     rest = b""
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
@@ -520,14 +482,14 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def _json(answer: httpx.Response) -> Any:
+def _json(answer: httpx.Response) -> JSON:
     try:
-        return answer.json() if answer.content else None
+        return cast(JSON, answer.json()) if answer.content else None
     except ValueError:  # another service listens there
         raise _api_error(answer) from None
 
 
-def _plain(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:
+def _plain(spec: Spec | Mapping[str, JSON]) -> Settings:
     return dict(spec) if isinstance(spec, Mapping) else spec.model_dump(mode="json")
 
 

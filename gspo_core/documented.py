@@ -11,10 +11,13 @@ import ast
 import functools
 import inspect
 import sys
-from typing import Any, get_args
+from typing import TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, field_validator
 from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+T = TypeVar("T")
 
 
 class Documented(BaseModel):
@@ -24,7 +27,7 @@ class Documented(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_switch(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_switch(cls, value: T, info: ValidationInfo) -> T:
         """Python counts false as 0, which for a bound means everything and not nothing."""
         if isinstance(value, bool) and info.field_name is not None:
             kinds = _kinds(cls.model_fields[info.field_name].annotation)
@@ -33,7 +36,7 @@ class Documented(BaseModel):
         return value
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         described = field_docs(cls)
@@ -44,7 +47,7 @@ class Documented(BaseModel):
         return schema
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def _kinds(annotation: object) -> set[object]:
     """The types that an annotation is made of, itself included."""
     return {annotation}.union(
         *(_kinds(part) for part in get_args(annotation) if isinstance(part, type) or get_args(part))

@@ -1,7 +1,7 @@
 """The label of an engine's weights, ``JOB/EPOCH/VERSION``: built and parsed here and nowhere else.
 
 Rule: a label that does not name all three is no label. Engines that serve no job carry names of their own ("default").
-Which label an engine should carry is decided by whoever loads its weights.
+The loader of an engine's weights decides which label it carries.
 """
 
 from __future__ import annotations

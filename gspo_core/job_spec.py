@@ -14,11 +14,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, JsonValue, StringConstraints, model_validator
 
 from gspo_core.documented import Documented
+from gspo_core.json_value import JSON
 from gspo_core.learner_config import LearnerOptions, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig, config_refusals, config_warnings
 from gspo_core.stop_spec import StopSpec, WatchdogSpec
@@ -34,7 +35,10 @@ MAX_METADATA = (16, 64, 512)
 STALENESS_CAP_FACTOR = 4
 
 
-def _finite(value: Any) -> Any:
+T = TypeVar("T")
+
+
+def _finite(value: T) -> T:
     """Free-form parts are checked by hand: a validator's ban on NaN and infinity does not reach into them."""
     for number in _numbers(value):
         if not math.isfinite(number):
@@ -42,7 +46,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _numbers(value: Any) -> Iterator[float]:
+def _numbers(value: object) -> Iterator[float]:
     if isinstance(value, float):
         yield value
     elif isinstance(value, dict):
@@ -368,7 +372,7 @@ class JobSpec(Documented):
             raise ValueError(refused)
         return self
 
-    def episode_limits(self, environment: int, author: Mapping[str, Any] | None = None) -> EpisodeLimits:
+    def episode_limits(self, environment: int, author: Mapping[str, JSON] | None = None) -> EpisodeLimits:
         """The bounds of an episode of environment number `environment`, whose author asks for `author`."""
         layers = Limits.model_validate(author or {}), self.limits, self.environments[environment].limits
         return EpisodeLimits.resolve(*layers)

@@ -8,10 +8,10 @@ It stores nothing and applies nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from pydantic import ValidationError
 
+from gspo_core.json_value import JSON
 from gspo_core.problems import Problem, near, problems
 from gspo_core.spec import JobSpec
 
@@ -55,7 +55,7 @@ class ChangeRefused(ValueError):
         self.problems = found
 
 
-def live_values(changes: Mapping[str, Any]) -> dict[str, Any]:
+def live_values(changes: Mapping[str, JSON]) -> dict[str, JSON]:
     """Changes that are written like a part of a job, by their key: ``{"optimizer.lr": 1e-6}``. Raises ChangeRefused."""
     values = dict(_flat(changes, ""))
     refused = [problem for key in values if (problem := _problem(key)) is not None]
@@ -66,7 +66,7 @@ def live_values(changes: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def tuned(spec: JobSpec, values: Mapping[str, Any]) -> JobSpec:
+def tuned(spec: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
     """The job with live settings in place of its own. Raises ChangeRefused for values that it cannot have."""
     if not values:
         return spec
@@ -88,7 +88,7 @@ def tuned(spec: JobSpec, values: Mapping[str, Any]) -> JobSpec:
     return changed
 
 
-def _flat(changes: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+def _flat(changes: Mapping[str, JSON], before: str) -> Iterator[tuple[str, JSON]]:
     for name, value in changes.items():
         key = f"{before}.{name}" if before else name
         if isinstance(value, Mapping) and key not in LIVE_SETTINGS:

@@ -1,4 +1,4 @@
-"""What passes between a chat codec and an environment: messages, tool schemas and parsed assistant turns.
+"""The data between a chat codec and an environment: messages, tool schemas and parsed assistant turns.
 
 Rule: a parsed turn keeps every attempt to call a tool, also the failed ones, each with its status and the tokens that
 it covers. This module neither parses nor runs anything.
@@ -6,21 +6,76 @@ it covers. This module neither parses nor runs anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Literal, NotRequired, Required, TypeAlias, TypedDict
 
-Message: TypeAlias = Mapping[str, Any]
-"""``role`` and ``content`` (a string, None, or a list of ``{"type": "text", "text": ...}`` parts); an assistant message
-may have ``tool_calls``, a tool message has ``tool_call_id`` and ``name``."""
+from gspo_core.json_value import JSON
 
-ToolSchema: TypeAlias = Mapping[str, Any]
-"""``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+
+class ContentPart(TypedDict, total=False):
+    type: Required[str]
+    """The codecs here render ``text`` alone."""
+    text: str
+
+
+Content: TypeAlias = str | list[ContentPart]
+
+
+class CalledFunction(TypedDict):
+    name: str | None
+    arguments: JSON
+    """An object, or its JSON text, as some clients send it."""
+
+
+class MessageCall(TypedDict, total=False):
+    """One call in an assistant message. Some clients leave out ``function`` and put its fields here."""
+
+    id: str
+    type: str
+    function: CalledFunction
+    name: str | None
+    arguments: JSON
+
+
+class Message(TypedDict, total=False):
+    role: Required[str]
+    content: Content | None
+    reasoning_content: str
+    tool_calls: Sequence[MessageCall]
+    """In messages of an assistant."""
+    tool_call_id: str
+    """In answers of a tool, like ``name``."""
+    name: str
+
+
+class ParameterSchema(TypedDict, total=False):
+    """JSON schema, as far as type hints become one."""
+
+    type: str | list[str]
+    description: str
+    properties: dict[str, ParameterSchema]
+    required: list[str]
+    items: ParameterSchema
+    additionalProperties: ParameterSchema
+    anyOf: list[ParameterSchema]
+    enum: list[JSON]
+
+
+class FunctionSchema(TypedDict):
+    name: str
+    description: NotRequired[str]
+    parameters: NotRequired[ParameterSchema]
+
+
+class ToolSchema(TypedDict):
+    type: Literal["function"]
+    function: FunctionSchema
 
 
 class CallStatus(StrEnum):
-    """What became of one attempt to call a tool."""
+    """The fate of one attempt to call a tool."""
 
     OK = "ok"
     INVALID_JSON = "invalid_json"
@@ -34,7 +89,7 @@ class ForkReason(StrEnum):
     """Why a conversation cannot go on behind what was sampled, so that it starts a new branch."""
 
     ASSISTANT_MESSAGE = "assistant_message"
-    """The new messages hold words of the assistant that nobody sampled."""
+    """The new messages hold words of the assistant that were not sampled."""
     SAMPLED_AFTER_END = "sampled_after_end"
     """Tokens were sampled behind the end of the turn."""
     THINKING_STRIPPED = "thinking_stripped"
@@ -53,7 +108,7 @@ class ToolCall:
 
     name: str | None
     """None where the attempt names no tool."""
-    arguments: Any
+    arguments: JSON
     """Whatever JSON value the policy wrote, not necessarily an object; ``{}`` where it wrote none."""
     status: CallStatus
     raw: str

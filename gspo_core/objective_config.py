@@ -9,11 +9,12 @@ It imports neither torch nor numpy and computes no loss (`gspo_core.objective` d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gspo_core.documented import Documented
+from gspo_core.json_value import JSON
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -48,7 +49,7 @@ CORRECTION_NAMES: Mapping[str, Correction] = {
     "product": "product_truncate",
 }
 # Keys that are accepted besides the fields, as their JSON schema describes them.
-OTHER_KEYS: Mapping[str, Mapping[str, Any]] = {
+OTHER_KEYS: Mapping[str, Mapping[str, JSON]] = {
     "name": {"enum": list(NAMES), "type": "string", "description": "Sets loss and ratio."},
     "clip": {
         "anyOf": [
@@ -143,6 +144,11 @@ def _add_other_spellings(schema: dict[str, Any]) -> None:
     properties = schema["properties"]
     properties.update({name: dict(described) for name, described in OTHER_KEYS.items()})
     properties["correction"]["enum"] = [*properties["correction"]["enum"], *CORRECTION_NAMES]
+
+
+T = TypeVar("T")
+Given: TypeAlias = dict[str, JSON]
+"""The configuration as it was written."""
 
 
 class ObjectiveConfig(Documented):
@@ -243,10 +249,10 @@ class ObjectiveConfig(Documented):
 
     @model_validator(mode="before")
     @classmethod
-    def _resolve_names(cls, data: Any) -> Any:
+    def _resolve_names(cls, data: T) -> T | Given:
         if not isinstance(data, Mapping):
             return data
-        given = dict(data)
+        given: Given = dict(data)
         if "name" in given:
             name = given.pop("name")
             if not isinstance(name, str) or name not in NAMES:
@@ -286,12 +292,12 @@ class ObjectiveConfig(Documented):
         return self
 
 
-def _put(given: dict[str, Any], key: str, value: Any, reason: str) -> None:
+def _put(given: Given, key: str, value: JSON, reason: str) -> None:
     if given.setdefault(key, value) != value:
         raise ValueError(f"{key}: {given[key]!r} contradicts {reason}")
 
 
-def _resolve_clip(given: dict[str, Any]) -> None:
+def _resolve_clip(given: Given) -> None:
     clip = given.pop("clip")
     pair = list(clip) if isinstance(clip, list | tuple) else [clip, clip]
     if len(pair) != 2:
@@ -300,7 +306,7 @@ def _resolve_clip(given: dict[str, Any]) -> None:
     _put(given, "clip_high", pair[1], f"clip: {clip}")
 
 
-def _fill_dependent_defaults(given: dict[str, Any]) -> None:
+def _fill_dependent_defaults(given: Given) -> None:
     """Defaults that follow from another key, written out, so that a stored configuration says what it does."""
     required = RATIO_OF_LOSS.get(str(given.get("loss")))
     if required is not None:

@@ -1,4 +1,4 @@
-"""Which addresses may be connected to on behalf of a URL that somebody else named.
+"""Which addresses may be connected to on behalf of a URL from outside.
 
 Rule: what is judged is the address, never the text that led to it. ``check_url`` resolves a name and refuses it if any
 of its addresses is not public; ``guard_connections`` judges every address in the moment in which a socket is connected
@@ -11,7 +11,7 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -92,7 +92,7 @@ def check_url(url: str, networks: Sequence[Network], resolve: Resolve | None = N
 def guard_connections(networks: Sequence[Network]) -> None:
     """From now on this process connects to allowed addresses only. It cannot be taken back."""
 
-    def judge(event: str, arguments: tuple[Any, ...]) -> None:
+    def judge(event: str, arguments: tuple[object, ...]) -> None:
         if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
             target = arguments[1]
             # Other families (unix sockets) are not reached by URLs.
@@ -105,7 +105,7 @@ def guard_connections(networks: Sequence[Network]) -> None:
 def _may_connect(host: str, networks: Sequence[Network]) -> bool:
     try:
         return is_allowed(host, networks)
-    except ValueError:  # a name: whoever connects resolves it first, so that this address is judged
+    except ValueError:  # a name: it is resolved before the connection, and that address is judged
         return False
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with the values of a specification, told in the words of the one who wrote it.
+"""Problems in the values of a specification, told in its author's own keys.
 
 One rule: a problem names the key, says what is allowed there, and for an unknown key what was probably meant. It is
 made from a validator's report and the data that was validated; it knows neither files nor HTTP.
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ValidationError
+from pydantic import AliasChoices, AliasPath, BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 KeyPath = tuple[str | int, ...]
 
@@ -56,12 +57,12 @@ def near(word: str, known: Iterable[str]) -> str:
     return f"; known are {', '.join(known)}" if known else ""
 
 
-def problems(error: ValidationError, model: type[BaseModel], data: Any) -> list[Problem]:
+def problems(error: ValidationError, model: type[BaseModel], data: object) -> list[Problem]:
     """What `error` says about `data` validated as `model`, unknown keys first: they explain most of the rest."""
     return problems_of(error.errors(include_url=False, include_context=False), model, data)
 
 
-def problems_of(reports: Sequence[Mapping[str, Any]], model: type[BaseModel], data: Any) -> list[Problem]:
+def problems_of(reports: Sequence[ErrorDetails], model: type[BaseModel], data: object) -> list[Problem]:
     """The same from the validator's reports, whoever collected them; of very many the first ones."""
     reports = reports[:MAX_PROBLEMS]
     inner = {report["loc"] for report in reports}
@@ -79,7 +80,7 @@ def problems_of(reports: Sequence[Mapping[str, Any]], model: type[BaseModel], da
     return sorted(found, key=lambda problem: problem.code != "unknown_field")
 
 
-def _problem(kind: str, path: KeyPath, message: str, given: Any, model: type[BaseModel]) -> Problem:
+def _problem(kind: str, path: KeyPath, message: str, given: object, model: type[BaseModel]) -> Problem:
     code = _CODES.get(kind, "validation_failed")
     key = spell(path)
     if code == "unknown_field":
@@ -93,7 +94,7 @@ def _problem(kind: str, path: KeyPath, message: str, given: Any, model: type[Bas
     return Problem(code, path, f"{key}: {message}{shown}" if key else message)
 
 
-def _written_path(loc: Sequence[str | int], data: Any) -> KeyPath:
+def _written_path(loc: Sequence[str | int], data: object) -> KeyPath:
     """The part of a report's location that exists in the data, with the key that is missing from it at most.
 
     Validators add names of their own, of union members for example.
@@ -131,7 +132,7 @@ def _names_at(model: type[BaseModel], path: KeyPath) -> set[str]:
     }
 
 
-def _spellings(name: str, *aliases: Any) -> set[str]:
+def _spellings(name: str, *aliases: str | AliasPath | AliasChoices | None) -> set[str]:
     spellings = {name}
     for alias in aliases:
         choices = alias.choices if isinstance(alias, AliasChoices) else [alias]

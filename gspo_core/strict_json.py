@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from gspo_core.json_value import JSON
 
 # Deep enough for anything that a person writes; far from where Python's own stack ends.
 MAX_DEPTH = 64
@@ -23,11 +25,11 @@ class TextRejected(ValueError):
         self.column = column
 
 
-def parse(text: str | bytes) -> Any:
+def parse(text: str | bytes) -> JSON:
     """The value of a JSON text (UTF-8 if bytes)."""
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
-        value = json.loads(decoded, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
+        value: JSON = json.loads(decoded, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise TextRejected(error.msg[:1].lower() + error.msg[1:], error.lineno, error.colno) from None
     except UnicodeDecodeError as error:
@@ -42,7 +44,7 @@ def parse(text: str | bytes) -> Any:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
@@ -62,13 +64,13 @@ def _no_constant(word: str) -> NoReturn:
     raise TextRejected(f"{word} is not a JSON number")
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: JSON) -> None:
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH + 1:
             raise TextRejected(f"nested deeper than {MAX_DEPTH} levels")
-        inner: list[Any] = []
+        inner: list[JSON] = []
         for item in level:
             if isinstance(item, dict):
                 inner += item.values()

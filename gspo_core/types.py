@@ -21,13 +21,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from gspo_core.engine_label import EngineLabel
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    Numbers: TypeAlias = np.int32 | np.bool_ | np.float32
+    ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 _EnumT = TypeVar("_EnumT", bound=StrEnum)
 
@@ -240,7 +243,7 @@ class Segment:
     def is_final(self) -> bool:
         return self.outcome is not None
 
-    def _scalars(self) -> tuple[object, ...]:
+    def _scalars(self) -> tuple[EpisodeKey | int | float | str | Outcome | Spent | None, ...]:
         return (
             *(self.key, self.attempt, self.branch, self.index, self.turn, self.version),
             *(self.temperature, self.engine_id, self.cache_mode, self.turn_reward, self.outcome, self.spent),
@@ -268,15 +271,15 @@ class Branch:
 
     @cached_property
     def token_ids(self) -> NDArray[np.int32]:
-        return self._stitch("token_ids")
+        return self._stitch([segment.token_ids for segment in self.segments])
 
     @cached_property
     def action_mask(self) -> NDArray[np.bool_]:
-        return self._stitch("action_mask")
+        return self._stitch([segment.action_mask for segment in self.segments])
 
     @cached_property
     def behavior_logprobs(self) -> NDArray[np.float32]:
-        return self._stitch("behavior_logprobs")
+        return self._stitch([segment.behavior_logprobs for segment in self.segments])
 
     @cached_property
     def versions(self) -> NDArray[np.int32]:
@@ -295,10 +298,10 @@ class Branch:
     def num_actions(self) -> int:
         return sum(segment.num_actions for segment in self.segments)
 
-    def _stitch(self, name: str) -> NDArray[Any]:
+    def _stitch(self, pieces: Sequence[NDArray[ScalarT]]) -> NDArray[ScalarT]:
         import numpy as np
 
-        return np.concatenate([getattr(segment, name) for segment in self.segments])
+        return np.concatenate(pieces)
 
     def _repeat(self, name: str) -> NDArray[np.int32]:
         import numpy as np
@@ -482,7 +485,7 @@ def _member(kind: type[_EnumT], value: str) -> _EnumT:
         raise InvalidValue(f"{value!r} is no {kind.__name__}; known: {', '.join(kind)}") from error
 
 
-def _frozen_array(values: Sequence[Any] | NDArray[Any], dtype: str, name: str) -> NDArray[Any]:
+def _frozen_array(values: Sequence[float] | NDArray[Numbers], dtype: str, name: str) -> NDArray[Numbers]:
     """A read-only contiguous one-dimensional array of ``dtype``; copies unless ``values`` is one already."""
     import numpy as np
 
@@ -501,13 +504,13 @@ def _frozen_array(values: Sequence[Any] | NDArray[Any], dtype: str, name: str) -
 
 
 @cache
-def _dtype(name: str) -> np.dtype[Any]:
+def _dtype(name: str) -> np.dtype[Numbers]:
     import numpy as np
 
     return np.dtype(name)
 
 
-def _converted(given: NDArray[Any], dtype: str, name: str) -> NDArray[Any]:
+def _converted(given: NDArray[Numbers], dtype: str, name: str) -> NDArray[Numbers]:
     import numpy as np
 
     if given.size:

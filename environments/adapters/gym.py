@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from gspo_core.env import InvalidEnvironment
+from gspo_core.json_value import JSON
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _TERMINAL_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 EVAL_SEED = 1_000_000
@@ -29,8 +34,8 @@ def gym(
     show: Literal["observation", "render"] = "observation",
     prompt: str = "",
     replayable: bool = False,
-    options: dict[str, Any] | None = None,
-) -> Any:
+    options: dict[str, JSON] | None = None,
+) -> _Game:
     """An instance for one episode. ``actions`` name the numbers of the action space in order; ``options`` go to
     ``gymnasium.make``. Say ``replayable`` where a seed decides everything, as in the toy-text worlds."""
     cls = _make_class(id, tuple(actions), num_tasks, num_eval_tasks, replayable)
@@ -38,7 +43,9 @@ def gym(
 
 
 @cache
-def _make_class(id: str, actions: tuple[str, ...], num_tasks: int, num_eval_tasks: int, replayable: bool) -> type:
+def _make_class(
+    id: str, actions: tuple[str, ...], num_tasks: int, num_eval_tasks: int, replayable: bool
+) -> type[_Game]:
     names = actions or tuple(str(number) for number in range(_num_actions(id)))
     if len(names) != _num_actions(id):
         raise InvalidEnvironment(f"{id} has {_num_actions(id)} actions, but {len(names)} are named: {list(names)}")
@@ -77,7 +84,7 @@ def _num_actions(id: str) -> int:
 class _Game:
     """What all episodes of all games have in common."""
 
-    def __init__(self, id: str, show: str, prompt: str, options: dict[str, Any]) -> None:
+    def __init__(self, id: str, show: str, prompt: str, options: dict[str, JSON]) -> None:
         import gymnasium
 
         self._render = show == "render"
@@ -105,7 +112,7 @@ class _Game:
         self.done = bool(terminated or truncated)
         return self._text(observation)
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: int | tuple[int, ...] | NDArray[np.generic]) -> str:
         if self._render:
             return _TERMINAL_COLOUR.sub("", str(self._game.render()))
         plain = observation.tolist() if hasattr(observation, "tolist") else observation

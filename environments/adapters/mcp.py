@@ -15,15 +15,20 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from environments.adapters.remote import RemoteAnswer, RemoteEnvironment
 from gspo_core.env import InvalidEnvironment, Message, ToolSchema
-from gspo_core.env.functions import Call
+from gspo_core.env.functions import Call, Reward
+from gspo_core.json_value import JSON
 from gspo_core.types import Split
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import ContentBlock
 
 _DOC_LINK = "For further information visit"
 
@@ -36,12 +41,12 @@ class Mcp:
         name: str,
         *,
         reward: str,
-        tasks: Sequence[Mapping[str, Any]] | str,
+        tasks: Sequence[Mapping[str, JSON]] | str,
         command: Sequence[str] = (),
         url: str = "",
-        eval_tasks: Sequence[Mapping[str, Any]] | str = (),
+        eval_tasks: Sequence[Mapping[str, JSON]] | str = (),
         system: str = "",
-        limits: Mapping[str, Any] | None = None,
+        limits: Mapping[str, JSON] | None = None,
         reward_range: tuple[float, float] | None = None,
     ) -> RemoteEnvironment:
         """``tasks`` have a ``prompt`` each, given here or as a JSONL file; ``reward`` is ``package.module:function`` or
@@ -71,11 +76,11 @@ class Mcp:
 class _McpConnection:
     """One connection to the server."""
 
-    def __init__(self, client: Any, judge: Callable[..., Any], system: str) -> None:
+    def __init__(self, client: Client, judge: Reward, system: str) -> None:
         self._client = client
         self._judge = judge
         self._system = system
-        self._task: Mapping[str, Any] = {}
+        self._task: Mapping[str, JSON] = {}
         self._calls: list[Call] = []
 
     async def tools(self) -> list[ToolSchema]:
@@ -92,12 +97,12 @@ class _McpConnection:
             for tool in listed.tools
         ]
 
-    async def begin(self, task: Mapping[str, Any], seed: int) -> list[Message]:
+    async def begin(self, task: Mapping[str, JSON], seed: int) -> list[Message]:
         self._task = task
-        system = [{"role": "system", "content": self._system}] if self._system else []
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": str(task["prompt"])}]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> RemoteAnswer:
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> RemoteAnswer:
         result = await self._client.call_tool(name, dict(arguments))
         text = "\n".join(_text(block) for block in result.content)
         if result.is_error:
@@ -119,11 +124,11 @@ class _McpConnection:
         return float(value), {}
 
 
-def _text(block: Any) -> str:
+def _text(block: ContentBlock) -> str:
     return str(block.text) if block.type == "text" else f"({block.type})"
 
 
-def _tasks(name: str, given: Sequence[Mapping[str, Any]] | str) -> list[Mapping[str, Any]]:
+def _tasks(name: str, given: Sequence[Mapping[str, JSON]] | str) -> list[Mapping[str, JSON]]:
     if isinstance(given, str):
         given = [json.loads(line) for line in Path(given).read_text(encoding="utf-8").splitlines()]
     for task in given:
@@ -132,7 +137,7 @@ def _tasks(name: str, given: Sequence[Mapping[str, Any]] | str) -> list[Mapping[
     return list(given)
 
 
-def _function(ref: str) -> Callable[..., Any]:
+def _function(ref: str) -> Reward:
     module_name, _, attribute = ref.rpartition(":")
     try:
         if module_name.endswith(".py"):
@@ -144,7 +149,7 @@ def _function(ref: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(module_name)
-        found: Callable[..., Any] = getattr(module, attribute)
+        found: Reward = getattr(module, attribute)
     except (ImportError, AttributeError, OSError, ValueError) as error:
         raise InvalidEnvironment(f"there is no reward function {ref}: {error}") from None
     return found

@@ -1,6 +1,6 @@
 """A world behind an OpenEnv server, spoken to over its WebSocket without the package: one connection, one episode.
 
-Its capacity is respected: who is refused says how many fit, and the others wait. A server of ours also says its tools
+Its capacity is respected: a refusal says how many fit, and the others wait. A server of ours also says its tools
 and its score; others show tools of MCP, or one action, which becomes the tool ``step``.
 """
 
@@ -16,14 +16,38 @@ import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Required, TypedDict, cast
 
 from environments.adapters.remote import RemoteAnswer, RemoteEnvironment
 from gspo_core.env import AtCapacity, EnvironmentFailed, InvalidEnvironment, Message, ToolSchema
+from gspo_core.json_value import JSON
+from gspo_core.messages import ContentPart, ParameterSchema
 from gspo_core.types import Split
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
 
 MAX_MESSAGE_BYTES = 16 << 20
 CONNECT_S = 10.0
+
+
+class Step(TypedDict, total=False):
+    """The answer to ``reset`` and ``step``."""
+
+    observation: dict[str, JSON] | None
+    reward: float | None
+    done: bool
+
+
+class Score(TypedDict):
+    reward: float
+    parts: dict[str, float]
+
+
+class McpTool(TypedDict, total=False):
+    name: Required[str]
+    description: str
+    input_schema: Required[ParameterSchema]
 
 
 class Kind(StrEnum):
@@ -44,10 +68,10 @@ class OpenEnv:
         url: str,
         num_tasks: int = 1000,
         num_eval_tasks: int = 100,
-        tasks: Sequence[Mapping[str, Any]] = (),
-        eval_tasks: Sequence[Mapping[str, Any]] = (),
+        tasks: Sequence[Mapping[str, JSON]] = (),
+        eval_tasks: Sequence[Mapping[str, JSON]] = (),
         system: str = "",
-        limits: Mapping[str, Any] | None = None,
+        limits: Mapping[str, JSON] | None = None,
         reward_range: tuple[float, float] | None = None,
     ) -> RemoteEnvironment:
         """``tasks`` are what ``reset`` is given; without them a task is a seed, and held-out seeds follow."""
@@ -84,7 +108,7 @@ class ServerRefused(Exception):
 class _OpenEnvConnection:
     """One connection. ``kinds`` is empty until the server was asked what it understands."""
 
-    def __init__(self, socket: Any, url: str, kinds: list[Kind], system: str) -> None:
+    def __init__(self, socket: ClientConnection, url: str, kinds: list[Kind], system: str) -> None:
         self._socket = socket
         self._url = url
         self._kinds = kinds
@@ -97,16 +121,15 @@ class _OpenEnvConnection:
             return [self._action_tool()]
         return found
 
-    async def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[Message]:
+    async def begin(self, task: Mapping[str, JSON], seed: int) -> Sequence[Message]:
         data = await self._observe("reset", {"seed": seed, **task})
         observation = _plain(data)
         if self._kinds == [Kind.OURS] and isinstance(observation.get("messages"), list):
-            messages: list[Message] = observation["messages"]
-            return messages
-        system = [{"role": "system", "content": self._system}] if self._system else []
+            return cast(list[Message], observation["messages"])
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": _shown(observation)}]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> RemoteAnswer:
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> RemoteAnswer:
         action = dict(arguments)
         if self._kinds != [Kind.ACTION]:
             action = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
@@ -128,7 +151,7 @@ class _OpenEnvConnection:
     async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]:
         if self._kinds != [Kind.OURS]:
             return 0.0, {}  # the steps have paid already
-        reply = await self._ask("score", None)
+        reply = cast(Score, await self._ask("score", None))
         return float(reply["reward"]), {str(name): float(part) for name, part in reply["parts"].items()}
 
     async def _own_tools(self) -> list[ToolSchema] | None:
@@ -137,12 +160,11 @@ class _OpenEnvConnection:
         except ServerRefused:
             return None
         self._kinds[:] = [Kind.OURS]
-        tools: list[ToolSchema] = reply["tools"]
-        return tools
+        return cast(list[ToolSchema], reply["tools"])
 
     async def _mcp_tools(self) -> list[ToolSchema] | None:
         try:
-            listed = _plain(await self._observe("step", {"type": "list_tools"}))["tools"]
+            listed = cast(list[McpTool], _plain(await self._observe("step", {"type": "list_tools"}))["tools"])
         except (ServerRefused, KeyError):
             return None
         self._kinds[:] = [Kind.MCP]
@@ -151,15 +173,15 @@ class _OpenEnvConnection:
     def _action_tool(self) -> ToolSchema:
         address = self._url.replace("ws", "http", 1).removesuffix("/ws") + "/schema"
         with urllib.request.urlopen(address, timeout=CONNECT_S) as reply:  # noqa: S310 - built from ws:// or wss://
-            action = json.load(reply)["action"]
+            action: ParameterSchema = json.load(reply)["action"]
         properties = {name: value for name, value in action.get("properties", {}).items() if name != "metadata"}
-        parameters = {**action, "properties": properties}
+        parameters: ParameterSchema = {**action, "properties": properties}
         return _schema("step", str(action.get("description", "Take one action.")), parameters)
 
-    async def _observe(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._ask(kind, data)
+    async def _observe(self, kind: str, data: Mapping[str, JSON]) -> Step:
+        return cast(Step, await self._ask(kind, data))
 
-    async def _ask(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
+    async def _ask(self, kind: str, data: Mapping[str, JSON] | None) -> dict[str, JSON]:
         from websockets.exceptions import ConnectionClosed
 
         request = {"type": kind} if data is None else {"type": kind, "data": data}
@@ -169,33 +191,34 @@ class _OpenEnvConnection:
             reply = json.loads(await self._socket.recv())
         except ConnectionClosed as error:
             raise EnvironmentFailed("connection", f"the server closed it: {error}") from None
-        given: dict[str, Any] = reply.get("data") or {}
+        given: dict[str, JSON] = reply.get("data") or {}
         if reply.get("type") != "error":
             return given
         if given.get("code") == "CAPACITY_REACHED":
-            raise AtCapacity(int(given.get("max_sessions", 1)))
+            raise AtCapacity(int(cast(int, given.get("max_sessions", 1))))
         raise ServerRefused(str(given.get("code")), str(given.get("message")))
 
 
-def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSchema:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
+def _schema(name: str, description: str, parameters: ParameterSchema) -> ToolSchema:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(data: Step) -> dict[str, JSON]:
     return {name: value for name, value in (data.get("observation") or {}).items() if name != "metadata"}
 
 
-def _shown(observation: Mapping[str, Any]) -> str:
+def _shown(observation: Mapping[str, JSON]) -> str:
     """The text of an observation that is nothing else, else JSON."""
     (only,) = observation.values() if len(observation) == 1 else (None,)
     return only if isinstance(only, str) else json.dumps(observation, ensure_ascii=False, separators=(",", ":"))
 
 
-def _mcp_result(observation: Mapping[str, Any]) -> str:
+def _mcp_result(observation: Mapping[str, JSON]) -> str:
     error, result = observation.get("error"), observation.get("result")
     if error:
         return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
     if isinstance(result, Mapping) and isinstance(result.get("content"), list):
-        text = "\n".join(str(block.get("text", f"({block.get('type')})")) for block in result["content"])
+        blocks = cast(list[ContentPart], result["content"])
+        text = "\n".join(str(block.get("text", f"({block.get('type')})")) for block in blocks)
         return f"error: {text}" if result.get("is_error") else text
     return result if isinstance(result, str) else json.dumps(result if result is not None else observation)

@@ -14,7 +14,14 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
+
+from gspo_core.json_value import JSON
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+    from gspo_core.env.contract import Context
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -33,7 +40,7 @@ class ReasoningGym:
         num_tasks: int = 1000,
         num_eval_tasks: int = 100,
         seed: int = 0,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, JSON] | None = None,
     ) -> None:
         """``options`` go to ``reasoning_gym.create_dataset``. An item depends on its seed and number alone."""
         given = json.dumps(dict(options or {}), sort_keys=True)
@@ -41,10 +48,10 @@ class ReasoningGym:
         self._train = _dataset(name, seed, num_tasks, given)
         self._eval = _dataset(name, seed + 1, num_eval_tasks, given)
 
-    def tasks(self, index: int) -> dict[str, Any]:
+    def tasks(self, index: int) -> dict[str, bool | int]:
         return {"held_out": False, "number": index}
 
-    def eval_tasks(self, index: int) -> dict[str, Any]:
+    def eval_tasks(self, index: int) -> dict[str, bool | int]:
         return {"held_out": True, "number": index}
 
     def reset(self, held_out: bool, number: int) -> str:
@@ -58,7 +65,7 @@ class ReasoningGym:
         found = _ANSWER.findall(text)
         self._said = found[-1].strip() if found else None
 
-    def get_reward(self, ctx: Any) -> float:
+    def get_reward(self, ctx: Context) -> float:
         if self._said is None:
             return 0.0
         try:
@@ -72,7 +79,7 @@ class ReasoningGym:
 
 
 @cache
-def _dataset(name: str, seed: int, size: int, options: str) -> Any:
+def _dataset(name: str, seed: int, size: int, options: str) -> ProceduralDataset:
     """Made once in a process: some take a second."""
     import reasoning_gym
 

@@ -1,7 +1,7 @@
 """What all worlds behind a connection have in common: a session is one connection, which one task owns all its life.
 
 Rule: a call that ran past its deadline closes the connection, because a late answer would be taken for that of the next
-call; what a tool answers, errors included, is content, and a connection that breaks is nobody's reward.
+call; what a tool answers, errors included, is content, and a connection that breaks is never a reward.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import concurrent.futures
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 from gspo_core.env import CallStatus, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
-from gspo_core.env.contract import PhaseLimits
+from gspo_core.env.contract import PhaseLimits, description
+from gspo_core.environment_records import Description
+from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
 
 T = TypeVar("T")
@@ -35,12 +38,12 @@ class Connection(Protocol):
 
     async def tools(self) -> Sequence[ToolSchema]: ...
 
-    async def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[Message]: ...
+    async def begin(self, task: Mapping[str, JSON], seed: int) -> Sequence[Message]: ...
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> RemoteAnswer: ...
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> RemoteAnswer: ...
 
     async def say(self, text: str) -> RemoteAnswer:
-        """A turn without a call; ``done`` where nobody answers to words."""
+        """A turn without a call; ``done`` where words get no answer."""
         ...
 
     async def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]: ...
@@ -55,8 +58,8 @@ class RemoteEnvironment:
 
     name: str
     connect: Connect
-    all_tasks: Mapping[Split, Sequence[Mapping[str, Any]]]
-    limits: Mapping[str, Any] = field(default_factory=dict)
+    all_tasks: Mapping[Split, Sequence[Mapping[str, JSON]]]
+    limits: Mapping[str, JSON] = field(default_factory=dict)
     reward_range: tuple[float, float] | None = None
     replayable: bool = False
     has_snapshot: bool = False
@@ -73,7 +76,7 @@ class RemoteEnvironment:
     def num_tasks(self, split: Split) -> int:
         return len(self.all_tasks[split])
 
-    async def task(self, split: Split, index: int) -> Mapping[str, Any]:
+    async def task(self, split: Split, index: int) -> Mapping[str, JSON]:
         if not 0 <= index < self.num_tasks(split):
             raise EnvironmentFailed("task", f"{self.name} has {self.num_tasks(split)} {split} tasks, none at {index}")
         return self.all_tasks[split][index]
@@ -81,16 +84,8 @@ class RemoteEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> RemoteSession:
         return RemoteSession(self, limits or Timeouts())
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "num_tasks": {str(split): self.num_tasks(split) for split in Split},
-            "tools": [dict(schema) for schema in self.tools],
-            "system_prompt": None,
-            "limits": dict(self.limits),
-            "replayable": self.replayable,
-            "reward_range": list(self.reward_range) if self.reward_range else None,
-        }
+    def describe(self) -> Description:
+        return description(self)
 
 
 class RemoteSession:
@@ -99,7 +94,7 @@ class RemoteSession:
     def __init__(self, environment: RemoteEnvironment, limits: PhaseLimits) -> None:
         self._environment = environment
         self._limits = limits
-        self._jobs: asyncio.Queue[tuple[Callable[[Connection], Awaitable[Any]], asyncio.Future[Any]] | None]
+        self._jobs: asyncio.Queue[Callable[[Connection], Awaitable[None]] | None]
         self._owner: asyncio.Task[None] | None = None
         self._connection: Connection | None = None
         self._messages: list[Message] = []
@@ -110,7 +105,7 @@ class RemoteSession:
         self.close_failure: str | None = None
         self.is_stuck = False  # what runs on, runs elsewhere
 
-    async def start(self, task: Mapping[str, Any], seed: int) -> Start:
+    async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         if self._owner is not None:
             raise RuntimeError("a session starts once")
         self._jobs = asyncio.Queue()
@@ -155,7 +150,7 @@ class RemoteSession:
             return Observation(done=True, stop_reason=StopReason.TOOL_TIMEOUT)
         if answer.done:
             return Observation(done=True, stop_reason=StopReason.COMPLETED, reward=answer.reward)
-        reply = {"role": "user", "content": answer.content}
+        reply: Message = {"role": "user", "content": answer.content}
         self._messages.append(reply)
         return Observation([reply], reward=answer.reward)
 
@@ -168,7 +163,7 @@ class RemoteSession:
     async def snapshot(self) -> bytes | None:
         return None
 
-    async def restore(self, task: Mapping[str, Any], seed: int, state: bytes) -> None:
+    async def restore(self, task: Mapping[str, JSON], seed: int, state: bytes) -> None:
         raise EnvironmentFailed("restore", f"{self._environment.name} gives no snapshots")
 
     async def close(self) -> None:
@@ -177,13 +172,13 @@ class RemoteSession:
         except Exception as error:
             self.close_failure = f"{type(error).__name__}: {error}"
 
-    async def _answer(self, name: str | None, arguments: Any, status: CallStatus) -> RemoteAnswer:
+    async def _answer(self, name: str | None, arguments: JSON, status: CallStatus) -> RemoteAnswer:
         names = sorted(schema["function"]["name"] for schema in self._environment.tools)
         if status not in (CallStatus.OK, CallStatus.UNKNOWN_TOOL):
             return RemoteAnswer(f"error: {status}")
         if name is None or name not in names:
             return RemoteAnswer(f"error: unknown tool {name!r}; available: {names}")
-        if not isinstance(arguments, Mapping):
+        if not isinstance(arguments, dict):
             return RemoteAnswer(f"error: {name}: the arguments are an object")
         timeout_s = self._limits.step_timeout_s
         return await self._ask(timeout_s, "act", lambda line: line.call(name, arguments))
@@ -198,10 +193,9 @@ class RemoteSession:
     async def _ask(self, timeout_s: float, phase: str, job: Callable[[Connection], Awaitable[T]]) -> T:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         assert self._owner is not None
-        self._jobs.put_nowait((job, answer))
+        self._jobs.put_nowait(partial(_settle, job, answer))
         async with asyncio.timeout(timeout_s):
-            waited: set[asyncio.Future[Any]] = {answer, self._owner}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, self._owner), return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             return _result(answer, phase)
         answer.cancel()
@@ -210,16 +204,8 @@ class RemoteSession:
     async def _own(self) -> None:
         """Opens, uses and closes the connection: libraries tie one to the task in which it began."""
         async with self._environment.connect() as connection:
-            while (given := await self._jobs.get()) is not None:
-                job, answer = given
-                try:
-                    result = await job(connection)
-                except Exception as error:
-                    if not answer.done():
-                        answer.set_exception(error)
-                else:
-                    if not answer.done():
-                        answer.set_result(result)
+            while (job := await self._jobs.get()) is not None:
+                await job(connection)
 
     async def _end(self) -> None:
         owner = self._owner
@@ -232,6 +218,17 @@ class RemoteSession:
             await asyncio.wait({owner}, timeout=1.0)
         if owner.done() and not owner.cancelled() and owner.exception() is not None:
             raise owner.exception() or RuntimeError
+
+
+async def _settle(job: Callable[[Connection], Awaitable[T]], answer: asyncio.Future[T], connection: Connection) -> None:
+    try:
+        result = await job(connection)
+    except Exception as error:
+        if not answer.done():
+            answer.set_exception(error)
+    else:
+        if not answer.done():
+            answer.set_result(result)
 
 
 def _result(answer: asyncio.Future[T], phase: str) -> T:

@@ -6,15 +6,25 @@ Rule: a course knows training tasks only. It makes messages and tokenizes nothin
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from examples.demo import tokenizer
 from gspo_core.chat import Message
 
-Task = Mapping[str, Any]
+
+class Task(TypedDict, total=False):
+    expression: str
+    """Of the calculator; the others are of the search."""
+    question: str
+    answer: str
+    path: list[str]
+
+
+class Mistakes:
+    """How often a demonstration errs, each kind of mistake with a probability of its own."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +33,11 @@ class Course:
     tasks: Sequence[Task]
     ask: Callable[[Task], str]
     """The question of a task, as the environment puts it."""
-    demonstrate: Callable[[Task, Any, random.Random], list[Message]]
+    demonstrate: Callable[[Task, Mistakes, random.Random], list[Message]]
     """What follows a question, with mistakes as often as the second argument says."""
     practise: Callable[[Task, random.Random], tuple[Task, list[Message]]]
     """A skill alone: a task, which may be a made-up one, and what follows its question."""
-    mistakes: Any
+    mistakes: Mistakes
     num_practice: int
     """Steps of the skill alone: with no mistakes and no system prompt in the way, copying is learned several times as
     fast."""

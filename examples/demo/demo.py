@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from examples.demo import demonstrations, search_demonstrations
 from examples.demo.course import Course
@@ -26,8 +25,9 @@ from examples.demo.model import NotADemoModel, make_demo_model
 from examples.demo.provenance import Provenance, check_provenance
 from examples.demo.report import DemoResult, chart, plot, shortcomings, summary
 from examples.demo.side_by_side import play_both, show
-from gspo_core.cli.watch import WatchedJob, follow
-from gspo_core.client import Client, Event
+from gspo_core.api_answers import Event
+from gspo_core.cli.watch import WatchedJob, follow, numbers_of
+from gspo_core.client import Client
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import load_job_spec
 from services.files.data_dir import DataDir
@@ -58,7 +58,7 @@ class Followed:
     """A job that has succeeded, as its events told it."""
 
     view: WatchedJob
-    steps: list[Mapping[str, Any]]
+    steps: list[Mapping[str, float]]
     training_s: float
 
 
@@ -90,7 +90,7 @@ def follow_job(stack: Stack, spec: JobSpec, *, quiet: bool = False) -> Followed:
     with Client(stack.api_url) as client:
         job = client.create_job(spec)
         view = WatchedJob(job["id"], spec.steps)
-        steps: list[Mapping[str, Any]] = []
+        steps: list[Mapping[str, float]] = []
         submitted = time.monotonic()
         events = _collect(while_alive(stack, client.events(job["id"], after="0")), steps)
         if quiet:
@@ -141,15 +141,15 @@ def while_alive(stack: Stack, events: Iterable[Event]) -> Iterator[Event]:
         yield event
 
 
-def _collect(events: Iterable[Event], steps: list[Mapping[str, Any]]) -> Iterator[Event]:
+def _collect(events: Iterable[Event], steps: list[Mapping[str, float]]) -> Iterator[Event]:
     for event in events:
         if event.type == "step":
-            steps.append(event.data)
+            steps.append(numbers_of(event.data))
         yield event
 
 
 def summarise(
-    spec: JobSpec, view: WatchedJob, steps: Sequence[Mapping[str, Any]], provenance: Provenance, training_s: float
+    spec: JobSpec, view: WatchedJob, steps: Sequence[Mapping[str, float]], provenance: Provenance, training_s: float
 ) -> DemoResult:
     episodes = [float(step["episodes/count"]) for step in steps]
     mixed = sum(

@@ -13,16 +13,14 @@ from pathlib import Path
 
 from environments import calculator
 from environments.calculator import evaluate
-from examples.demo.course import Course, Task
+from examples.demo.course import Course, Mistakes, Task
 from gspo_core.chat import Message
+from gspo_core.messages import CalledFunction
 
 
 @dataclass(frozen=True, slots=True)
-class CalculatorMistakes:
-    """How often a demonstration errs, each with a probability of its own.
-
-    Most are decisions that a policy takes at one token: a few hundred episodes show which way is better.
-    """
+class CalculatorMistakes(Mistakes):
+    """Most are decisions that a policy takes at one token: a few hundred episodes show which way is better."""
 
     guess: float = 0.25
     """Answers a made-up number without asking the tool."""
@@ -86,7 +84,7 @@ def _tool(text: str) -> Message:
 
 
 def _calls(expression: str) -> Message:
-    function = {"name": "calculate", "arguments": {"expression": expression}}
+    function: CalledFunction = {"name": "calculate", "arguments": {"expression": expression}}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
@@ -113,7 +111,8 @@ def _alter(text: str, generator: random.Random) -> str:
     return text[:position] + replacement + text[position + 1 :]
 
 
-def _demonstrate(task: Task, mistakes: CalculatorMistakes, generator: random.Random) -> list[Message]:
+def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> list[Message]:
+    assert isinstance(mistakes, CalculatorMistakes)
     return demonstrate(task["expression"], mistakes, generator)
 
 
@@ -122,12 +121,12 @@ def _practise(task: Task, generator: random.Random) -> tuple[Task, list[Message]
 
 
 def _ask(task: Task) -> str:
-    return calculator.Calculator().reset(**task)
+    return calculator.Calculator().reset(task["expression"])
 
 
 COURSE = Course(
     environment="environments.calculator:Calculator",
-    tasks=calculator.Calculator.tasks,
+    tasks=[Task(expression=task["expression"]) for task in calculator.Calculator.tasks],
     ask=_ask,
     demonstrate=_demonstrate,
     practise=_practise,

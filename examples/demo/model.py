@@ -19,16 +19,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from examples.demo import course, demonstrations, tokenizer
-from examples.demo.course import Course, Task
+from examples.demo.course import Course, Mistakes, Task
 from gspo_core.chat import HermesCodec, Message, load_tokenizer
 from gspo_core.env import PlainEnvironment, load_environment
 from gspo_core.env.prompt import first_messages
+from gspo_core.json_value import JSON
 
 if TYPE_CHECKING:
     from gspo_core.batch import TrainSequence
+    from gspo_core.learner import Learner
 
 STAMP_FILE = "demo_model.json"
 
@@ -92,7 +94,7 @@ def _make(made: Path, untrained: Path, seed: int, taught: Course, say: Callable[
                 return
 
 
-def _teach(directory: Path, seed: int, taught: Course, say: Callable[[str], None], *, is_last: bool) -> Any:
+def _teach(directory: Path, seed: int, taught: Course, say: Callable[[str], None], *, is_last: bool) -> Learner | None:
     """The learner after all its lessons; None for one that is given up."""
     school = School(directory, seed, taught)
     say(f"demo model: {_write_untrained(directory, school.codec, seed):,} parameters, warm start begins")
@@ -138,7 +140,7 @@ class School:
         """Skills alone. ``whole``: as episodes are; else without the system prompt and its tools."""
         return [self._practice(self._task(), whole) for _ in range(count)]
 
-    def lessons(self, count: int, mistakes: Any) -> list[TrainSequence]:
+    def lessons(self, count: int, mistakes: Mistakes) -> list[TrainSequence]:
         """Demonstrations as episodes are."""
         return [self._lesson(self._task(), mistakes) for _ in range(count)]
 
@@ -156,7 +158,7 @@ class School:
         task, said = self._course.practise(task, self._generator)
         return self._sequence(task, said, whole=whole)
 
-    def _lesson(self, task: Task, mistakes: Any) -> TrainSequence:
+    def _lesson(self, task: Task, mistakes: Mistakes) -> TrainSequence:
         return self._sequence(task, self._course.demonstrate(task, mistakes, self._generator), whole=True)
 
     def _sequence(self, task: Task, said: Sequence[Message], *, whole: bool) -> TrainSequence:
@@ -202,7 +204,7 @@ class School:
 
     def _prompt(self, task: Task) -> list[Message]:
         assert isinstance(self._environment, PlainEnvironment)
-        return first_messages(task, self._course.ask(task), self._environment.system_prompt)
+        return first_messages({}, self._course.ask(task), self._environment.system_prompt)
 
 
 def _write_untrained(directory: Path, codec: HermesCodec, seed: int) -> int:
@@ -229,7 +231,7 @@ def _write_untrained(directory: Path, codec: HermesCodec, seed: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _learner(directory: Path, seed: int, num_steps: int) -> Any:
+def _learner(directory: Path, seed: int, num_steps: int) -> Learner:
     from gspo_core.learner import Learner
     from gspo_core.learner_config import LearnerConfig, OptimizerConfig
     from gspo_core.objective_config import ObjectiveConfig
@@ -249,7 +251,7 @@ def _recipe(taught: Course) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read_stamp(directory: Path) -> dict[str, Any] | None:
+def _read_stamp(directory: Path) -> dict[str, JSON] | None:
     try:
         stamp = json.loads((directory / STAMP_FILE).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):

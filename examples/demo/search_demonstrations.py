@@ -11,20 +11,18 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from environments import search_qa
-from examples.demo.course import Course, Task
+from examples.demo.course import Course, Mistakes, Task
 from gspo_core.chat import Message
+from gspo_core.messages import CalledFunction
 
 GOODS = ("lamps", "boats", "clocks", "violins", "maps", "kites")
 NOT_FOUND = "error: there is no document with this title; search for one"
 
 
 @dataclass(frozen=True, slots=True)
-class SearchMistakes:
-    """How often a demonstration errs, each with a probability of its own."""
-
+class SearchMistakes(Mistakes):
     guess: float = 0.15
     """Answers a made-up name without reading anything."""
     hasty: float = 0.35
@@ -56,7 +54,7 @@ def demonstrate(
     return [*messages, _says(f"It is {answer}." if generator.random() < mistakes.talkative else answer)]
 
 
-def _made_up(task: Task, generator: random.Random) -> tuple[dict[str, Any], dict[str, str]]:
+def _made_up(task: Task, generator: random.Random) -> tuple[Task, dict[str, str]]:
     """The question of ``task`` about names that do not exist, and the documents behind it."""
     company, city, country = _name(generator, 4), _name(generator, 3), _name(generator, 3)
     person, river = f"{_name(generator, 1)} {_name(generator, 2)}", _name(generator, 2)
@@ -78,7 +76,8 @@ def _practise(task: Task, generator: random.Random) -> tuple[Task, list[Message]
     return made_up, demonstrate(made_up["path"], documents, made_up["answer"], NO_MISTAKES, generator)
 
 
-def _demonstrate(task: Task, mistakes: SearchMistakes, generator: random.Random) -> list[Message]:
+def _demonstrate(task: Task, mistakes: Mistakes, generator: random.Random) -> list[Message]:
+    assert isinstance(mistakes, SearchMistakes)
     return demonstrate(task["path"], search_qa.collection().documents, task["answer"], mistakes, generator)
 
 
@@ -105,13 +104,15 @@ def _tool(text: str) -> Message:
 
 
 def _reads(title: str) -> Message:
-    function = {"name": "read", "arguments": {"title": title}}
+    function: CalledFunction = {"name": "read", "arguments": {"title": title}}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
 COURSE = Course(
     environment="environments.search_qa:SearchQA",
-    tasks=search_qa.SearchQA.tasks,
+    tasks=[
+        Task(question=task["question"], answer=task["answer"], path=task["path"]) for task in search_qa.SearchQA.tasks
+    ],
     ask=_ask,
     demonstrate=_demonstrate,
     practise=_practise,

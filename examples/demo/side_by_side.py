@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,6 +26,7 @@ from gspo_core.types import Split
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
+    from transformers import PreTrainedModel
 
 MAX_TASKS_TRIED = 20
 MAX_WIDTH = 100
@@ -55,7 +56,9 @@ class Player:
         disable_progress_bar()
         self._spec = spec
         self._codec = HermesCodec(load_tokenizer(tokenizer_dir))
-        self._model: Any = AutoModelForCausalLM.from_pretrained(weights_dir, dtype=torch.float32, local_files_only=True)
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            weights_dir, dtype=torch.float32, local_files_only=True
+        )
         self._model.eval()
 
     def play(self, environment: Environment, index: int) -> Played:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from gspo_core.batch.packing import Ids, Packing, pack, plan_micro_batches
@@ -46,7 +46,7 @@ class TrainSequence:
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():
-            array: NDArray[Any] = np.ascontiguousarray(getattr(self, name), dtype=dtype)
+            array: NDArray[np.generic] = np.ascontiguousarray(getattr(self, name), dtype=dtype)
             if array.shape != (self.num_tokens,):
                 raise InvalidSequence(f"{name} has the shape {array.shape} in a sequence of {self.num_tokens} tokens")
             object.__setattr__(self, name, array)
@@ -191,16 +191,16 @@ def collate(
     num_columns = max((len(p) for p in places), default=0)
     cells = _joined([row * num_columns + np.arange(len(p)) for row, p in enumerate(places)], np.int64)
 
-    def tensor(values: Any, dtype: type) -> Tensor:
+    def tensor(values: ArrayLike, dtype: type) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=dtype)).to(device)  # a copy: given arrays may be read-only
 
-    def scored(values: Callable[[TrainSequence], Any], dtype: type) -> NDArray[Any]:
+    def scored(values: Callable[[TrainSequence], ArrayLike], dtype: type) -> NDArray[np.generic]:
         """One value per scored token."""
         pieces = [np.broadcast_to(values(s), s.num_tokens)[p] for s, p in zip(chosen, places, strict=True)]
         return _joined(pieces, dtype)
 
-    def table(values: Callable[[TrainSequence], Any], dtype: type) -> Tensor:
-        filled: NDArray[Any] = np.zeros(len(chosen) * num_columns, dtype=dtype)
+    def table(values: Callable[[TrainSequence], ArrayLike], dtype: type) -> Tensor:
+        filled: NDArray[np.generic] = np.zeros(len(chosen) * num_columns, dtype=dtype)
         filled[cells] = scored(values, dtype)
         return tensor(filled.reshape(len(chosen), num_columns), dtype)
 
@@ -210,7 +210,7 @@ def collate(
     if any(isinstance(s.advantages, np.ndarray) for s in sequences):
         advantages = table(lambda s: s.advantages, np.float32)
     else:
-        advantages = tensor([s.advantages for s in chosen], np.float32)
+        advantages = tensor([float(s.advantages) for s in chosen], np.float32)
     return MicroBatch(
         indices=tuple(indices),
         packing=packing,
@@ -229,7 +229,7 @@ def collate(
     )
 
 
-def _joined(pieces: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+def _joined(pieces: Sequence[NDArray[np.generic]], dtype: type) -> NDArray[np.generic]:
     return np.concatenate([*pieces, np.zeros(0, dtype)]).astype(dtype)
 
 

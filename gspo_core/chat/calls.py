@@ -1,21 +1,22 @@
 """Reads tool calls out of sampled ids, in the syntaxes that models were trained to write.
 
 Rule: every attempt is kept, with its status and the tokens that it covers; nothing is repaired, and nothing is run.
-Whether arguments fit a tool is the business of whoever runs it; only a syntax without types (XML) looks at schemas, to
+Whether arguments fit a tool is checked where it runs; only a syntax without types (XML) looks at schemas, to
 know what was meant.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeAlias
 
 from gspo_core.chat.text import strict_json, strict_json_at
 from gspo_core.chat.tokenizer import Tokenizer, require_token
+from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus, ToolCall, ToolSchema
 
-Reading: TypeAlias = tuple[str | None, Any, CallStatus]
+Reading: TypeAlias = tuple[str | None, JSON, CallStatus]
 """Name, arguments and status of one attempt."""
 
 
@@ -140,7 +141,7 @@ def read_qwen_xml(raw: str, tools: Sequence[ToolSchema]) -> Reading:
         return None, {}, CallStatus.MALFORMED_STRUCTURE
     name, body = function[1].strip(), function[2]
     types = _parameter_types(name, tools)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, JSON] = {}
     position = 0
     for parameter in _XML_PARAMETER.finditer(body):
         key = parameter[1].strip()
@@ -159,9 +160,8 @@ _XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTA
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def _named(value: Any, *argument_keys: str) -> Reading:
-    name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str) or not name:
+def _named(value: JSON, *argument_keys: str) -> Reading:
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         return None, {}, CallStatus.MISSING_NAME
     return name, next((value[key] for key in argument_keys if key in value), {}), CallStatus.OK
 
@@ -181,7 +181,7 @@ def _read_llama(text: str, position: int) -> tuple[Reading, int]:
     return _named(value, "parameters", "arguments"), text.index(";", end)
 
 
-def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
+def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> dict[str, str | list[str] | None]:
     for tool in tools:
         if tool["function"]["name"] == name:
             properties = tool["function"].get("parameters", {}).get("properties", {})
@@ -189,7 +189,7 @@ def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any
     return {}
 
 
-def _typed(text: str, wanted: Any) -> Any:
+def _typed(text: str, wanted: str | list[str] | None) -> JSON:
     """The value that the text means for a parameter of this type; the text itself if it means none."""
     if wanted is None or wanted == "string" or "string" in wanted:
         return text
@@ -202,4 +202,4 @@ def _typed(text: str, wanted: Any) -> Any:
         return text
 
 
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_PYTHON_WORDS: dict[str, bool | None] = {"True": True, "False": False, "None": None}

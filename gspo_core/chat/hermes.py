@@ -11,9 +11,9 @@ No other chat format is known here, and no model is loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from gspo_core.chat.calls import TaggedCalls, read_hermes
 from gspo_core.chat.text import text_of, to_json
@@ -183,7 +183,7 @@ class HermesCodec:
     def _written_calls(self, message: Message, *, has_text: bool) -> Iterator[str | int]:
         """The calls of an assistant message of the history, as the model would have written them."""
         for position, call in enumerate(message.get("tool_calls") or ()):
-            function: Mapping[str, Any] = call.get("function", call)
+            function = call.get("function", call)
             arguments = function["arguments"]
             value = arguments if isinstance(arguments, str) else to_json(arguments)
             yield from ("\n" if position or has_text else "", self._tag("<tool_call>"))

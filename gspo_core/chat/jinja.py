@@ -1,6 +1,6 @@
 """Runs a model's chat template, with what model publishers expect to find there.
 
-Rule: a template is somebody else's program: it runs in a sandbox, sees only what it is given, and knows no clock.
+Rule: a template is foreign code: it runs in a sandbox, sees only what it is given, and knows no clock.
 `jinja2` is imported when a template is compiled.
 """
 
@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
+from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ToolSchema
+
+if TYPE_CHECKING:
+    import jinja2
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 
 class TemplateRefused(ValueError):
@@ -18,14 +24,14 @@ class TemplateRefused(ValueError):
 
 
 class Template:
-    def __init__(self, compiled: Any) -> None:
+    def __init__(self, compiled: jinja2.Template) -> None:
         self._compiled = compiled
 
     def render(
         self,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
-        variables: Mapping[str, Any],
+        variables: Mapping[str, JSON],
         generation_prompt: bool,
     ) -> str:
         """Raises ``TemplateRefused``."""
@@ -38,7 +44,7 @@ class Template:
             )
         except TemplateRefused:
             raise
-        except Exception as error:  # a template is somebody else's program
+        except Exception as error:  # foreign code
             raise TemplateRefused(f"the chat template failed: {type(error).__name__}: {error}") from error
 
 
@@ -56,7 +62,7 @@ def compile_template(source: str) -> Template:
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> Node | list[Node]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -71,9 +77,15 @@ def compile_template(source: str) -> Template:
         raise TemplateRefused(f"the chat template cannot be read (line {error.lineno}): {error.message}") from error
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _to_json(
+    value: JSON,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Without HTML escapes, which jinja2's own filter writes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -10,14 +10,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from gspo_core.chat.calls import CallReader, LlamaCalls, NoCalls, TaggedCalls, read_hermes, read_qwen_xml
 from gspo_core.chat.hermes import HermesCodec
 from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.chat.template import TemplateCodec
 from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, load_tokenizer
-from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
+from gspo_core.json_value import JSON
+from gspo_core.messages import ForkReason, Message, MessageCall, ParsedTurn, ToolSchema
 
 Format: TypeAlias = Literal["auto", "hermes", "template"]
 Calls: TypeAlias = Literal["auto", "hermes", "qwen_xml", "llama_json", "none"]
@@ -70,7 +71,7 @@ def load_codec(
     format: Format = "auto",
     calls: Calls = "auto",
     thinking: Thinking = "keep",
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, JSON] | None = None,
 ) -> ChatCodec:
     """The codec of a model directory. Raises ``UnsuitableChat`` or ``UnsuitableTokenizer``."""
     model_dir = Path(model_dir)
@@ -99,7 +100,7 @@ def load_codec(
 
 
 def _without_template(
-    tokenizer: Tokenizer, model_dir: Path, thinking: Thinking, variables: Mapping[str, Any]
+    tokenizer: Tokenizer, model_dir: Path, thinking: Thinking, variables: Mapping[str, JSON]
 ) -> ChatCodec:
     missing = [token for token in _CHATML if tokenizer.token_id(token) is None]
     if missing:
@@ -111,7 +112,7 @@ def _without_template(
 
 
 def _native(
-    tokenizer: Tokenizer, template: str, variables: Mapping[str, Any], thinking: Thinking
+    tokenizer: Tokenizer, template: str, variables: Mapping[str, JSON], thinking: Thinking
 ) -> HermesCodec | None:
     """The written-out codec in the variant that gives what the template gives, if there is one."""
     if any(tokenizer.token_id(token) is None for token in _CHATML):
@@ -157,7 +158,7 @@ def _probes() -> Iterator[tuple[list[Message], list[ToolSchema]]]:
         "type": "function",
         "function": {"name": "add", "description": "Ä <b>", "parameters": {"type": "object", "properties": {}}},
     }
-    call = {"type": "function", "function": {"name": "add", "arguments": {"x": [1, "ü"], "y": None}}}
+    call: MessageCall = {"type": "function", "function": {"name": "add", "arguments": {"x": [1, "ü"], "y": None}}}
     system: Message = {"role": "system", "content": "Be brief."}
     user: Message = {"role": "user", "content": " What? "}
     answer: Message = {"role": "assistant", "content": "That."}
@@ -171,7 +172,7 @@ def _probes() -> Iterator[tuple[list[Message], list[ToolSchema]]]:
             yield [*begin, answer, user], tools
             yield [*begin, acting, result, result, silent, result], tools
             for turn in (answer, acting):
-                thoughtful = {**turn, "reasoning_content": "Hm."}
+                thoughtful: Message = {**turn, "reasoning_content": "Hm."}
                 yield [*begin, thoughtful, result if turn is acting else user], tools
                 yield [*begin, thoughtful, user, turn], tools
 
@@ -212,7 +213,7 @@ def _chat_template(model_dir: Path) -> str | None:
     return given if isinstance(given, str) else None
 
 
-def _special_tokens(model_dir: Path) -> dict[str, Any]:
+def _special_tokens(model_dir: Path) -> dict[str, JSON]:
     """``bos_token`` and the like, which templates name."""
     config = _read_json(model_dir / "tokenizer_config.json")
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -230,7 +231,7 @@ def _model_ends(model_dir: Path) -> list[int]:
     return ends
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, JSON]:
     if not path.is_file():
         return {}
     try:

@@ -12,14 +12,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal, TypeVar, cast
 
 from gspo_core.chat.calls import CallReader
 from gspo_core.chat.jinja import TemplateRefused, compile_template
 from gspo_core.chat.text import strict_json, text_of
 from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer
 from gspo_core.chat.turns import TurnReader, can_be_written
-from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
+from gspo_core.json_value import JSON
+from gspo_core.messages import (
+    CalledFunction,
+    CallStatus,
+    ForkReason,
+    Message,
+    MessageCall,
+    ParsedTurn,
+    ToolCall,
+    ToolSchema,
+)
+
+T = TypeVar("T")
 
 _PROBE = "gspo probe"
 _THOUGHT = re.compile(r"<think>.*?</think>\s*|<think>\s*$", re.DOTALL)
@@ -38,7 +50,7 @@ class TemplateCodec:
         calls: CallReader,
         *,
         thinking: Literal["keep", "template"] = "keep",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, JSON] | None = None,
         stop_ids: Sequence[int] = (),
     ) -> None:
         """``variables`` are handed to the template; ``stop_ids`` end a turn besides the token that the template writes
@@ -65,7 +77,7 @@ class TemplateCodec:
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
     ) -> list[int]:
         """The ids of a whole conversation. Raises ``TemplateRefused``."""
-        defused = _Defused(self._controls, (messages, tools))
+        defused = _Defused(self._controls, messages, tools)
         return self._encode(self._text(defused, messages, tools, generation_prompt), defused)
 
     def bridge(
@@ -85,7 +97,7 @@ class TemplateCodec:
         if stops and stops[0] != len(sampled_ids) - 1:
             return ForkReason.SAMPLED_AFTER_END
         turn = self.message(sampled_ids, tools)
-        defused = _Defused(self._controls, (history, turn, new_messages, tools))
+        defused = _Defused(self._controls, history, [turn], new_messages, tools)
         try:
             before = self._text(defused, history, tools, True)
             after = self._text(defused, [*history, turn, *new_messages], tools, True)
@@ -157,7 +169,7 @@ class TemplateCodec:
         return self.tokenizer.encode(text) if text else []
 
     def _find_turn_end(self) -> str:
-        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
+        conversation: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         text = self._template.render(conversation, (), self._variables, False)
         found = self._controls.search(text, text.find(_PROBE) + len(_PROBE))
         if _PROBE not in text or found is None:
@@ -170,7 +182,7 @@ class TemplateCodec:
         call = _normal_call({"function": {"name": "f", "arguments": {"x": 1}}})
         turn: Message = {"role": "assistant", "content": "", "tool_calls": [call] * num_calls}
         answer: Message = {"role": "tool", "content": "1", "name": "f", "tool_call_id": call["id"]}
-        conversation = [{"role": "user", "content": "x"}, turn, *[answer] * num_calls]
+        conversation: list[Message] = [{"role": "user", "content": "x"}, turn, *[answer] * num_calls]
         try:
             self._template.render(conversation, (), self._variables, True)
         except TemplateRefused:
@@ -179,7 +191,7 @@ class TemplateCodec:
 
     def _check_encoding(self, prompt: str) -> None:
         """Pieces between control tokens, encoded one by one, must give the ids of the whole text."""
-        if self._encode(prompt, _Defused(self._controls, ())) != self.tokenizer.encode_whole(prompt):
+        if self._encode(prompt, _Defused(self._controls)) != self.tokenizer.encode_whole(prompt):
             raise UnsuitableTokenizer(
                 "this tokenizer encodes text behind a control token in another way than text alone, which the codec "
                 "for chat templates does not know"
@@ -194,10 +206,10 @@ def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
 class _Defused:
     """Writes a character into text that spells a control token, and takes it out again after rendering."""
 
-    def __init__(self, controls: re.Pattern[str], values: Any) -> None:
+    def __init__(self, controls: re.Pattern[str], *values: Sequence[Message] | Sequence[ToolSchema]) -> None:
         self._controls = controls
         seen = repr(values)
-        # A private character that nobody wrote; ``repr`` shows these escaped.
+        # A private character that is not in the text; ``repr`` shows these escaped.
         codes = range(_FIRST_PRIVATE, _LAST_PRIVATE)
         self._mark = next(chr(code) for code in codes if f"\\u{code:04x}" not in seen)
 
@@ -205,19 +217,23 @@ class _Defused:
         """The text of an assistant keeps the tags that it writes itself."""
         defused: list[Message] = []
         for message in messages:
-            safe: dict[str, Any] = self(message)
+            safe = self(message)
             if message["role"] == "assistant":
                 safe["content"] = self._controls.sub(self._unless_own, text_of(message))
             defused.append(safe)
         return defused
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: T) -> T:
+        return cast(T, self._safe(value))
+
+    def _safe(self, value: object) -> object:
+        """A copy of the same shape."""
         if isinstance(value, str):
             return self._controls.sub(self._marked, value)
         if isinstance(value, Mapping):
-            return {self(key): self(item) for key, item in value.items()}
+            return {self._safe(key): self._safe(item) for key, item in value.items()}
         if isinstance(value, Iterable):
-            return [self(item) for item in value]
+            return [self._safe(item) for item in value]
         return value
 
     def _marked(self, match: re.Match[str]) -> str:
@@ -232,7 +248,7 @@ class _Defused:
 
 def _normal(message: Message) -> Message:
     """The message as templates expect it: text as a string, the arguments of calls as objects."""
-    normal: dict[str, Any] = {**message, "content": text_of(message)}
+    normal: Message = {**message, "content": text_of(message)}
     if message.get("tool_calls"):
         normal["tool_calls"] = [_normal_call(call) for call in message["tool_calls"]]
     else:
@@ -240,13 +256,13 @@ def _normal(message: Message) -> Message:
     return normal
 
 
-def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function", call))
+def _normal_call(call: MessageCall) -> MessageCall:
+    function = cast(CalledFunction, {**(call.get("function") or call)})
     if isinstance(function["arguments"], str):
         function["arguments"] = strict_json(function["arguments"])
     return {"id": "call00000", "type": "function", **call, "function": function}
 
 
-def _meaning(call: Any) -> tuple[Any, ...]:
+def _meaning(call: ToolCall) -> tuple[CallStatus, str | None, JSON]:
     readable = call.name is not None
-    return (call.status, call.name, call.arguments) if readable else (call.status, call.raw.strip())
+    return (call.status, call.name, call.arguments) if readable else (call.status, None, call.raw.strip())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import NoReturn
 
-from gspo_core.messages import Message
+from gspo_core.json_value import JSON
+from gspo_core.messages import Message, ToolSchema
 
 MAX_DEPTH = 64
-"""Of JSON that a policy writes. Whoever passes it on, and any process behind that, must be able to write it again."""
+"""Deepest nesting of JSON from a policy. Every process that passes it on must be able to write it again."""
 
 
 def text_of(message: Message | None) -> str:
@@ -25,12 +26,12 @@ def text_of(message: Message | None) -> str:
     raise ValueError(f"this codec renders text only, but a {message['role']} message has other content parts")
 
 
-def to_json(value: Any) -> str:
+def to_json(value: JSON | ToolSchema) -> str:
     """JSON as chat templates write it."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def strict_json(text: str) -> Any:
+def strict_json(text: str) -> JSON:
     """The value of JSON text. Raises ``ValueError``, also for what cannot be written as JSON again: NaN, numbers beyond
     any float, and what is nested too deep."""
     begin = len(text) - len(text.lstrip(_BLANK))
@@ -40,7 +41,7 @@ def strict_json(text: str) -> Any:
     return value
 
 
-def strict_json_at(text: str, begin: int) -> tuple[Any, int]:
+def strict_json_at(text: str, begin: int) -> tuple[JSON, int]:
     """The value that begins at ``begin`` and where it ends. Raises as ``strict_json``."""
     try:
         value, end = _DECODER.raw_decode(text, begin)
@@ -52,15 +53,15 @@ def strict_json_at(text: str, begin: int) -> tuple[Any, int]:
     return value, end
 
 
-def _is_deeper(value: Any) -> bool:
-    level: list[Any] = [value]
+def _is_deeper(value: JSON) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         inner = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
         level = [item for item in inner if isinstance(item, dict | list)]
     return bool(level)
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 

@@ -47,7 +47,7 @@ class TurnReader:
 
     def message(self, sampled_ids: Sequence[int], turn: ParsedTurn, *, as_text: bool = False) -> Message:
         """The turn as a message of the history; ``as_text`` writes its calls as they were sampled."""
-        message: dict[str, object] = {"role": "assistant"}
+        message: Message = {"role": "assistant"}
         if as_text:
             ids = self._without_stop(sampled_ids)
             message["content"] = self._tokenizer.decode(ids[self._split_thought(ids, self.opens_thought)[1] :]).strip()

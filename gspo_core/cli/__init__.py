@@ -10,29 +10,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from gspo_core.cli.command import CommandError, CommandParser
+
 DEFAULT_URL = "http://127.0.0.1:8000"
-
-
-class CommandError(Exception):
-    """Ends the command with status 1; the message is for a person."""
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser whose options may wait until its command is typed, so that no other command pays for their imports."""
-
-    _fill: Callable[[argparse.ArgumentParser], None] | None = None
-
-    def defer(self, fill: Callable[[argparse.ArgumentParser], None]) -> None:
-        """``fill`` adds the options; it is called once, and may raise CommandError."""
-        self._fill = fill
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        if self._fill is not None:
-            fill, self._fill = self._fill, None
-            fill(self)
-        return super().parse_known_args(args, namespace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gspo_core.cli import CommandError
+from gspo_core.cli.command import CommandError
 from gspo_core.client import ApiError, Client, ClientError, Unreachable
 
 

@@ -8,25 +8,11 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 
 from gspo_core.cli import service
+from gspo_core.cli.finding import Finding, Verdict
 
 MIN_PYTHON = (3, 11)
-
-
-class Verdict(StrEnum):
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True)
-class Finding:
-    verdict: Verdict
-    subject: str
-    text: str
 
 
 def doctor(url: str) -> int:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 
-from gspo_core.cli import CommandError
+from gspo_core.cli.command import CommandError
+from gspo_core.json_value import JSON
 
 if TYPE_CHECKING:
     from gspo_core.env import Environment, Observation, ParsedTurn, Session
@@ -24,13 +26,13 @@ without a call. :tools shows the tools, an empty line or :end ends the episode."
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    order = {"ref": arguments.ref, "config": _config(arguments.config)}
+    order: dict[str, JSON] = {"ref": arguments.ref, "config": _config(arguments.config)}
     report = _examine(order | {"model": arguments.model, "timeout_s": arguments.timeout})
     print(json.dumps(report.to_json(), indent=2, ensure_ascii=False) if arguments.json else report)
     return 0 if report.ok else 1
 
 
-def _examine(order: Mapping[str, Any]) -> EnvironmentReport:
+def _examine(order: Mapping[str, JSON]) -> EnvironmentReport:
     """In a process apart: an environment may print, read what is typed, or end its process."""
     from gspo_core.testing import Check, EnvironmentReport, Status
 
@@ -44,7 +46,7 @@ def _examine(order: Mapping[str, Any]) -> EnvironmentReport:
         return EnvironmentReport.from_json(json.loads(text))
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     return EnvironmentReport(
-        order["ref"], [Check("process", Status.FAIL, f"it ends the process that it runs in ({how})")]
+        str(order["ref"]), [Check("process", Status.FAIL, f"it ends the process that it runs in ({how})")]
     )
 
 
@@ -67,11 +69,13 @@ class _Path:
     def __enter__(self) -> None:
         sys.path.insert(0, "")
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         sys.path.remove("")
 
 
-def _config(text: str | None) -> dict[str, Any]:
+def _config(text: str | None) -> dict[str, JSON]:
     if text is None:
         return {}
     try:
@@ -119,7 +123,7 @@ async def _take_turns(session: Session, tools: Sequence[ToolSchema]) -> None:
 
 
 def read_turn(line: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """What a person typed, as a turn of the policy."""
+    """A typed line as a turn of the policy."""
     from gspo_core.env import CallStatus, ParsedTurn, ToolCall
 
     name, _, rest = line.partition(" ")
@@ -137,7 +141,7 @@ def read_turn(line: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
     return ParsedTurn("", (ToolCall(name, _arguments(rest), CallStatus.OK, line, 0, 1),))
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _arguments(text: str) -> dict[str, JSON]:
     """``amount=3 text="two words"``; a value that is no JSON is text."""
     import shlex
 
@@ -145,7 +149,7 @@ def _arguments(text: str) -> dict[str, Any]:
         words = shlex.split(text, posix=False)
     except ValueError:
         words = text.split()
-    found: dict[str, Any] = {}
+    found: dict[str, JSON] = {}
     for word in words:
         name, _, value = word.partition("=")
         try:
@@ -162,7 +166,7 @@ def _show(messages: Sequence[Message]) -> None:
 
 def _show_tools(tools: Sequence[ToolSchema]) -> None:
     for tool in tools:
-        function: Mapping[str, Any] = tool["function"]
+        function = tool["function"]
         parameters = ", ".join(
             f"{name}: {schema.get('type', 'any')}" for name, schema in function["parameters"]["properties"].items()
         )

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 from typing import TypeAlias
 
-from gspo_core.cli import CommandParser
+from gspo_core.cli.command import CommandParser
 
 Actions: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 AddServer = Callable[[argparse.ArgumentParser], None]
@@ -107,7 +107,7 @@ def _call(name: str) -> Callable[[argparse.Namespace], int]:
 
 def _validate(arguments: argparse.Namespace) -> int:
     if arguments.ref.endswith(".py"):
-        from gspo_core.cli import CommandError
+        from gspo_core.cli.command import CommandError
 
         raise CommandError(f"{arguments.ref} is a file; say which class of it, as in {arguments.ref}:MyClass")
     if ":" not in arguments.ref:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
+from gspo_core.api_answers import EpisodeDetail, EpisodeSummary, ShownCall
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import say
 
@@ -25,14 +25,14 @@ def show(url: str, which: str, *, limit: int, step: int | None, max_reward: floa
             return 0
         filters = {name: value for name, value in (("step", step), ("max_reward", max_reward)) if value is not None}
         found = list(islice(client.episodes(which, **filters), limit))
-    for episode in found:
-        say(json.dumps(episode) if as_json else _line(episode))
+    for one in found:
+        say(json.dumps(one) if as_json else _line(one))
     if not found and not as_json:
         print("no such episodes: they appear with the job's first step")
     return 0
 
 
-def _line(episode: Mapping[str, Any]) -> str:
+def _line(episode: EpisodeSummary) -> str:
     versions = ",".join(map(str, episode["versions"]))
     return (
         f"{episode['id']}  reward {_number(episode['reward'])}  advantage {_number(episode['advantage'])}  "
@@ -40,7 +40,7 @@ def _line(episode: Mapping[str, Any]) -> str:
     )
 
 
-def _transcript(episode: Mapping[str, Any]) -> Iterator[str]:
+def _transcript(episode: EpisodeDetail) -> Iterator[str]:
     yield f"{episode['id']}: {episode['status']}, reward {_number(episode['reward'])}"
     if episode["note"]:
         yield episode["note"]
@@ -60,7 +60,7 @@ def _transcript(episode: Mapping[str, Any]) -> Iterator[str]:
         yield f"\nended: {episode['stop_reason']}"
 
 
-def _call(call: Mapping[str, Any]) -> str:
+def _call(call: ShownCall) -> str:
     if call["status"] not in READABLE:
         return f"what cannot be read ({call['status']}): {call['raw'].strip()}"
     return f"{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from gspo_core.cli import CommandError
+from gspo_core.api_answers import Job, Plan, Settings
+from gspo_core.cli.command import CommandError
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import say
-
-if TYPE_CHECKING:
-    from gspo_core.client import Plan
 
 Verb = Literal["pause", "resume", "cancel"]
 
@@ -69,18 +67,18 @@ def show(url: str, *, as_json: bool) -> int:
     return 0
 
 
-def _lines(job: Mapping[str, Any]) -> Iterator[str]:
+def _lines(job: Job) -> Iterator[str]:
     """The id first and whole, so that it can be copied into another command; a reason below, however long it is."""
     created = f"{job['created_at'][:16]}Z".replace("T", " ")
     yield f"{job['id']}  {job['status']:<10} step {job.get('step', 0):<6} {created}  {job.get('name') or ''}".rstrip()
-    reason = (job.get("status_reason") or {}).get("message")
-    if reason and job["status"] != "succeeded":
-        yield f"    {reason}"
+    reason = job.get("status_reason")
+    if reason and reason["message"] and job["status"] != "succeeded":
+        yield f"    {reason['message']}"
 
 
 def change(url: str, job_id: str, assignments: Sequence[str]) -> int:
     """``gspo set JOB optimizer.lr=5e-7``: values are JSON; what is none is text."""
-    changes: dict[str, Any] = {}
+    changes: Settings = {}
     for assignment in assignments:
         key, is_assigned, text = assignment.partition("=")
         if not is_assigned:
@@ -88,7 +86,10 @@ def change(url: str, job_id: str, assignments: Sequence[str]) -> int:
         *sections, name = key.split(".")
         place = changes
         for section in sections:
-            place = place.setdefault(section, {})
+            inner = place.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise CommandError(f"{assignment}: {section} was given a value before it")
+            place = inner
         try:
             place[name] = json.loads(text)
         except ValueError:

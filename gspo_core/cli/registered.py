@@ -6,12 +6,14 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-from gspo_core.cli import CommandError
+from gspo_core.api_answers import EnvironmentSource, RegisteredEnvironment, TrialEntry
+from gspo_core.cli.command import CommandError
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import say
 from gspo_core.client import Client
+from gspo_core.json_value import JSON
 
 
 def add(arguments: argparse.Namespace) -> int:
@@ -29,7 +31,7 @@ def add(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _upload(client: Client, arguments: argparse.Namespace, config: Mapping[str, Any]) -> Any:
+def _upload(client: Client, arguments: argparse.Namespace, config: Mapping[str, JSON]) -> RegisteredEnvironment | None:
     """None: it is no upload."""
     from gspo_core.packed_folder import FolderRefused
 
@@ -48,8 +50,8 @@ def _upload(client: Client, arguments: argparse.Namespace, config: Mapping[str, 
         raise CommandError(str(error)) from error
 
 
-def _source(arguments: argparse.Namespace, kinds: list[str], config: dict[str, Any]) -> dict[str, Any]:
-    source: dict[str, Any]
+def _source(arguments: argparse.Namespace, kinds: list[str], config: dict[str, JSON]) -> EnvironmentSource:
+    source: EnvironmentSource
     match kinds:
         case ["openenv"]:
             source = {"type": "openenv", "url": arguments.openenv}
@@ -64,10 +66,12 @@ def _source(arguments: argparse.Namespace, kinds: list[str], config: dict[str, A
             source["tasks"] = _tasks(arguments.tasks)
         case _:
             source = {"type": "reference", "ref": arguments.ref}
-    return source | ({"config": config} if config else {})
+    if config:
+        source["config"] = config
+    return source
 
 
-def _tasks(file: str) -> list[dict[str, Any]]:
+def _tasks(file: str) -> list[dict[str, JSON]]:
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -75,16 +79,16 @@ def _tasks(file: str) -> list[dict[str, Any]]:
     return [_json_object(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _json_object(text: str, what: str) -> dict[str, Any]:
+def _json_object(text: str, what: str) -> dict[str, JSON]:
     value = _json(text, what)
     if not isinstance(value, dict):
         raise CommandError(f"{what} is a JSON object")
     return value
 
 
-def _json(text: str, what: str) -> Any:
+def _json(text: str, what: str) -> JSON:
     try:
-        return json.loads(text)
+        return cast(JSON, json.loads(text))
     except ValueError as error:
         raise CommandError(f"{what} is no JSON: {error}") from error
 
@@ -99,8 +103,8 @@ def listing(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(one: Mapping[str, Any]) -> Iterator[str]:
-    source = dict(one["source"])
+def _lines(one: RegisteredEnvironment) -> Iterator[str]:
+    source = one["source"]
     where = source.get("ref") or source.get("url") or source.get("id") or source.get("dataset")
     yield f"{one['id']:<24} {one['status']:<10} {source['type']} {where}"
     for failure in one["failures"]:
@@ -109,23 +113,22 @@ def _lines(one: Mapping[str, Any]) -> Iterator[str]:
 
 def show(arguments: argparse.Namespace) -> int:
     with connected(arguments.url) as client:
-        found: dict[str, Any] = dict(client.environment(arguments.ref))
-        if arguments.schema:
-            found["schema"] = client.environment_schema(arguments.ref)
+        found = client.environment(arguments.ref)
+        described = client.environment_schema(arguments.ref) if arguments.schema else None
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps({**found, "schema": described} if described else found))
         return 0
     say(*_lines(found))
     print(f"    registered {found['created_at'][:16]}Z".replace("T", " ") + f", content {found['digest'][:12]}")
     config = found["source"].get("config")
     if config:
         say(f"    config {json.dumps(config, ensure_ascii=False)}")
-    for tool in found.get("schema", {}).get("tools", ()):
+    for tool in described["tools"] if described else ():
         function = tool["function"]
         parameters = function.get("parameters", {}).get("properties", {})
         signature = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in parameters.items())
         say(f"    {function['name']}({signature})  {function.get('description', '')}")
-    if counts := found.get("schema", {}).get("num_tasks"):
+    if described and (counts := described["num_tasks"]):
         say("    tasks: " + ", ".join(f"{count} {split}" for split, count in counts.items()))
     return 0
 
@@ -141,9 +144,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def trial(arguments: argparse.Namespace) -> int:
-    turns = None if arguments.turns is None else _json(arguments.turns, "--turns")
-    if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
-        raise CommandError('--turns is a JSON list: [{"text": "42"}]')
+    turns = None if arguments.turns is None else _turns(arguments.turns)
     with connected(arguments.url) as client:
         played = client.try_environment(
             arguments.ref, turns, task=arguments.task, split=arguments.split, seed=arguments.seed
@@ -158,7 +159,15 @@ def trial(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _said(entry: Mapping[str, Any]) -> Iterator[str]:
+def _turns(text: str) -> list[dict[str, JSON]]:
+    given = _json(text, "--turns")
+    turns = [turn for turn in given if isinstance(turn, dict)] if isinstance(given, list) else []
+    if turns != given:
+        raise CommandError('--turns is a JSON list: [{"text": "42"}]')
+    return turns
+
+
+def _said(entry: TrialEntry) -> Iterator[str]:
     if entry.get("text"):
         yield f"{entry['from']}: {entry['text']}"
     for call in entry.get("calls", ()):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
-from gspo_core.cli import CommandError, CommandParser
+from gspo_core.cli.command import CommandError, CommandParser
 
 if TYPE_CHECKING:
-    from gspo_core.cli.doctor import Finding
+    from gspo_core.cli.finding import Finding
 
 REGISTRY = "services.launch.commands"
 ABSENT: Mapping[str, str] = {

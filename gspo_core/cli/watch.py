@@ -8,16 +8,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import plain
+from gspo_core.json_value import JSON
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from gspo_core.client import Event
+    from gspo_core.api_answers import Event
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
@@ -31,7 +32,7 @@ COLOURS = {"succeeded": "green", "running": "green", "failed": "red", "cancelled
 
 @dataclass
 class WatchedJob:
-    """What a person wants to know of a job, kept up to date by ``take``."""
+    """The state of a job as it is drawn, kept up to date by ``take``."""
 
     job_id: str
     num_steps: int
@@ -39,10 +40,10 @@ class WatchedJob:
     status: str = "queued"
     reason: str = ""
     connection: str = ""
-    """What is wrong with it; empty while it stands."""
+    """The problem with it; empty while it stands."""
     rewards: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
-    last_step: Mapping[str, Any] = field(default_factory=dict)
+    last_step: Mapping[str, float] = field(default_factory=dict)
     step_times_s: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -51,21 +52,23 @@ class WatchedJob:
     def is_over(self) -> bool:
         return self.status in TERMINAL
 
-    def take(self, kind: str, data: Mapping[str, Any]) -> None:
+    def take(self, kind: str, data: Mapping[str, JSON]) -> None:
         if kind == "job.status":
-            self.status = data.get("status", self.status)
-            self.reason = plain((data.get("status_reason") or {}).get("message", ""))
+            self.status = str(data.get("status", self.status))
+            reason = data.get("status_reason")
+            self.reason = plain(str(reason.get("message", ""))) if isinstance(reason, dict) else ""
         elif kind == "step":
-            self._take_step(data)
+            self._take_step(numbers_of(data))
         elif kind == "evaluation":
             # Without a reward/mean when no episode got a reward.
-            self.evaluations.append((int(data["step"]), float(data.get("reward/mean", "nan"))))
+            held_out = numbers_of(data)
+            self.evaluations.append((int(held_out["step"]), held_out.get("reward/mean", math.nan)))
         elif kind == "alert":
             self.notes.append(_note(data))
         elif kind == "env.health" and not data.get("healthy", True):
             self._note_once(f"{data.get('worker', 'a worker')} cannot play episodes: {data.get('error', 'unknown')}")
 
-    def _take_step(self, data: Mapping[str, Any]) -> None:
+    def _take_step(self, data: Mapping[str, float]) -> None:
         # After a crash steps are taken again: what came after the point where the job went on is void.
         if int(data["step"]) <= int(self.last_step.get("step", 0)):
             num_undone = int(self.last_step["step"]) - int(data["step"]) + 1
@@ -87,6 +90,11 @@ class WatchedJob:
         if not recent or self.is_over:
             return None
         return sum(recent) / len(recent) * (self.num_steps - int(self.last_step.get("step", 0)))
+
+
+def numbers_of(data: Mapping[str, JSON]) -> dict[str, float]:
+    """The metrics in an event of a step."""
+    return {name: value for name, value in data.items() if isinstance(value, int | float)}
 
 
 def sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
@@ -225,7 +233,7 @@ def _facts(view: WatchedJob, curve: int) -> RenderableType:
     return facts
 
 
-def _clipped(step: Mapping[str, Any]) -> str:
+def _clipped(step: Mapping[str, float]) -> str:
     text = f"{100 * float(step.get('gspo/clip_frac', 0)):.0f} % of tokens"
     signs = [step.get(f"gspo/clip_frac_{sign}") for sign in ("positive", "negative")]
     if None in signs:
@@ -233,13 +241,13 @@ def _clipped(step: Mapping[str, Any]) -> str:
     return text + " (good {:.0f} %, bad {:.0f} %)".format(*(100 * float(one or 0) for one in signs))
 
 
-def _phases(step: Mapping[str, Any]) -> dict[str, float]:
+def _phases(step: Mapping[str, float]) -> dict[str, float]:
     seconds = {name: float(step.get(f"time/{name}_s", 0.0)) for name, _, _ in PHASES}
     total = sum(seconds.values())
     return {name: value / total for name, value in seconds.items()} if total else {}
 
 
-def _shares(step: Mapping[str, Any], width: int) -> Text:
+def _shares(step: Mapping[str, float], width: int) -> Text:
     from rich.text import Text
 
     shares, bar = _phases(step), Text()
@@ -248,11 +256,11 @@ def _shares(step: Mapping[str, Any], width: int) -> Text:
     return bar
 
 
-def _shares_in_words(step: Mapping[str, Any]) -> str:
+def _shares_in_words(step: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {100 * share:.0f} %" for name, share in _phases(step).items())
 
 
-def _note(alert: Mapping[str, Any]) -> str:
+def _note(alert: Mapping[str, JSON]) -> str:
     at = f"step {alert['step']}: " if "step" in alert else ""
     return plain(at + str(alert.get("message", alert)))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
+from gspo_core.api_answers import Worker
 from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import say
 
@@ -25,7 +24,7 @@ def show(url: str, *, as_json: bool) -> int:
     return 0
 
 
-def _line(one: Mapping[str, Any]) -> str:
+def _line(one: Worker) -> str:
     notes = ["" if one["alive"] else "gone", str(one.get("state") or ""), f"job {one['job']}" if one.get("job") else ""]
     if one.get("draining") and one.get("state") != "draining":
         notes.append("drained")

@@ -11,10 +11,14 @@ import contextvars
 import queue
 import threading
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # An async member that is cancelled gets so long to clean up before its session counts as lost.
 CANCEL_GRACE_S = 1.0
@@ -38,14 +42,16 @@ class MemberCaller:
 
     @property
     def is_busy(self) -> bool:
-        """A sync member still runs, although nobody waits for it any more."""
+        """A sync member still runs, although its caller has given up."""
         return self._num_done < self._num_given
 
     @property
     def has_thread(self) -> bool:
         return self._jobs is not None
 
-    async def call(self, function: Callable[..., Any], timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+    async def call(
+        self, function: Callable[P, T | Awaitable[T]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """The result of ``function``, which may be sync or async. Raises what it raises, or ``DeadlineExceeded``."""
         import inspect
 
@@ -62,22 +68,22 @@ class MemberCaller:
             self._jobs.put(None)
             self._jobs = None
 
-    async def _in_thread(self, function: Callable[[], Any], timeout_s: float) -> Any:
+    async def _in_thread(self, function: Callable[[], T], timeout_s: float) -> T:
         import asyncio
 
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+        future: asyncio.Future[T] = loop.create_future()
         context = contextvars.copy_context()
 
         def job() -> None:
             try:
-                result, error = context.run(function), None
+                settle = partial(_succeed, future, context.run(function))
             except BaseException as raised:  # whatever a user's code raises belongs to the waiting call
-                result, error = None, _containable(raised)
+                settle = partial(_fail, future, _containable(raised))
             self._num_done += 1  # only ever written by this thread
             try:
-                loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle)
+            except RuntimeError:  # the loop is closed, and with it the caller
                 return
 
         if self._jobs is None:
@@ -91,7 +97,7 @@ class MemberCaller:
                 raise DeadlineExceeded(timeout_s, lost=True)
             return future.result()
         finally:
-            future.cancel()  # nothing where it is done; else a late result finds nobody waiting
+            future.cancel()  # nothing where it is done; else a late result is dropped
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -99,12 +105,13 @@ def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         job()
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
+def _succeed(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
         future.set_result(result)
-    else:
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
         future.set_exception(error)
 
 
@@ -115,10 +122,10 @@ def _containable(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__} {error}".strip())
 
 
-async def _await_within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
+async def _await_within(awaitable: Awaitable[T], timeout_s: float) -> T:
     import asyncio
 
-    async def contained() -> Any:
+    async def contained() -> T:
         try:
             return await awaitable
         except SystemExit as error:  # the event loop would end on it
@@ -127,7 +134,7 @@ async def _await_within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
     task = asyncio.create_task(contained())
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
-        if task.cancelled():  # by the author's own code: whoever called it was not, and gets an answer
+        if task.cancelled():  # by the author's own code; the caller still gets an answer
             raise RuntimeError("CancelledError")
         if done:
             return task.result()

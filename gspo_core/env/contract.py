@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from gspo_core.environment_records import Description
+from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
 from gspo_core.types import Split, StopReason
 
 
 class InvalidEnvironment(Exception):
-    """What was named cannot be used as an environment. The text says what to change."""
+    """The reference names no usable environment. The text says what to change."""
 
 
 class EnvironmentFailed(Exception):
@@ -28,7 +30,7 @@ class EnvironmentFailed(Exception):
 
 
 class AtCapacity(EnvironmentFailed):
-    """There is no room for one more session now: nobody's failure, to be tried again. ``most`` fit in."""
+    """No room for one more session now; try again later. At most ``most`` fit. It counts as no failure."""
 
     def __init__(self, most: int) -> None:
         super().__init__("capacity", str(most))
@@ -86,7 +88,7 @@ class PhaseLimits(Protocol):
 class Session(Protocol):
     """One episode of an environment. ``start`` once, ``act`` after every turn, ``score`` once, ``close`` always."""
 
-    async def start(self, task: Mapping[str, Any], seed: int) -> Start:
+    async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         """Raises ``EnvironmentFailed``; only this phase may be tried again, in a new session."""
         ...
 
@@ -102,7 +104,7 @@ class Session(Protocol):
         """The state after the last turn, from which ``restore`` goes on; None where the environment offers none."""
         ...
 
-    async def restore(self, task: Mapping[str, Any], seed: int, state: bytes) -> None:
+    async def restore(self, task: Mapping[str, JSON], seed: int, state: bytes) -> None:
         """In place of ``start``: the session stands where the one stood that gave ``state``."""
         ...
 
@@ -112,7 +114,7 @@ class Session(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What the author counted by ``ctx.metric``."""
+        """The numbers that the author reported with ``ctx.metric``."""
         ...
 
     @property
@@ -131,7 +133,7 @@ class Environment(Protocol):
     def name(self) -> str: ...
 
     @property
-    def limits(self) -> Mapping[str, Any]:
+    def limits(self) -> Mapping[str, JSON]:
         """The author's defaults, named as in the job specification; the job overrides them."""
         ...
 
@@ -155,23 +157,20 @@ class Environment(Protocol):
         """0 where the environment offers no tasks for this split."""
         ...
 
-    async def task(self, split: Split, index: int) -> Mapping[str, Any]:
+    async def task(self, split: Split, index: int) -> Mapping[str, JSON]:
         """Task ``index`` of ``split``, to be given to ``start``; the same for every member of a group."""
         ...
 
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> Session: ...
 
-    def describe(self) -> dict[str, Any]:
-        """What others need to know without running its code, as JSON: name, num_tasks, tools, limits, ..."""
-        ...
+    def describe(self) -> Description: ...
 
 
-def description(environment: Environment, system_prompt: str | None = None) -> dict[str, Any]:
-    """What ``describe`` says."""
+def description(environment: Environment, system_prompt: str | None = None) -> Description:
     return {
         "name": environment.name,
         "num_tasks": {str(split): environment.num_tasks(split) for split in Split},
-        "tools": [dict(schema) for schema in environment.tools],
+        "tools": list(environment.tools),
         "system_prompt": system_prompt,
         "limits": dict(environment.limits),
         "replayable": environment.replayable,
@@ -181,15 +180,15 @@ def description(environment: Environment, system_prompt: str | None = None) -> d
 
 @dataclass
 class Context:
-    """What a member with a parameter named ``ctx`` receives; one per episode."""
+    """Passed to members with a parameter named ``ctx``; one per episode."""
 
     episode_id: str
     seed: int
-    task: Mapping[str, Any]
+    task: Mapping[str, JSON]
     metrics: dict[str, float] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     """The conversation so far: first messages, what the policy said, what it was answered."""
-    on_log: Callable[[str, Mapping[str, Any]], None] | None = None
+    on_log: Callable[[str, Mapping[str, JSON]], None] | None = None
     deadline_s: float = 0.0
     """Seconds that the phase which is running was given."""
 
@@ -197,6 +196,6 @@ class Context:
         """Report a number with the outcome of this episode; the last value of a name counts."""
         self.metrics[name] = float(value)
 
-    def log(self, text: str, **fields: Any) -> None:
+    def log(self, text: str, **fields: JSON) -> None:
         if self.on_log is not None:
             self.on_log(text, fields)

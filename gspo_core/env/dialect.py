@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from typing import Any
 
-from gspo_core.env.tools import Tool, error_text, result_content
-from gspo_core.messages import CallStatus, Message, ToolCall
+from gspo_core.env.tools import Bound, Tool, error_text, result_content
+from gspo_core.json_value import JSON
+from gspo_core.messages import CallStatus, Content, Message, ToolCall
 
 
 class Dialect:
@@ -24,15 +24,15 @@ class Dialect:
         """Whether a public member, as it stands in the class, is a tool."""
         return inspect.isfunction(member) or isinstance(member, classmethod)
 
-    def bind(self, tool: Tool, arguments: Any) -> dict[str, Any]:
+    def bind(self, tool: Tool, arguments: JSON) -> Bound:
         """The keywords of a call. Raises ``ArgumentError``."""
         return tool.bind(arguments)
 
-    def result(self, value: Any) -> str | list[Any]:
+    def result(self, value: object) -> Content:
         return result_content(value)
 
     def failure(self, error: BaseException) -> str:
-        """What a member raised."""
+        """An exception that a member raised."""
         return error_text(error)
 
     def problem(self, text: str) -> str:
@@ -45,6 +45,6 @@ class Dialect:
     def unreadable(self, status: CallStatus) -> str:
         return self.problem(str(status))
 
-    def message(self, call: ToolCall, number: int, content: str | list[Any]) -> Message:
+    def message(self, call: ToolCall, number: int, content: Content) -> Message:
         """The answer to call ``number`` of the episode."""
         return {"role": "tool", "content": content, "name": call.name or "", "tool_call_id": f"call_{number}"}

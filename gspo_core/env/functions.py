@@ -1,18 +1,20 @@
 """The shortest form of an environment: functions as tools, a list of tasks, and a reward function.
 
 Rule: it makes a class like any other, so that everything which holds for classes holds here. Functions keep no state
-between calls; who needs state writes a class.
+between calls; write a class to keep some.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
+from typing import Protocol, TypeAlias
 
 from gspo_core.env.contract import Context, InvalidEnvironment
+from gspo_core.json_value import JSON
 from gspo_core.messages import Message
 
 
@@ -21,24 +23,30 @@ class Call:
     """One call that the policy made and that came back."""
 
     name: str
-    arguments: Mapping[str, Any]
-    result: Any = None
+    arguments: Mapping[str, JSON]
+    result: object = None
     error: Exception | None = None
-    """What the function raised instead of returning."""
+    """Raised by the function, which then has no result."""
 
 
-Reward = Callable[[Mapping[str, Any], Sequence[Message], Sequence[Call]], Any]
-"""``reward(task, messages, calls)``: a number or a dict of named parts; it may be async."""
+Worth: TypeAlias = float | Mapping[str, float]
+"""A number, or named parts."""
+
+
+class Reward(Protocol):
+    def __call__(
+        self, task: Mapping[str, JSON], messages: Sequence[Message], calls: Sequence[Call], /
+    ) -> Worth | Awaitable[Worth]: ...
 
 
 def from_functions(
-    functions: Iterable[Callable[..., Any]],
+    functions: Iterable[FunctionType],
     *,
-    tasks: Sequence[Mapping[str, Any]],
+    tasks: Sequence[Mapping[str, JSON]],
     reward: Reward,
-    eval_tasks: Sequence[Mapping[str, Any]] = (),
+    eval_tasks: Sequence[Mapping[str, JSON]] = (),
     system: str = "",
-    **attributes: Any,
+    **attributes: JSON,
 ) -> type:
     """A class whose tools are ``functions`` and whose tasks have a ``prompt`` each (text or messages).
 
@@ -47,7 +55,7 @@ def from_functions(
     for task in (*tasks, *eval_tasks):
         if "prompt" not in task:
             raise InvalidEnvironment(f"from_functions: every task has a prompt, {dict(task)!r} has none")
-    members: dict[str, Any] = {function.__name__: _as_method(function) for function in functions}
+    members: dict[str, object] = {function.__name__: _as_method(function) for function in functions}
     members |= {"tasks": list(tasks), "__doc__": system or None, **attributes}
     if eval_tasks:
         members["eval_tasks"] = list(eval_tasks)
@@ -59,18 +67,18 @@ def from_functions(
 class _Functions:
     _reward: Reward
 
-    def reset(self, **task: Any) -> None:
+    def reset(self, **task: JSON) -> None:
         self._task = task
         self._calls: list[Call] = []
 
-    async def get_reward(self, ctx: Context) -> Any:
+    async def get_reward(self, ctx: Context) -> Worth:
         value = self._reward(self._task, ctx.messages, self._calls)
         return await value if inspect.isawaitable(value) else value
 
 
-def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_method(function: FunctionType) -> Callable[..., object]:
     @functools.wraps(function)
-    def call(self: _Functions, **arguments: Any) -> Any:
+    def call(self: _Functions, **arguments: JSON) -> object:
         try:
             result = function(**arguments)
         except Exception as error:
@@ -80,7 +88,7 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     @functools.wraps(function)
-    async def call_async(self: _Functions, **arguments: Any) -> Any:
+    async def call_async(self: _Functions, **arguments: JSON) -> object:
         try:
             result = await function(**arguments)
         except Exception as error:
@@ -89,7 +97,7 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
         self._calls.append(Call(function.__name__, arguments, result))
         return result
 
-    method: Callable[..., Any] = call_async if inspect.iscoroutinefunction(function) else call
+    method = call_async if inspect.iscoroutinefunction(function) else call
     signature = inspect.signature(function)
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     vars(method)["__signature__"] = signature.replace(parameters=[first, *signature.parameters.values()])

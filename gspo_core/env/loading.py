@@ -15,22 +15,23 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 from gspo_core.env.contract import Environment, InvalidEnvironment
 from gspo_core.env.plain import PlainEnvironment
 from gspo_core.env.trl import TrlEnvironment
+from gspo_core.json_value import JSON
 
 
 def load_environment(
-    ref: str, config: Mapping[str, Any] | None = None, *, system_prompt: Literal["docstring", "none"] = "docstring"
+    ref: str, config: Mapping[str, JSON] | None = None, *, system_prompt: Literal["docstring", "none"] = "docstring"
 ) -> Environment:
     """The environment that ``ref`` names; ``config`` becomes the keyword arguments of its class."""
     module_name, separator, attribute = ref.rpartition(":")
     if not separator or not module_name or not attribute:
         raise InvalidEnvironment(f"{ref!r} names no environment: write package.module:Class or path/to/file.py:Class")
     module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
-    found: Any = module
+    found: object = module
     for part in attribute.split("."):
         try:
             found = getattr(found, part)
@@ -39,13 +40,13 @@ def load_environment(
     return _as_environment(ref, found, dict(config or {}), system_prompt)
 
 
-def _as_environment(ref: str, found: Any, config: dict[str, Any], system_prompt: str) -> Environment:
+def _as_environment(ref: str, found: object, config: Mapping[str, JSON], system_prompt: str) -> Environment:
     if isinstance(found, PlainEnvironment | TrlEnvironment):
         if config:
             raise InvalidEnvironment(f"{ref} is a finished environment: no place for the config {sorted(config)}")
         return found
     adapter = getattr(found, "as_environment", None)
-    if adapter is not None:  # a world that is no class of tools, e.g. somebody else's server
+    if adapter is not None:  # a world that is no class of tools, e.g. a foreign server
         return _adapted(ref, adapter, config)
     if inspect.iscoroutinefunction(found):
         raise InvalidEnvironment(
@@ -57,7 +58,7 @@ def _as_environment(ref: str, found: Any, config: dict[str, Any], system_prompt:
     return PlainEnvironment(found, config, name=ref, use_docstring=system_prompt == "docstring")
 
 
-def _adapted(ref: str, adapter: Callable[..., Environment], config: dict[str, Any]) -> Environment:
+def _adapted(ref: str, adapter: Callable[..., Environment], config: Mapping[str, JSON]) -> Environment:
     try:
         inspect.signature(adapter).bind(ref, **config)
     except TypeError as error:

@@ -10,14 +10,22 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from gspo_core.env.calls import MemberCaller
-from gspo_core.env.contract import EnvironmentFailed, InvalidEnvironment, PhaseLimits, Timeouts, description
+from gspo_core.env.contract import (
+    EnvironmentFailed,
+    InvalidEnvironment,
+    PhaseLimits,
+    Timeouts,
+    description,
+)
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import docstring_prompt
 from gspo_core.env.session import PlainSession
 from gspo_core.env.tools import Tool, error_text
+from gspo_core.environment_records import Description
+from gspo_core.json_value import JSON
 from gspo_core.messages import ToolSchema
 from gspo_core.types import Split
 
@@ -31,6 +39,7 @@ RESERVED_NAMES = frozenset(
 
 _TASK_MEMBERS = {Split.TRAIN: ("tasks", "num_tasks"), Split.EVAL: ("eval_tasks", "num_eval_tasks")}
 OURS = Dialect()
+Tasks: TypeAlias = Sequence[Mapping[str, JSON]] | Callable[[int], Mapping[str, JSON]]
 
 
 class PlainEnvironment:
@@ -39,14 +48,14 @@ class PlainEnvironment:
     def __init__(
         self,
         factory: Callable[..., Any],
-        config: Mapping[str, Any],
+        config: Mapping[str, JSON],
         *,
         name: str,
         use_docstring: bool = True,
         dialect: Dialect = OURS,
         judged_elsewhere: bool = False,
     ) -> None:
-        """``judged_elsewhere``: the class needs no ``get_reward``, because whoever uses it knows the reward."""
+        """``judged_elsewhere``: the class needs no ``get_reward``, because its user knows the reward."""
         self.name = name
         self.dialect = dialect
         self._config = dict(config)
@@ -58,7 +67,7 @@ class PlainEnvironment:
         self._check_class(("reset",) if judged_elsewhere else ("reset", "get_reward"))
         self.system_prompt = docstring_prompt(self.cls) if use_docstring and dialect.uses_docstring else None
         self.tools_by_name = {tool.name: tool for tool in _find_tools(self.cls, dialect)}
-        self.limits: Mapping[str, Any] = dict(getattr(self.cls, "limits", {}))
+        self.limits: Mapping[str, JSON] = dict(getattr(self.cls, "limits", {}))
         self.replayable = bool(getattr(self.cls, "replayable", False))
         self.reward_range = _reward_range(self.cls)
         self.has_snapshot = callable(getattr(self.cls, "snapshot", None))
@@ -74,7 +83,7 @@ class PlainEnvironment:
         tasks, count = self._tasks[split]
         return count if callable(tasks) else len(tasks)
 
-    async def task(self, split: Split, index: int) -> Mapping[str, Any]:
+    async def task(self, split: Split, index: int) -> Mapping[str, JSON]:
         if not 0 <= index < self.num_tasks(split):
             raise EnvironmentFailed(
                 "task", f"{self.name} has {self.num_tasks(split)} {split} tasks, not one at {index}"
@@ -97,7 +106,7 @@ class PlainEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> PlainSession:
         return PlainSession(self, limits or Timeouts(), episode_id)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Description:
         return description(self, self.system_prompt)
 
     def make(self) -> Any:
@@ -121,7 +130,7 @@ class PlainEnvironment:
                 message = f"{self.name}: the config {sorted(self._config)} does not fit its __init__: {error}"
                 raise InvalidEnvironment(message) from None
 
-    def _read_tasks(self, split: Split) -> tuple[Any, int]:
+    def _read_tasks(self, split: Split) -> tuple[Tasks, int]:
         try:
             return self._find_tasks(split)
         except InvalidEnvironment:
@@ -132,12 +141,12 @@ class PlainEnvironment:
                 f"{self.name}: its {name} cannot be read: {type(error).__name__}: {error}"
             ) from error
 
-    def _find_tasks(self, split: Split) -> tuple[Any, int]:
+    def _find_tasks(self, split: Split) -> tuple[Tasks, int]:
         """A sequence, or a callable and its count. They belong to the class, or to an instance made to hold them."""
         tasks_name, count_name = _TASK_MEMBERS[split]
         static = inspect.getattr_static(self.cls, tasks_name, None)
         on_class = static is not None and not isinstance(static, property) and not inspect.isfunction(static)
-        # Held-out tasks alone are no reason to make an instance: who keeps tasks on the class keeps both there.
+        # Held-out tasks alone are no reason to make an instance: a class that has tasks has both kinds.
         needs_example = not on_class and (split is Split.TRAIN or static is not None)
         if needs_example and self._example is None:
             self._example = self._make_example()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
-from gspo_core.messages import Message
+from gspo_core.json_value import JSON
+from gspo_core.messages import Content, ContentPart, Message
 
 
-def first_messages(task: Mapping[str, Any], observation: Any, system_prompt: str | None) -> list[Message]:
+def first_messages(task: Mapping[str, JSON], observation: object, system_prompt: str | None) -> list[Message]:
     """Raises ``ValueError`` where the prompt or the observation has another form than messages or text."""
     messages = _base(task.get("prompt"))
     if observation is not None:
@@ -32,23 +33,23 @@ def docstring_prompt(cls: type) -> str | None:
     return None if generated else (text or None)
 
 
-def _base(prompt: Any) -> list[Message]:
+def _base(prompt: JSON) -> list[Message]:
     if prompt is None:
         return [{"role": "user", "content": ""}]
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and prompt and all(isinstance(item, Mapping) and "role" in item for item in prompt):
-        return [dict(item) for item in prompt]
+    if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
+        return cast(list[Message], [{**item} for item in prompt if isinstance(item, dict)])
     raise ValueError(f"the task's prompt is text or a list of messages, not {type(prompt).__name__}")
 
 
-def _join(content: Any, observation: Any) -> str | list[Any]:
+def _join(content: Content | None, observation: object) -> Content:
     if isinstance(observation, str) and (content is None or isinstance(content, str)):
         return (content or "") + observation
     return _parts(content) + _parts(observation)
 
 
-def _parts(content: Any) -> list[Any]:
+def _parts(content: object) -> list[ContentPart]:
     if content is None or content == "":
         return []
     if isinstance(content, str):

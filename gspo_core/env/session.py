@@ -10,23 +10,28 @@ import inspect
 import json
 import math
 import struct
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
 from gspo_core.env.contract import Context, EnvironmentFailed, Observation, PhaseLimits, Start
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import first_messages
-from gspo_core.env.tools import ArgumentError, Tool, error_text
-from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema
+from gspo_core.env.tools import ArgumentError, Choice, Tool, error_text
+from gspo_core.json_value import JSON
+from gspo_core.messages import CallStatus, Content, Message, ParsedTurn, ToolCall, ToolSchema
 from gspo_core.types import StopReason
 
+T = TypeVar("T")
+Keyword: TypeAlias = Choice | Context
+
 _LENGTH = struct.Struct("<I")
-"""Of what a snapshot holds besides the author's state."""
+"""Length of the part of a snapshot before the author's state."""
 
 
 class SessionHome(Protocol):
-    """What a session needs of its environment; ``PlainEnvironment`` is one."""
+    """The part of an environment that a session needs; ``PlainEnvironment`` is one."""
 
     name: str
     dialect: Dialect
@@ -65,7 +70,7 @@ class PlainSession:
     def is_stuck(self) -> bool:
         return self._lost or self._caller.is_busy
 
-    async def start(self, task: Mapping[str, Any], seed: int) -> Start:
+    async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         if self._instance is not None:
             raise RuntimeError("a session starts once")
         self._context.task, self._context.seed = task, seed
@@ -118,7 +123,7 @@ class PlainSession:
         ).encode()
         return _LENGTH.pack(len(around)) + around + state
 
-    async def restore(self, task: Mapping[str, Any], seed: int, state: bytes) -> None:
+    async def restore(self, task: Mapping[str, JSON], seed: int, state: bytes) -> None:
         if self._instance is not None:
             raise RuntimeError("a session starts once")
         end = _LENGTH.size + _LENGTH.unpack_from(state)[0]
@@ -149,26 +154,26 @@ class PlainSession:
         close = getattr(self._environment.cls, "close", None)
         if close is None or (self._instance is None and not self._caller.has_thread):
             return
-        # A lost instance may hang for ever: nobody waits for it.
+        # A lost instance may hang for ever, so do not wait for it.
         timeout_s = 0.0 if self._lost else self._limits.close_timeout_s
         if inspect.iscoroutinefunction(close):
             await self._call_member("close", timeout_s)
         else:
             await self._caller.call(self._close_in_thread, timeout_s)
 
-    def _close_in_thread(self) -> Any:
+    def _close_in_thread(self) -> object:
         """Runs behind whatever is still running there: an overrunning tool, or a start that was cancelled half-way."""
         return self._instance.close() if self._instance is not None else None
 
     def _make_in_thread(self) -> None:
         self._instance = self._environment.make()
 
-    async def _reset(self, task: Mapping[str, Any], seed: int, timeout_s: float) -> Any:
+    async def _reset(self, task: Mapping[str, JSON], seed: int, timeout_s: float) -> object:
         await self._make(self._environment.cls.reset, timeout_s)  # type: ignore[attr-defined]
         arguments = _accepted(self._instance.reset, {"seed": seed, **task}, keep_seed="seed" in task)
         return await self._call_member("reset", timeout_s, **arguments)
 
-    async def _make(self, first_member: Callable[..., Any], timeout_s: float) -> None:
+    async def _make(self, first_member: FunctionType, timeout_s: float) -> None:
         if inspect.iscoroutinefunction(first_member):
             self._instance = self._environment.make()  # an async class may want the running loop
         else:
@@ -195,8 +200,8 @@ class PlainSession:
             return Observation(done=True, stop_reason=StopReason.ENV_DONE)
         return Observation([{"role": "user", "content": content}])
 
-    async def _answer(self, call: ToolCall) -> str | list[Any]:
-        """What the policy reads in answer to one attempt, whatever became of it."""
+    async def _answer(self, call: ToolCall) -> Content:
+        """The text that answers one attempt, successful or not."""
         tools, dialect = self._environment.tools_by_name, self._environment.dialect
         if call.status not in (CallStatus.OK, CallStatus.UNKNOWN_TOOL):
             return dialect.unreadable(call.status)
@@ -222,14 +227,14 @@ class PlainSession:
         reading = self._caller.call(getattr, timeout_s, self._instance, "done", False)
         return bool(await self._or_fail("done", timeout_s, reading))
 
-    async def _call_member(self, name: str, timeout_s: float, *arguments: Any, **keywords: Any) -> Any:
+    async def _call_member(self, name: str, timeout_s: float, *arguments: str | bytes, **keywords: Keyword) -> object:
         member = getattr(self._instance, name)
         self._context.deadline_s = timeout_s
         if "ctx" in inspect.signature(member).parameters:
             keywords["ctx"] = self._context
         return await self._caller.call(member, timeout_s, *arguments, **keywords)
 
-    async def _or_fail(self, phase: str, timeout_s: float, awaitable: Awaitable[Any]) -> Any:
+    async def _or_fail(self, phase: str, timeout_s: float, awaitable: Awaitable[T]) -> T:
         try:
             return await awaitable
         except DeadlineExceeded as error:
@@ -241,7 +246,7 @@ class PlainSession:
 
 def _said(turn: ParsedTurn) -> Message:
     """The policy's turn as reward functions read it."""
-    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    message: Message = {"role": "assistant", "content": turn.text}
     if turn.calls:
         message["tool_calls"] = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls
@@ -249,16 +254,16 @@ def _said(turn: ParsedTurn) -> Message:
     return message
 
 
-def _accepted(function: Callable[..., Any], given: Mapping[str, Any], *, keep_seed: bool) -> dict[str, Any]:
-    """What the signature takes: everything if it has ``**kwargs`` (then the seed only if the task brings one)."""
+def _accepted(function: FunctionType, given: Mapping[str, JSON], *, keep_seed: bool) -> dict[str, JSON]:
+    """The arguments that fit the signature: all if it has ``**kwargs`` (then the seed only if the task brings one)."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {name: value for name, value in given.items() if name != "seed" or keep_seed or name in parameters}
     return {name: value for name, value in given.items() if name in parameters}
 
 
-def as_reward(value: Any) -> tuple[float, dict[str, float]]:
-    """What ``get_reward`` returned, as a sum and its named parts. Raises ``EnvironmentFailed``."""
+def as_reward(value: object) -> tuple[float, dict[str, float]]:
+    """The result of ``get_reward`` as a sum and its named parts. Raises ``EnvironmentFailed``."""
     parts = dict(value) if isinstance(value, Mapping) else {}
     numbers = {str(name): _number(name, part) for name, part in parts.items()}
     if isinstance(value, Mapping) and not numbers:
@@ -266,7 +271,7 @@ def as_reward(value: Any) -> tuple[float, dict[str, float]]:
     return (math.fsum(numbers.values()) if numbers else _number("get_reward()", value)), numbers
 
 
-def _number(name: object, value: Any) -> float:
+def _number(name: str, value: object) -> float:
     """A finite reward. NaN, None and text are failures of the environment, never a reward of 0."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise EnvironmentFailed("score", f"{name} is a {type(value).__name__}, not a number")

@@ -12,19 +12,21 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeAlias
 
 from gspo_core.env.contract import InvalidEnvironment
-from gspo_core.messages import ToolSchema
+from gspo_core.json_value import JSON
+from gspo_core.messages import Content, ParameterSchema, ToolSchema
 
 HIDDEN_PARAMETERS = frozenset({"self", "cls", "ctx"})
 
 # Long enough for a sentence that helps, short enough not to fill a context with one mistake.
 MAX_ERROR_CHARS = 400
 
-_JSON_TYPES: dict[Any, str] = {
+_JSON_TYPES: dict[type, str] = {
     int: "integer",
     float: "number",
     str: "string",
@@ -38,6 +40,12 @@ _ARGUMENT_LINE = re.compile(r"^(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 _SECTION_LINE = re.compile(r"^(Returns?|Raises|Yields?|Examples?|Notes?|Attributes|See Also)\s*:\s*$")
 
 
+Choice: TypeAlias = JSON | enum.Enum
+Bound: TypeAlias = dict[str, Choice]
+"""The keywords of a call."""
+Choices: TypeAlias = Mapping[JSON, Choice]
+
+
 class ArgumentError(Exception):
     """The arguments of a call do not fit the tool; the text is meant for the policy."""
 
@@ -45,12 +53,12 @@ class ArgumentError(Exception):
 @dataclass(frozen=True, slots=True)
 class Parameter:
     name: str
-    schema: Mapping[str, Any]
+    schema: ParameterSchema
     required: bool
     accepts_none: bool
     none_if_absent: bool
     """Optional and without a default: the member gets None when the policy leaves it out."""
-    choices: Mapping[Any, Any] | None = None
+    choices: Choices | None = None
     """JSON value to Python value, for enumerations and literals."""
 
 
@@ -66,7 +74,7 @@ class Tool:
     wants_ctx: bool
 
     @classmethod
-    def of(cls, name: str, function: Callable[..., Any]) -> Tool:
+    def of(cls, name: str, function: FunctionType) -> Tool:
         description, texts = _read_docstring(function)
         signature = inspect.signature(function)
         parameters = tuple(
@@ -74,14 +82,14 @@ class Tool:
             for parameter in signature.parameters.values()
             if parameter.name not in HIDDEN_PARAMETERS and parameter.kind not in (parameter.VAR_KEYWORD,)
         )
-        schema = {
+        schema: ToolSchema = {
             "type": "function",
             "function": {
                 "name": name,
                 "description": description,
                 "parameters": {
                     "type": "object",
-                    "properties": {parameter.name: dict(parameter.schema) for parameter in parameters},
+                    "properties": {parameter.name: {**parameter.schema} for parameter in parameters},
                     "required": [parameter.name for parameter in parameters if parameter.required],
                 },
             },
@@ -89,7 +97,7 @@ class Tool:
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         return cls(name, schema, parameters, inspect.Parameter.VAR_KEYWORD in kinds, "ctx" in signature.parameters)
 
-    def bind(self, arguments: Any) -> dict[str, Any]:
+    def bind(self, arguments: JSON) -> Bound:
         """The keyword arguments of the call. Raises ``ArgumentError``."""
         if isinstance(arguments, str):  # some models write the object as a string
             arguments = _decode_once_more(arguments)
@@ -99,7 +107,7 @@ class Tool:
         for name in arguments:
             if (name not in known and not self.open_ended) or name in HIDDEN_PARAMETERS:
                 raise ArgumentError(f"{self.name} has no argument {name!r}; it takes {sorted(known)}")
-        bound = {name: value for name, value in arguments.items() if name not in known}
+        bound: Bound = {name: value for name, value in arguments.items() if name not in known}
         for parameter in self.parameters:
             if parameter.name in arguments:
                 bound[parameter.name] = _convert(parameter, arguments[parameter.name])
@@ -110,8 +118,8 @@ class Tool:
         return bound
 
 
-def result_content(result: Any) -> str | list[Any]:
-    """What the policy reads: a string as it is, content parts as they are, anything else as compact JSON."""
+def result_content(result: object) -> Content:
+    """A result as the policy reads it: strings and content parts as they are, anything else as compact JSON."""
     if isinstance(result, str):
         return result
     if isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result):
@@ -124,9 +132,10 @@ def error_text(error: BaseException) -> str:
     return _clean(f"error: {type(error).__name__}: {error}" if str(error) else f"error: {type(error).__name__}")
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> JSON:
     if hasattr(value, "tolist"):  # numpy and torch, without importing either
-        return value.tolist()
+        plain: JSON = value.tolist()
+        return plain
     raise TypeError(f"the result holds a {type(value).__name__}, which is not JSON")
 
 
@@ -138,20 +147,20 @@ def _clean(text: str) -> str:
     return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 1] + "…"
 
 
-def _decode_once_more(text: str) -> Any:
+def _decode_once_more(text: str) -> JSON:
     try:
-        value = json.loads(text)
+        value: JSON = json.loads(text)
         json.dumps(value, allow_nan=False)  # not-a-number would become the reward, and the episode have none
     except (ValueError, RecursionError):
         return text
     return value
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: Choice) -> str:
     return _JSON_TYPES.get(type(value), type(value).__name__)
 
 
-def _convert(parameter: Parameter, value: Any) -> Any:
+def _convert(parameter: Parameter, value: JSON) -> Choice:
     if value is None and parameter.accepts_none:
         return None
     if parameter.choices is not None:
@@ -166,14 +175,14 @@ def _convert(parameter: Parameter, value: Any) -> Any:
     given = _json_type(value)
     if given in wanted:
         return value
-    if given == "integer" and "number" in wanted:
+    if type(value) is int and "number" in wanted:
         return float(value)
-    if given == "number" and "integer" in wanted and value.is_integer():
+    if type(value) is float and "integer" in wanted and value.is_integer():
         return int(value)
     raise ArgumentError(f"{parameter.name} must be {' or '.join(wanted)}, not {given}")
 
 
-def _parameter(parameter: inspect.Parameter, function: Callable[..., Any], text: str) -> Parameter:
+def _parameter(parameter: inspect.Parameter, function: FunctionType, text: str) -> Parameter:
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
         raise InvalidEnvironment(
             f"{function.__qualname__}: tools are called by keyword, but {parameter.name!r} is positional only"
@@ -192,7 +201,7 @@ def _parameter(parameter: inspect.Parameter, function: Callable[..., Any], text:
     )
 
 
-def _resolve(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
+def _resolve(parameter: inspect.Parameter, function: FunctionType) -> Any:
     """The type hint as an object, also where annotations are strings."""
     if parameter.annotation is parameter.empty:
         return Any
@@ -206,7 +215,7 @@ def _resolve(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
         ) from None
 
 
-def _annotation_schema(hint: Any) -> tuple[dict[str, Any], bool, dict[Any, Any] | None]:
+def _annotation_schema(hint: Any) -> tuple[ParameterSchema, bool, Choices | None]:
     """JSON schema of a type hint, whether None is accepted, and its choices if it is an enumeration."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
@@ -220,7 +229,7 @@ def _annotation_schema(hint: Any) -> tuple[dict[str, Any], bool, dict[Any, Any] 
     name = _JSON_TYPES.get(origin or hint)
     if name is None:
         return {}, False, None
-    schema: dict[str, Any] = {"type": name}
+    schema: ParameterSchema = {"type": name}
     if name == "array" and arguments and (items := _annotation_schema(arguments[0])[0]):
         schema["items"] = items
     if name == "object" and len(arguments) == 2 and (values := _annotation_schema(arguments[1])[0]):
@@ -228,7 +237,7 @@ def _annotation_schema(hint: Any) -> tuple[dict[str, Any], bool, dict[Any, Any] 
     return schema, False, None
 
 
-def _union_schema(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], bool, dict[Any, Any] | None]:
+def _union_schema(arguments: tuple[Any, ...]) -> tuple[ParameterSchema, bool, Choices | None]:
     members = [argument for argument in arguments if argument is not type(None)]
     optional = len(members) < len(arguments)
     if len(members) == 1:
@@ -236,16 +245,16 @@ def _union_schema(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], bool, dic
         return schema, optional or inner, choices
     schemas = [_annotation_schema(member)[0] for member in members]
     if all(list(schema) == ["type"] and isinstance(schema["type"], str) for schema in schemas):
-        return {"type": [schema["type"] for schema in schemas]}, optional, None
+        return {"type": [str(schema["type"]) for schema in schemas]}, optional, None
     return {"anyOf": schemas}, optional, None
 
 
-def _choices_schema(choices: dict[Any, Any]) -> tuple[dict[str, Any], bool, dict[Any, Any]]:
+def _choices_schema(choices: Choices) -> tuple[ParameterSchema, bool, Choices]:
     names = list(dict.fromkeys(_json_type(value) for value in choices if value is not None))
     return {"type": names[0] if len(names) == 1 else names, "enum": list(choices)}, None in choices, choices
 
 
-def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def _read_docstring(function: FunctionType) -> tuple[str, dict[str, str]]:
     """Description (up to the first blank line) and the texts of the Google-style ``Args:`` section."""
     lines = (inspect.getdoc(function) or "").splitlines()
     description: list[str] = []

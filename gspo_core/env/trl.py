@@ -10,20 +10,37 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from gspo_core.env.calls import MemberCaller
-from gspo_core.env.contract import EnvironmentFailed, InvalidEnvironment, PhaseLimits, Start, Timeouts, description
+from gspo_core.env.contract import (
+    EnvironmentFailed,
+    InvalidEnvironment,
+    PhaseLimits,
+    Start,
+    Timeouts,
+    description,
+)
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.plain import PlainEnvironment
 from gspo_core.env.session import PlainSession, as_reward
-from gspo_core.env.tools import ArgumentError, Tool
-from gspo_core.messages import CallStatus, Message, ToolCall, ToolSchema
+from gspo_core.env.tools import ArgumentError, Bound, Tool
+from gspo_core.environment_records import Description
+from gspo_core.json_value import JSON
+from gspo_core.messages import CallStatus, Content, Message, ToolCall, ToolSchema
 from gspo_core.types import Split
 
-RewardFunction = Callable[..., Any]
-"""TRL's: keywords ``prompts``, ``completions``, ``environments`` and the columns of the row, each a list of one."""
+
+class RewardFunction(Protocol):
+    """TRL's: keywords ``prompts``, ``completions``, ``environments`` and the columns of the row, each a list of one."""
+
+    __name__: str
+
+    def __call__(self, **keywords: Any) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
+
+
+Factory: TypeAlias = Callable[[], object] | Mapping[str, Callable[[], object]]
 
 
 class TrlDialect(Dialect):
@@ -32,13 +49,13 @@ class TrlDialect(Dialect):
     def is_tool(self, member: object) -> bool:
         return inspect.isfunction(member) or isinstance(member, staticmethod)
 
-    def bind(self, tool: Tool, arguments: Any) -> dict[str, Any]:
+    def bind(self, tool: Tool, arguments: JSON) -> Bound:
         """As they are: TRL checks no types, so a wrong one reads as the error of the method."""
         if not isinstance(arguments, dict):
             raise ArgumentError(f"argument after ** must be a mapping, not {type(arguments).__name__}")
-        return arguments
+        return {**arguments}
 
-    def result(self, value: Any) -> str | list[Any]:
+    def result(self, value: object) -> Content:
         return value if isinstance(value, list) else str(value)
 
     def failure(self, error: BaseException) -> str:
@@ -47,21 +64,21 @@ class TrlDialect(Dialect):
     def problem(self, text: str) -> str:
         return str({"error": text})
 
-    def unknown_tool(self, name: str | None, tools: Any) -> str:
+    def unknown_tool(self, name: str | None, tools: Collection[str]) -> str:
         return self.problem(f"Tool {name} not found.")
 
     def unreadable(self, status: CallStatus) -> str:
         return self.problem(str(status))
 
-    def message(self, call: ToolCall, number: int, content: str | list[Any]) -> Message:
+    def message(self, call: ToolCall, number: int, content: Content) -> Message:
         return {"role": "tool", "name": call.name or "", "content": content}
 
 
 def from_trl(
-    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]],
+    environment_factory: Factory,
     *,
-    dataset: Sequence[Mapping[str, Any]] | None = None,
-    eval_dataset: Sequence[Mapping[str, Any]] = (),
+    dataset: Sequence[Mapping[str, JSON]] | None = None,
+    eval_dataset: Sequence[Mapping[str, JSON]] = (),
     reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
     name: str = "trl",
 ) -> TrlEnvironment:
@@ -77,9 +94,9 @@ class TrlEnvironment:
 
     def __init__(
         self,
-        factory: Callable[[], Any] | Mapping[str, Callable[[], Any]],
-        dataset: Sequence[Mapping[str, Any]] | None,
-        eval_dataset: Sequence[Mapping[str, Any]],
+        factory: Factory,
+        dataset: Sequence[Mapping[str, JSON]] | None,
+        eval_dataset: Sequence[Mapping[str, JSON]],
         reward_functions: Sequence[RewardFunction],
         name: str,
     ) -> None:
@@ -93,7 +110,7 @@ class TrlEnvironment:
         for function in reward_functions:
             _check_reward_function(function)
         first = next(iter(self.environments.values()))
-        self.limits: Mapping[str, Any] = first.limits
+        self.limits: Mapping[str, JSON] = first.limits
         self.replayable = all(environment.replayable for environment in self.environments.values())
         self.reward_range = first.reward_range if not self.has_several and not reward_functions else None
         self._rows = {Split.TRAIN: dataset, Split.EVAL: eval_dataset}
@@ -102,7 +119,7 @@ class TrlEnvironment:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        """Of all the classes; an episode is offered those of its own."""
+        """The tools of all classes; an episode is offered those of its own class."""
         return [schema for environment in self.environments.values() for schema in environment.tools]
 
     def num_tasks(self, split: Split) -> int:
@@ -110,7 +127,7 @@ class TrlEnvironment:
             return self._own_tasks.num_tasks(split)
         return len(self._rows[split] or ())
 
-    async def task(self, split: Split, index: int) -> Mapping[str, Any]:
+    async def task(self, split: Split, index: int) -> Mapping[str, JSON]:
         if self._own_tasks is not None:
             return await self._own_tasks.task(split, index)
         rows = self._rows[split] or ()
@@ -118,7 +135,7 @@ class TrlEnvironment:
             raise EnvironmentFailed("task", f"{self.name} has {len(rows)} {split} rows, not one at {index}")
         return rows[index]
 
-    def of_row(self, row: Mapping[str, Any]) -> PlainEnvironment:
+    def of_row(self, row: Mapping[str, JSON]) -> PlainEnvironment:
         """The class that a row asks for."""
         key = row.get("environment") if self.has_several else ""
         if key not in self.environments:
@@ -130,10 +147,10 @@ class TrlEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> TrlSession:
         return TrlSession(self, limits or Timeouts(), episode_id)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Description:
         return description(self)
 
-    def _wrap(self, key: str, factory: Callable[[], Any]) -> PlainEnvironment:
+    def _wrap(self, key: str, factory: Callable[[], object]) -> PlainEnvironment:
         name = f"{self.name}/{key}" if key else self.name
         judged_elsewhere = bool(self.reward_functions)
         return PlainEnvironment(factory, {}, name=name, dialect=TrlDialect(), judged_elsewhere=judged_elsewhere)
@@ -147,7 +164,7 @@ class TrlSession(PlainSession):
         self._trl = environment
         self._prompt: Sequence[Message] = ()
 
-    async def start(self, task: Mapping[str, Any], seed: int) -> Start:
+    async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         self._environment = self._trl.of_row(task)
         row = {name: value for name, value in task.items() if name != "environment" or not self._trl.has_several}
         start = await super().start(row, seed)
@@ -157,7 +174,9 @@ class TrlSession(PlainSession):
     async def score(self) -> tuple[float, dict[str, float]]:
         if self._lost:
             return await super().score()
-        values = {function.__name__: await self._judge(function) for function in self._trl.reward_functions}
+        values: dict[str, object] = {
+            function.__name__: await self._judge(function) for function in self._trl.reward_functions
+        }
         if hasattr(self._instance, "get_reward"):
             timeout_s = self._limits.score_timeout_s
             own = await self._or_fail("score", timeout_s, self._call_member("get_reward", timeout_s))
@@ -168,9 +187,9 @@ class TrlSession(PlainSession):
             raise EnvironmentFailed("score", f"none of {list(values)} scored the episode")
         return math.fsum(parts.values()), parts
 
-    async def _judge(self, function: RewardFunction) -> Any:
+    async def _judge(self, function: RewardFunction) -> float | None:
         timeout_s = self._limits.score_timeout_s
-        given = {
+        given: dict[str, object] = {
             "prompts": [list(self._prompt)],
             "completions": [self._context.messages[len(self._prompt) :]],
             "environments": [self._instance],

@@ -8,7 +8,6 @@ causal and sliding-window attention is refused, never ignored. It makes no masks
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +40,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **others: Any,
+    **others: Tensor | float | str | None,
 ) -> tuple[Tensor, None]:
     """Attention of (1, heads, tokens, width) queries, each with the keys up to it in its own sequence."""
     unknown = sorted(name for name, given in others.items() if not _is_off(given) and name not in _HARMLESS)
@@ -57,7 +56,7 @@ def packed_attention(
     return torch.cat(_by_pieces(query, key, value, packing, scaling, window), dim=2).transpose(1, 2), None
 
 
-def _is_off(argument: Any) -> bool:
+def _is_off(argument: Tensor | float | str | None) -> bool:
     return argument is None or argument is False
 
 

@@ -9,7 +9,7 @@ width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,10 +33,18 @@ def chosen_logprobs(
     return result
 
 
+class _Context(Protocol):
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    chunk_tokens: int
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         hidden: Tensor,
         head: Tensor,
         bias: Tensor | None,
@@ -57,7 +65,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         return logprobs_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_N,) = grads
         hidden, head, bias, targets_N, temperatures_N, normalizers_N = ctx.saved_tensors
         wide, narrow = normalizers_N.dtype, hidden.dtype

@@ -7,11 +7,14 @@ never touched, so training is exact whatever has been published. It trains nothi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from gspo_core.learner_config import LoraConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAPTER = "policy"
 
@@ -24,7 +27,7 @@ class UnsupportedTarget(ValueError):
     """A layer that shall get an addition is not linear."""
 
 
-def add_low_rank(model: Any, config: LoraConfig) -> None:
+def add_low_rank(model: PreTrainedModel, config: LoraConfig) -> None:
     """Put additions into the model, at first without effect, and freeze everything else."""
     try:
         import peft
@@ -50,7 +53,7 @@ def add_low_rank(model: Any, config: LoraConfig) -> None:
         parameter.requires_grad_("lora_" in name)
 
 
-def _linear_layers(model: Any) -> list[str]:
+def _linear_layers(model: PreTrainedModel) -> list[str]:
     """All but the head. peft's own choice of this name would take the experts and routers of a mixture too."""
     head = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]

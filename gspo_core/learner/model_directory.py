@@ -15,7 +15,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -25,6 +25,9 @@ from transformers.utils import logging as transformers_logging
 
 from gspo_core.batch import Layout
 from gspo_core.learner.attention import PACKED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # What a model directory may hold besides weights: configuration, tokenizer, chat template.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -42,13 +45,13 @@ class UnsupportedModel(ValueError):
     """The model cannot be trained by this learner."""
 
 
-def load_model(model_dir: Path, layout: Layout) -> Any:
+def load_model(model_dir: Path, layout: Layout) -> PreTrainedModel:
     """A causal language model with float32 weights, in evaluation mode: policy and engine use no dropout."""
     if not (model_dir / "config.json").is_file():
         raise UnsupportedModel(f"{model_dir} holds no config.json: it is no Hugging Face model directory")
     try:
         with _LOADING, _without_progress_bars():
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
                 model_dir,
                 dtype=torch.float32,
                 attn_implementation="sdpa" if layout == "padded" else PACKED,
@@ -70,7 +73,7 @@ def load_model(model_dir: Path, layout: Layout) -> Any:
     return model.eval()
 
 
-def attention_advice(model: Any) -> str:
+def attention_advice(model: PreTrainedModel) -> str:
     """What to do about a model that no packed layout can run."""
     if model._supports_sdpa:
         return "set layout to padded"
@@ -90,7 +93,7 @@ def fingerprint(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def export_share(model: Any, tensors: Mapping[str, Tensor], directory: Path, rank: int) -> None:
+def export_share(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path, rank: int) -> None:
     """Write one rank's share of the tensors of `model`, each whole; on disk when this returns. Then `join_shares`."""
     share = _share(directory, rank)
     share.mkdir(parents=True)

@@ -43,7 +43,7 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 @dataclass(frozen=True)
 class Update:
-    """What one update did."""
+    """The effect of one update."""
 
     grad_norm: float
     """Before clipping; not finite when the update was skipped."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +26,9 @@ from gspo_core.learner.model_directory import UnsupportedModel, attention_advice
 from gspo_core.learner.ranks import Ranks, owners, whole
 from gspo_core.learner_config import LearnerConfig
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Of the head's output in float32; enough rows that the product with the head runs at full speed.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 # Of log-probs in float32 by two paths; a wrong scale or a leak between sequences is orders of magnitude larger.
@@ -34,15 +38,16 @@ MAX_FORWARD_DIFFERENCE = 1e-3
 class PolicyModel(nn.Module):
     """Wraps a causal language model; the whole computation is one forward call, as sharding by FSDP needs."""
 
-    def __init__(self, model: Any, *, dtype: torch.dtype, chunk_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, chunk_tokens: int) -> None:
         super().__init__()
         self.model = model
         self.dtype = dtype
         self.chunk_tokens = chunk_tokens
 
     @property
-    def head(self) -> Any:
-        return self.model.get_output_embeddings()
+    def head(self) -> nn.Linear:
+        head: nn.Linear = self.model.get_output_embeddings()
+        return head
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """(N,) log-probs in float32 of the scored tokens."""
@@ -86,7 +91,7 @@ class PolicyModel(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[torch.autocast | None]:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.dtype)
@@ -116,17 +121,17 @@ def _compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
-def _chunk_tokens(model: Any, device: torch.device) -> int:
+def _chunk_tokens(model: PreTrainedModel, device: torch.device) -> int:
     vocabulary = len(model.get_output_embeddings().weight)
     return max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // (4 * vocabulary))
 
 
-def _layers(model: Any) -> list[nn.Module]:
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
     names = set(model._no_split_modules)
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _checkpoint_activations(model: Any) -> None:
+def _checkpoint_activations(model: PreTrainedModel) -> None:
     for layer in _layers(model):
         if not hasattr(layer, "gradient_checkpointing"):
             raise UnsupportedModel(f"{type(layer).__name__} cannot recompute its activations")
@@ -140,7 +145,7 @@ def _checkpoint_activations(model: Any) -> None:
 @torch.no_grad()
 def _check_forward(policy: PolicyModel, layout: Layout, device: torch.device) -> None:
     """Compare with the model's own logits, each sequence by itself, on a few tokens that share a prefix."""
-    ids = np.arange(48) % min(48, policy.head.weight.shape[0])
+    ids = np.arange(48, dtype=np.int32) % min(48, policy.head.weight.shape[0])
     sequences = [_probe(ids), _probe(np.concatenate([ids[:24], ids[:20]])), _probe(ids[::-1][:40])]
     micro_batch = collate(sequences, range(len(sequences)), layout=layout, score_all=True, device=device)
     table = micro_batch.table(policy(micro_batch))
@@ -157,7 +162,7 @@ def _check_forward(policy: PolicyModel, layout: Layout, device: torch.device) ->
             )
 
 
-def _probe(ids: Any) -> TrainSequence:
+def _probe(ids: NDArray[np.int32]) -> TrainSequence:
     size = len(ids)
-    zeros: Any = np.zeros(size)
-    return TrainSequence(ids, np.arange(size) > 0, zeros, zeros, zeros, advantages=0.0)
+    zeros, none = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    return TrainSequence(ids, np.arange(size) > 0, none, zeros, zeros, advantages=0.0)

@@ -1,7 +1,7 @@
 """One process or several: sharding a model over ranks, and numbers that all ranks agree on.
 
 One rule: with one rank every function here is the identity, so that a learner is written once. Tensors travel, objects
-never do (they would be pickled). Process groups are made and ended by whoever starts the processes.
+never do (they would be pickled). The caller that starts the processes makes and ends process groups.
 """
 
 from __future__ import annotations

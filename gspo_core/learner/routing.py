@@ -7,13 +7,14 @@ Routers that it does not know are refused. It decides nothing about when to reco
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 Routes = dict[str, Tensor]
+Routed = tuple[Tensor, Tensor, Tensor]
+"""Logits, weights and numbers of the chosen experts."""
 
 
 class UnsupportedRouter(NotImplementedError):
@@ -53,8 +54,8 @@ class RoutingReplay:
         finally:
             self._replayed = None
 
-    def _hook(self, name: str) -> Any:
-        def on_forward(router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Routed], Routed]:
+        def on_forward(router: nn.Module, _: tuple[Tensor, ...], output: Routed) -> Routed:
             logits, weights, experts = output
             if self._recorded is not None:
                 _check_known(router, logits, weights, experts)
@@ -67,12 +68,12 @@ class RoutingReplay:
         return on_forward
 
 
-def _expert_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+def _expert_weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
     weights = torch.softmax(logits, dtype=torch.float32, dim=-1).gather(-1, experts)
     return weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
 
 
-def _check_known(router: Any, logits: Tensor, weights: Tensor, experts: Tensor) -> None:
+def _check_known(router: nn.Module, logits: Tensor, weights: Tensor, experts: Tensor) -> None:
     """Routers of some models share the names and differ in the formula."""
     ours = _expert_weights(router, logits, experts).to(weights.dtype)
     if not torch.allclose(ours, weights, rtol=1e-2, atol=1e-4):

@@ -15,7 +15,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from safetensors import safe_open
@@ -28,6 +28,25 @@ MANIFEST = "learner.json"
 FORMAT = 1
 # What AdamW remembers of each parameter.
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class Content(TypedDict):
+    counters: dict[str, int]
+    model: str
+    """Its fingerprint."""
+    lora_alpha: NotRequired[float]
+
+
+class ShardFile(TypedDict):
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(TypedDict):
+    format: int
+    num_ranks: int
+    files: dict[str, ShardFile]
+    content: Content
 
 
 class InvalidState(ValueError):
@@ -99,13 +118,13 @@ def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor]) -> No
     _sync(path)
 
 
-def write_manifest(directory: Path, num_ranks: int, content: Mapping[str, Any]) -> None:
+def write_manifest(directory: Path, num_ranks: int, content: Content) -> None:
     """Completes a state whose shards are all on disk."""
     names = [shard_name(rank) for rank in range(num_ranks)]
-    files = {
+    files: dict[str, ShardFile] = {
         name: {"size_bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)} for name in names
     }
-    manifest = {"format": FORMAT, "num_ranks": num_ranks, "files": files, "content": dict(content)}
+    manifest: Manifest = {"format": FORMAT, "num_ranks": num_ranks, "files": files, "content": content}
     _write_whole(directory / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     _sync(directory)
     _sync(directory.resolve().parent)
@@ -124,7 +143,7 @@ def _write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_state(directory: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_state(directory: Path, rank: int, num_ranks: int) -> tuple[Content, dict[str, Tensor]]:
     """The manifest's content and the tensors of one rank, both checked.
 
     Where another number of ranks saved it, every rank checks all shards and reads its part of each tensor; the random
@@ -169,12 +188,12 @@ def _rows(shards: Sequence[Any], name: str, rank: int, num_ranks: int) -> Tensor
     return torch.cat(pieces) if pieces else shards[0].get_tensor(name)[:0].clone()
 
 
-def _read_shard(directory: Path, manifest: dict[str, Any], rank: int) -> dict[str, Tensor]:
+def _read_shard(directory: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
     with safe_open(_checked_shard(directory, manifest, rank), framework="pt") as file:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
 
 
-def _checked_shard(directory: Path, manifest: dict[str, Any], rank: int) -> Path:
+def _checked_shard(directory: Path, manifest: Manifest, rank: int) -> Path:
     name = shard_name(rank)
     if name not in manifest["files"]:
         raise InvalidState(f"{directory}: its manifest speaks of {manifest['num_ranks']} ranks and lists no {name}")
@@ -184,9 +203,9 @@ def _checked_shard(directory: Path, manifest: dict[str, Any], rank: int) -> Path
     return path
 
 
-def _read_manifest(directory: Path) -> dict[str, Any]:
+def _read_manifest(directory: Path) -> Manifest:
     try:
-        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
+        manifest: Manifest = json.loads((directory / MANIFEST).read_text())
     except FileNotFoundError:
         raise InvalidState(f"{directory} holds no complete state: {MANIFEST} is missing") from None
     except ValueError as error:

@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ from gspo_core.objective_config import ObjectiveConfig
 
 @dataclasses.dataclass
 class LearnerCounters:
-    """What a learner has done so far; saved with its state."""
+    """A learner's progress; saved with its state."""
 
     num_steps: int = 0
     num_updates: int = 0
@@ -187,7 +186,7 @@ class Learner:
         self._write(self.copy_weights(), directory)
 
     def copy_weights(self) -> Copy:
-        """What `save_weights` would write now."""
+        """A copy of what `save_weights` would write now."""
         policy, ranks = self._policy, self._ranks
         tensors = policy.export_tensors(ranks)
 
@@ -215,12 +214,12 @@ class Learner:
         self._write(self.copy_state(), directory)
 
     def copy_state(self) -> Copy:
-        """What `save_state` would write now."""
+        """A copy of what `save_state` would write now."""
         ranks = self._ranks
         ranks.settle(self._policy)
         found = state.training_tensors(self._policy, self._optimizer, self._device)
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
-        content: dict[str, Any] = {
+        content: state.Content = {
             "counters": dataclasses.asdict(self.counters),
             "model": fingerprint(self._model_dir),
         }
@@ -240,7 +239,7 @@ class Learner:
         self.prepare_state(directory)()
 
     def prepare_state(self, directory: Path) -> Callable[[], None]:
-        """What loads a state that has been read and fits; raises ValueError where it does not, on this rank."""
+        """A function that loads a state which was read and fits; raises ValueError where it does not, on this rank."""
         content, tensors = state.read_state(Path(directory), self._ranks.rank, self._ranks.num_ranks)
         if content["model"] != fingerprint(self._model_dir):
             raise state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")

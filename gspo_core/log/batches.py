@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import msgspec
 
 from gspo_core import codec
+from gspo_core.json_value import JSON
 from gspo_core.staleness import Position
 from gspo_core.types import Group, InvalidValue, Split, Trajectory
 
@@ -37,6 +38,23 @@ class UnknownBatchSchema(DamagedBatch):
     """Another release wrote the log, or a segment in it, and this release cannot read it."""
 
 
+class LoggedSettings(TypedDict, total=False):
+    version: int
+    values: dict[str, JSON]
+
+
+class BatchExtra(TypedDict, total=False):
+    """What the trainer knew when it took the batch. Logs of earlier releases lack some of it."""
+
+    version: int | None
+    num_dispatched: int
+    dropped: dict[str, list[int]]
+    """Groups that were dropped since the step before, by reason."""
+    staleness: dict[str, int]
+    """Of each version, in steps."""
+    settings: LoggedSettings
+
+
 @dataclass(frozen=True, eq=False)
 class LoggedBatch:
     """What one step was trained on."""
@@ -44,7 +62,7 @@ class LoggedBatch:
     epoch: int
     step: int
     groups: tuple[Group, ...]
-    extra: Mapping[str, Any]
+    extra: BatchExtra
 
     @property
     def position(self) -> Position:
@@ -70,14 +88,15 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
     step: int
     groups: list[_IndexedGroup]
     extra: dict[str, Any]
+    """A ``BatchExtra``, unchecked: logs of other releases stay readable."""
 
 
-def encode_batch(position: Position, groups: Sequence[Group], extra: Mapping[str, Any]) -> Iterator[bytes]:
+def encode_batch(position: Position, groups: Sequence[Group], extra: BatchExtra) -> Iterator[bytes]:
     """The bytes of a log, in pieces. Raises InvalidValue where JSON would change ``extra``."""
     digest = hashlib.sha256()
     payload: list[bytes] = []
     indexed = [_indexed(group, payload) for group in groups]
-    index = _index_bytes(_Index(position.epoch, position.step, indexed, _checked_extra(extra)))
+    index = _index_bytes(_Index(position.epoch, position.step, indexed, {**_checked_extra(extra)}))
     for piece in (_HEADER.pack(_MAGIC, SCHEMA, len(index)), index, *payload):
         digest.update(piece)
         yield piece
@@ -98,7 +117,7 @@ def decode_batch(data: bytes) -> LoggedBatch:
         raise UnknownBatchSchema(str(error)) from error
     except (codec.SegmentRejected, InvalidValue) as error:
         raise DamagedBatch(f"{type(error).__name__}: {error}") from error
-    return LoggedBatch(epoch=index.epoch, step=index.step, groups=groups, extra=index.extra)
+    return LoggedBatch(epoch=index.epoch, step=index.step, groups=groups, extra=cast(BatchExtra, index.extra))
 
 
 def index_length(header: bytes) -> int:
@@ -130,9 +149,9 @@ def _indexed(group: Group, payload: list[bytes]) -> _IndexedGroup:
     return _IndexedGroup(group.job, group.group, group.split, group.task_index, group.size, trajectories)
 
 
-def _checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_extra(extra: BatchExtra) -> BatchExtra:
     """``extra`` as a plain dict; refuses what JSON would give back as something else."""
-    plain = dict(extra)
+    plain: BatchExtra = {**extra}
     try:
         read_back = json.loads(json.dumps(plain, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position
@@ -22,9 +21,23 @@ class UnknownFormat(Exception):
     """Another release wrote the checkpoint and this one cannot read it."""
 
 
+class ForkRecord(TypedDict):
+    epoch: int
+    step: int
+
+
+class CheckpointRecord(TypedDict):
+    format: int
+    epoch: int
+    step: int
+    lineage: dict[str, int | list[int]]
+    learner: str | None
+    sha256: NotRequired[str]
+
+
 def encode_checkpoint(position: Position, lineage: Lineage, learner: str | None) -> bytes:
     """``learner``: the sha256 of the learner's manifest, None where it wrote none."""
-    record = {
+    record: CheckpointRecord = {
         "format": FORMAT,
         "epoch": position.epoch,
         "step": position.step,
@@ -37,7 +50,7 @@ def encode_checkpoint(position: Position, lineage: Lineage, learner: str | None)
 def decode_checkpoint(data: bytes, position: Position, learner: str | None) -> Lineage:
     """The lineage in the manifest of the checkpoint at ``position``, whose learner's manifest has the sha256
     ``learner``. Raises one of DAMAGE, UnknownFormat."""
-    record: dict[str, Any] = json.loads(data)
+    record: CheckpointRecord = json.loads(data)
     if record.pop("sha256") != _digest(record):
         raise ValueError("the sha256 of checkpoint.json does not match: it is cut off or was changed")
     if record["format"] != FORMAT:
@@ -59,7 +72,7 @@ def decode_lineage(data: bytes) -> Lineage:
 
 def encode_fork(parent: Position) -> bytes:
     """``parent``: where an epoch forked off."""
-    record = parent._asdict()
+    record: ForkRecord = {"epoch": parent.epoch, "step": parent.step}
     return json.dumps({**record, "sha256": _digest(record)}).encode()
 
 
@@ -71,5 +84,5 @@ def decode_fork(data: bytes) -> Position:
     return Position(int(record["epoch"]), int(record["step"]))
 
 
-def _digest(record: Mapping[str, Any]) -> str:
+def _digest(record: CheckpointRecord | ForkRecord) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

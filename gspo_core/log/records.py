@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from gspo_core.json_value import JSON
 from gspo_core.spec import JobSpec
 
 
@@ -41,12 +41,12 @@ class VersionRecord:
     """As the row of the version table (``manifests.encode_row``)."""
 
 
-def encode_record(record: Mapping[str, Any] | AcceptedJob | VersionRecord) -> bytes:
+def encode_record(record: Mapping[str, JSON] | AcceptedJob | VersionRecord) -> bytes:
     fields = asdict(record) if isinstance(record, AcceptedJob | VersionRecord) else dict(record)
     return json.dumps(fields, sort_keys=True, allow_nan=False).encode()
 
 
-def decode_record(data: bytes) -> dict[str, Any]:
+def decode_record(data: bytes) -> dict[str, JSON]:
     """Raises DamagedRecord."""
     try:
         record = json.loads(data)

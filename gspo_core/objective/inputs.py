@@ -1,6 +1,6 @@
-"""What enters the loss, made safe before any arithmetic.
+"""The inputs of the loss, made safe before any arithmetic.
 
-One rule: whatever stands at a masked position - garbage, NaN, infinity - is replaced here and seen by nobody after; a
+One rule: whatever stands at a masked position - garbage, NaN, infinity - is replaced here first; a
 value that is not finite at a trained position is corrupt data and refused. No formula lives here.
 
 Shapes: B sequences, T tokens.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from gspo_core.objective_config import ObjectiveConfig
 
 # What a caller may hold besides a tensor; only the policy's log-probs, which carry a gradient, must be one.
-Values = Tensor | NDArray[Any] | Sequence[Any]
+Number: TypeAlias = float | Sequence[float]
+Values: TypeAlias = Tensor | NDArray[np.number | np.bool_] | Sequence[Number]
 
 
 class ObjectiveError(ValueError):

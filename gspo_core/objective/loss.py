@@ -9,8 +9,8 @@ Shapes: B sequences (an episode, or one branch of it), T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -114,7 +114,8 @@ def _kl_to_reference(context: LossContext) -> Tensor:
 
 
 def loss_denominators(
-    action_masks: Sequence[Values] | Tensor | NDArray[Any], sequence_weights: Sequence[float] | None = None
+    action_masks: Sequence[Values] | Tensor | NDArray[np.number | np.bool_],
+    sequence_weights: Sequence[float] | None = None,
 ) -> tuple[float, float]:
     """`num_sequences` and `num_tokens` of an update, from the action masks of all of its sequences.
 

@@ -1,4 +1,4 @@
-"""What a loss reports about itself, as sums.
+"""The statistics of a loss, as sums.
 
 One rule: everything adds. Numerators and denominators are summed over micro-batches, updates and ranks and divided once
 at the end (`gspo_core.objective.metrics`); there is never a mean of means. Only extremes are reduced by their maximum.

@@ -22,7 +22,7 @@ class SimulatedEpisode:
     since: float = 0.0
     """When it began to grow under the present version."""
     worker: int = -1
-    """Who holds it; -1: nobody."""
+    """The worker that holds it; -1: none."""
     starts: int = 0
     """How often it was leased: an end that was foreseen before the last of them does not come."""
     is_done: bool = False

@@ -44,7 +44,7 @@ def simulate(setting: SimulationSetting, seed: int) -> SimulationReport:
 
 @dataclass(slots=True)
 class _Taken:
-    """What a step took."""
+    """The resources that a step took."""
 
     groups: list[int]
     trained: float = 0.0

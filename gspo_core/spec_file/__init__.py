@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gspo_core import strict_json
+from gspo_core.json_value import JSON
 from gspo_core.problems import KeyPath, problems, spell
 from gspo_core.spec import JobSpec
 from gspo_core.spec_file import toml_text, yaml_text
@@ -114,7 +115,7 @@ def _kind(value: Any) -> str:
     return names.get(name, f"a {name}")
 
 
-def _parse_json(text: str) -> Any:
+def _parse_json(text: str) -> JSON:
     try:
         return strict_json.parse(text)
     except TextRejected as error:

@@ -12,37 +12,67 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal, Required, TypedDict
 
 from gspo_core.env import EnvironmentFailed, InvalidEnvironment, load_environment
+from gspo_core.environment_records import JudgedRecord
+from gspo_core.json_value import JSON
 from gspo_core.outbound import guard_connections, parse_networks
 from gspo_core.testing import excerpts
 from gspo_core.testing.watch import timeouts_of, validate
 from gspo_core.types import Split
 
 
+class Order(TypedDict, total=False):
+    """``do`` decides which of the others are there."""
+
+    do: Literal["validate", "schema", "tasks", "play"]
+    ref: Required[str]
+    config: Required[dict[str, JSON]]
+    descriptor: Required[int]
+    """Where the answer goes."""
+    networks: list[str] | None
+    bounds: tuple[int, int] | None
+    """The most bytes of memory, and of a file."""
+    model: str | None
+    timeout_s: float
+    split: str
+    first: int
+    count: int
+    task: int
+    turns: list[excerpts.ScriptedTurn] | None
+    seed: int
+
+
+class Result(TypedDict):
+    result: JSON | excerpts.TaskExcerpt | excerpts.Played
+
+
+class Refusal(TypedDict):
+    error: str
+
+
 def main() -> None:
     order = _order(sys.argv[1])
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    if order.get("networks") is not None:
-        guard_connections(parse_networks(order["networks"]))
-    if order.get("bounds") is not None:
-        _bound(*order["bounds"])
+    if (networks := order.get("networks")) is not None:
+        guard_connections(parse_networks(networks))
+    if (bounds := order.get("bounds")) is not None:
+        _bound(*bounds)
     answer = _validated(order) if order.get("do", "validate") == "validate" else _excerpt(order)
     with os.fdopen(order["descriptor"], "w", encoding="utf-8") as file:
         json.dump(answer, file)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # nobody waits for what hangs
+    os._exit(0)  # whatever still hangs ends with it
 
 
-def _order(text: str) -> dict[str, Any]:
+def _order(text: str) -> Order:
     if text.isdecimal():
         with os.fdopen(int(text), "r", encoding="utf-8") as file:
             text = file.read()
-    order: dict[str, Any] = json.loads(text)
+    order: Order = json.loads(text)
     return order
 
 
@@ -52,30 +82,29 @@ def _bound(memory_bytes: int, file_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _validated(order: Mapping[str, Any]) -> dict[str, Any]:
+def _validated(order: Order) -> JudgedRecord:
     model = Path(order["model"]) if order["model"] else None
     return validate(order["ref"], order["config"], model=model, timeout_s=order["timeout_s"]).to_json()
 
 
-def _excerpt(order: Mapping[str, Any]) -> dict[str, Any]:
+def _excerpt(order: Order) -> Result | Refusal:
     """``{"result": ...}``, or ``{"error": text}`` about the environment or the question."""
     try:
         environment = load_environment(order["ref"], order["config"])
         match order["do"]:
             case "schema":
-                result = excerpts.schema(environment)
+                return {"result": excerpts.schema(environment)}
             case "tasks":
                 found = excerpts.tasks(environment, Split(order["split"]), order["first"], order["count"])
-                result = asyncio.run(found)
+                return {"result": asyncio.run(found)}
             case _:
                 timeouts = timeouts_of(environment, order["timeout_s"])
                 given = (Split(order["split"]), order["task"], order["turns"], order["seed"])
-                result = asyncio.run(excerpts.play(environment, timeouts, *given))
+                return {"result": asyncio.run(excerpts.play(environment, timeouts, *given))}
     except (InvalidEnvironment, EnvironmentFailed, LookupError) as error:
         return {"error": str(error)}
     except Exception as error:  # the author's code
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"result": result}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is looked at before an environment may train anything: each check is a finding with its reason.
+"""The checks before an environment may train anything: each check is a finding with its reason.
 
 Rule: a check fails only for what would falsify training or stop it (a leak between episodes, a hang, a reward that is
 none, a tool that cannot be called); what is merely unusual is a warning.
@@ -16,9 +16,10 @@ import threading
 import types
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gspo_core.env import CallStatus, Environment, EnvironmentFailed, ParsedTurn, Timeouts, ToolCall
+from gspo_core.environment_records import Measured
+from gspo_core.json_value import JSON
 from gspo_core.messages import ToolSchema
 from gspo_core.testing.calls import Answered, calls_check
 from gspo_core.testing.prompts import PromptMeter, prompt_check
@@ -35,7 +36,7 @@ from gspo_core.types import Split, StopReason
 
 PASS, WARN, FAIL, SKIP = Status.PASS, Status.WARN, Status.FAIL, Status.SKIP
 Oracle = Callable[..., Sequence[Action]]
-"""``oracle(**task)``: the turns of somebody who knows the answer, words or (tool, arguments), in order."""
+"""``oracle(**task)``: a perfect policy's turns, words or (tool, arguments), in order."""
 
 # A leak shows in the first episodes or not at all; each of them costs an author's time.
 NUM_TASKS, NUM_TURNS, NUM_TOGETHER = 3, 5, 4
@@ -44,7 +45,7 @@ _COMPARED_TASKS = 500
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is examined, and with what."""
+    """The environment under examination, and the means."""
 
     environment: Environment
     timeouts: Timeouts
@@ -54,7 +55,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    task: Mapping[str, Any]
+    task: Mapping[str, JSON]
     actions: Sequence[Action]
     transcript: Transcript
 
@@ -233,7 +234,7 @@ def _answered(played: Sequence[_Played]) -> list[Answered]:
     ]
 
 
-async def _by_oracle(subject: Subject, task: Mapping[str, Any]) -> _Played | None:
+async def _by_oracle(subject: Subject, task: Mapping[str, JSON]) -> _Played | None:
     if subject.oracle is None:
         return None
     actions = list(subject.oracle(**task))
@@ -245,7 +246,7 @@ async def _reward(subject: Subject, played: Sequence[_Played], by_oracle: _Playe
     task = played[0].task
     rewards = [one.transcript.reward for one in played]
     floor = (await rehearse(environment, task, [""], subject.timeouts)).reward
-    data: dict[str, Any] = {"random": rewards, "nothing": floor}
+    data: dict[str, Measured] = {"random": rewards, "nothing": floor}
     best = None if by_oracle is None else by_oracle.transcript.reward
     if best is not None:
         data["oracle"] = best
@@ -265,13 +266,14 @@ async def _reward(subject: Subject, played: Sequence[_Played], by_oracle: _Playe
     return Check("reward", PASS, shown, data)
 
 
-async def _errors(subject: Subject, task: Mapping[str, Any]) -> Check:
+async def _errors(subject: Subject, task: Mapping[str, JSON]) -> Check:
     """Whatever a policy writes is answered."""
     attempts = [ToolCall("no_such_tool", {}, CallStatus.UNKNOWN_TOOL, "", 0, 1)]
     attempts.append(ToolCall(None, {}, CallStatus.INVALID_JSON, "{", 0, 1))
     for tool in subject.environment.tools:
         name = tool["function"]["name"]
-        attempts += [ToolCall(name, given, CallStatus.OK, "", 0, 1) for given in ({"no_such": 1}, [1], None)]
+        unfit: tuple[JSON, ...] = ({"no_such": 1}, [1], None)
+        attempts += [ToolCall(name, given, CallStatus.OK, "", 0, 1) for given in unfit]
     rehearsal = Rehearsal(subject.environment, subject.timeouts)
     await rehearsal.start(task)
     observation = await rehearsal.session.act(ParsedTurn("", tuple(attempts)))
@@ -344,7 +346,7 @@ async def _prompt(subject: Subject) -> Check:
 
 
 def shared_state(environment: Environment) -> dict[str, str]:
-    """What episodes of a class share: attributes of the class and globals of its module, as text."""
+    """The state that episodes of a class share: attributes of the class and globals of its module, as text."""
     found: dict[str, str] = {}
     several = getattr(environment, "environments", {"": environment})
     for one in several.values():
@@ -359,7 +361,7 @@ def shared_state(environment: Environment) -> dict[str, str]:
 _CODE = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod, property)
 
 
-def _values(members: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _values(members: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for name, value in list(members.items()):
         if not name.startswith("__") and not isinstance(value, _CODE):
             with contextlib.suppress(Exception):  # an author's repr

@@ -1,4 +1,4 @@
-"""What an environment shows of itself without training: its tools, some of its tasks, one episode.
+"""Excerpts of an environment, without training: its tools, some of its tasks, one episode.
 
 Rule: everything that comes back is JSON of bounded size, whatever an author's code returns. It judges nothing.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
+from gspo_core.api_answers import TrialCall, TrialEntry
 from gspo_core.env import Environment, ParsedTurn, Timeouts, ToolCall
+from gspo_core.json_value import JSON
 from gspo_core.messages import CallStatus
 from gspo_core.testing.rehearsal import as_turn
 from gspo_core.testing.watch import oracle_of
@@ -19,13 +21,36 @@ MAX_TEXT_CHARS = 20_000
 MAX_TURNS = 64
 
 
-def schema(environment: Environment) -> dict[str, Any]:
+class TaskExcerpt(TypedDict):
+    total: int
+    tasks: list[JSON]
+
+
+class Played(TypedDict):
+    transcript: list[JSON]
+    stop_reason: str | None
+    reward: float
+    reward_parts: dict[str, float]
+
+
+class ScriptedCall(TypedDict):
+    name: str
+    arguments: dict[str, JSON]
+
+
+class ScriptedTurn(TypedDict, total=False):
+    """One turn of the policy."""
+
+    text: str
+    calls: list[ScriptedCall]
+
+
+def schema(environment: Environment) -> JSON:
     """Its tools, limits and numbers of tasks."""
-    described: dict[str, Any] = _plain(environment.describe())
-    return described
+    return _plain(environment.describe())
 
 
-async def tasks(environment: Environment, split: Split, first: int, count: int) -> dict[str, Any]:
+async def tasks(environment: Environment, split: Split, first: int, count: int) -> TaskExcerpt:
     """Some tasks in order, and how many there are."""
     total = environment.num_tasks(split)
     found = [await environment.task(split, index) for index in range(first, min(first + count, total))]
@@ -37,51 +62,51 @@ async def play(
     timeouts: Timeouts,
     split: Split,
     index: int,
-    turns: Sequence[Mapping[str, Any]] | None,
+    turns: Sequence[ScriptedTurn] | None,
     seed: int,
-) -> dict[str, Any]:
+) -> Played:
     """One episode with the given turns; None: those of its oracle. Raises ``EnvironmentFailed``, ``LookupError``."""
     task = await environment.task(split, index)
     given = _by_oracle(environment, task) if turns is None else [_turn(one) for one in turns[:MAX_TURNS]]
     session = environment.session(limits=timeouts, episode_id="try")
-    shown: list[dict[str, Any]] = []
+    shown: list[TrialEntry] = []
     stop = None
     try:
         start = await session.start(task, seed)
-        shown += [{"from": "environment", "message": dict(message)} for message in start.messages]
+        shown += [{"from": "environment", "message": message} for message in start.messages]
         for turn in given:
-            calls = [{"name": call.name, "arguments": call.arguments} for call in turn.calls]
+            calls: list[TrialCall] = [{"name": call.name, "arguments": call.arguments} for call in turn.calls]
             shown.append({"from": "policy", "text": turn.text, "calls": calls})
             observation = await session.act(turn)
-            shown += [{"from": "environment", "message": dict(message)} for message in observation.messages]
+            shown += [{"from": "environment", "message": message} for message in observation.messages]
             if observation.done:
                 stop = str(observation.stop_reason)
                 break
         reward, parts = await session.score()
     finally:
         await session.close()
-    transcript: list[Any] = [_plain(one) for one in shown]
-    return {"transcript": transcript, "stop_reason": stop, "reward": reward, "reward_parts": parts}
+    return {"transcript": [_plain(one) for one in shown], "stop_reason": stop, "reward": reward, "reward_parts": parts}
 
 
-def _by_oracle(environment: Environment, task: Mapping[str, Any]) -> list[ParsedTurn]:
+def _by_oracle(environment: Environment, task: Mapping[str, JSON]) -> list[ParsedTurn]:
     oracle = oracle_of(environment)
     if oracle is None:
         raise LookupError(f"{environment.name} has no oracle: say what the policy does in `turns` (`--turns`)")
     return [as_turn(action) for action in oracle(**task)][:MAX_TURNS]
 
 
-def _turn(given: Mapping[str, Any]) -> ParsedTurn:
+def _turn(given: ScriptedTurn) -> ParsedTurn:
     calls = tuple(
         ToolCall(call["name"], dict(call["arguments"]), CallStatus.OK, "", 0, 1) for call in given.get("calls", ())
     )
     return ParsedTurn(given.get("text", ""), calls)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> JSON:
     """As JSON can say it; what is too long to be shown becomes its beginning."""
     text = json.dumps(value, ensure_ascii=True, default=str, allow_nan=True)
     if len(text) > MAX_TEXT_CHARS:
         return {"cut": text[:MAX_TEXT_CHARS]}
     # Numbers that JSON has no word for are spelled out.
-    return json.loads(text, parse_constant=str)
+    plain: JSON = json.loads(text, parse_constant=str)
+    return plain

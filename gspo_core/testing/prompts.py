@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ToolSchema
 from gspo_core.testing.report import Check, Status
 
@@ -42,7 +43,7 @@ class PromptMeter:
     def length(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> int:
         return len(self.codec.render(messages, tools))
 
-    def bound(self, limits: Mapping[str, object]) -> tuple[int, str]:
+    def bound(self, limits: Mapping[str, JSON]) -> tuple[int, str]:
         """How many tokens an episode of an author's ``limits`` may hold, and what says so."""
         asked = limits.get("max_context_tokens")
         theirs = asked if isinstance(asked, int) else DEFAULT_CONTEXT_TOKENS
@@ -51,7 +52,7 @@ class PromptMeter:
         return theirs, "limits.max_context_tokens" if theirs == asked else "the default of limits.max_context_tokens"
 
 
-def prompt_check(meter: PromptMeter, lengths: Sequence[int], limits: Mapping[str, object]) -> Check:
+def prompt_check(meter: PromptMeter, lengths: Sequence[int], limits: Mapping[str, JSON]) -> Check:
     """A prompt that fills the context leaves no room for an answer: its episodes end before they begin."""
     middle, longest = sorted(lengths)[len(lengths) // 2], max(lengths)
     bound, of_what = meter.bound(limits)

@@ -9,35 +9,36 @@ import json
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 from gspo_core.env import (
     CallStatus,
     Environment,
     EnvironmentFailed,
-    Observation,
     ParsedTurn,
     Session,
     Timeouts,
     ToolCall,
 )
-from gspo_core.messages import ToolSchema
+from gspo_core.json_value import JSON
+from gspo_core.messages import Content, ParameterSchema, ToolSchema
 from gspo_core.types import StopReason
 
-Action: TypeAlias = str | tuple[str, Mapping[str, Any]]
+T = TypeVar("T")
+Action: TypeAlias = str | tuple[str, Mapping[str, JSON]]
 """Words of the policy, or the name of a tool and its arguments."""
 
 
 @dataclass
 class Transcript:
-    """What an episode showed and what it was worth."""
+    """The answers and the reward of an episode."""
 
     first: str = ""
     answers: list[str] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
-    """What the policy reads of each answer."""
+    """The text of each answer."""
     stop: StopReason | None = None
     reward: float = 0.0
     close_failure: str | None = None
@@ -65,7 +66,7 @@ class Rehearsal:
         self.session: Session = environment.session(limits=timeouts, episode_id="rehearsal")
         self.transcript = Transcript()
 
-    async def start(self, task: Mapping[str, Any], seed: int = 0) -> None:
+    async def start(self, task: Mapping[str, JSON], seed: int = 0) -> None:
         start = await self._timed("reset", self.session.start(task, seed))
         self.transcript.first = _dump([start.messages, start.tools])
 
@@ -73,7 +74,7 @@ class Rehearsal:
         """Nothing once the episode has ended."""
         if self.transcript.stop is not None:
             return
-        observation: Observation = await self._timed("step", self.session.act(as_turn(action)))
+        observation = await self._timed("step", self.session.act(as_turn(action)))
         self.transcript.answers.append(_dump([observation.messages, observation.stop_reason]))
         self.transcript.contents.append("".join(_text(message["content"]) for message in observation.messages))
         self.transcript.stop = observation.stop_reason
@@ -87,7 +88,7 @@ class Rehearsal:
             self.transcript.close_failure = self.session.close_failure
         return self.transcript
 
-    async def _timed(self, phase: str, awaitable: Any) -> Any:
+    async def _timed(self, phase: str, awaitable: Awaitable[T]) -> T:
         begun = time.perf_counter()
         try:
             return await awaitable
@@ -96,7 +97,12 @@ class Rehearsal:
 
 
 async def rehearse(
-    environment: Environment, task: Mapping[str, Any], actions: Sequence[Action], timeouts: Timeouts, *, chance: int = 0
+    environment: Environment,
+    task: Mapping[str, JSON],
+    actions: Sequence[Action],
+    timeouts: Timeouts,
+    *,
+    chance: int = 0,
 ) -> Transcript:
     """Raises ``EnvironmentFailed``. ``chance``: where the generators stand that a program shares."""
     seed_everything(chance)
@@ -125,7 +131,7 @@ def as_turn(action: Action) -> ParsedTurn:
     return ParsedTurn("", (ToolCall(name, dict(arguments), CallStatus.OK, "", 0, 1),))
 
 
-def random_actions(tools: Sequence[ToolSchema], task: Mapping[str, Any], num_turns: int, seed: int) -> list[Action]:
+def random_actions(tools: Sequence[ToolSchema], task: Mapping[str, JSON], num_turns: int, seed: int) -> list[Action]:
     """Calls that fit the schemas, now and then with words from the task; words alone where there are no tools."""
     generator = random.Random(seed)
     texts = ["a", "1", "hello", *(value for value in task.values() if isinstance(value, str))]
@@ -145,14 +151,14 @@ def random_actions(tools: Sequence[ToolSchema], task: Mapping[str, Any], num_tur
     return actions
 
 
-def _value(schema: Mapping[str, Any], generator: random.Random, texts: Sequence[str]) -> Any:
+def _value(schema: ParameterSchema, generator: random.Random, texts: Sequence[str]) -> JSON:
     if "enum" in schema:
         return generator.choice(schema["enum"])
     kind = schema.get("type")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "array":
         return [_value(schema.get("items", {}), generator, texts) for _ in range(generator.randint(0, 2))]
-    values: dict[Any, Any] = {
+    values: dict[str | None, JSON] = {
         "integer": generator.randint(0, 5),
         "number": generator.choice((0.5, 1.0, 2.0)),
         "boolean": generator.random() < 0.5,
@@ -162,11 +168,11 @@ def _value(schema: Mapping[str, Any], generator: random.Random, texts: Sequence[
     return values.get(kind, generator.choice(texts))
 
 
-def _text(content: object) -> str:
+def _text(content: Content | None) -> str:
     return content if isinstance(content, str) else _dump(content)
 
 
-def _dump(value: Any) -> str:
+def _dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
 
 

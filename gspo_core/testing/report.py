@@ -1,11 +1,12 @@
-"""What a validation says of an environment: one typed finding per check, as text and as JSON."""
+"""The report of a validation: one typed finding per check, as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+
+from gspo_core.environment_records import CheckRecord, JudgedRecord, Measured, ReportRecord
 
 
 class Status(StrEnum):
@@ -25,7 +26,7 @@ class Check:
     id: str
     status: Status
     message: str
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Measured] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,12 +45,12 @@ class EnvironmentReport:
         return [check for check in self.checks if check.status is Status.FAIL]
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> EnvironmentReport:
+    def from_json(cls, given: ReportRecord) -> EnvironmentReport:
         checks = [Check(one["id"], Status(one["status"]), one["message"], one["data"]) for one in given["checks"]]
         return cls(given["name"], checks)
 
-    def to_json(self) -> dict[str, Any]:
-        checks = [
+    def to_json(self) -> JudgedRecord:
+        checks: list[CheckRecord] = [
             {"id": check.id, "status": str(check.status), "message": check.message, "data": dict(check.data)}
             for check in self.checks
         ]

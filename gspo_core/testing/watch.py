@@ -2,7 +2,7 @@
 
 Rule: it ends in time whatever the author's code does, loading included. A thread that never comes back is left behind
 as a daemon, and the place where it stands is the reason that is given; where that is none of the author's code, the
-author is not blamed. Time in which the whole process stands still counts for nobody.
+author is not blamed. Time in which the whole process stands still does not count.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias, cast
 
 from gspo_core.env import Environment, InvalidEnvironment, PlainEnvironment, Timeouts, load_environment
+from gspo_core.json_value import JSON
 from gspo_core.testing.checks import Oracle, Subject, examine
 from gspo_core.testing.prompts import PromptMeter
 from gspo_core.testing.report import Check, EnvironmentReport, Status
@@ -33,6 +34,9 @@ _TOKENIZER_S = 120.0
 _OURS = str(Path(__file__).resolve().parents[1])
 
 
+Examined: TypeAlias = type | str | Environment | Callable[..., object]
+
+
 class EnvironmentRefused(AssertionError):
     """The environment must not train anything; the report says why."""
 
@@ -42,8 +46,8 @@ class EnvironmentRefused(AssertionError):
 
 
 def check_environment(
-    environment: type | str | Environment | Callable[..., Any],
-    config: Mapping[str, Any] | None = None,
+    environment: Examined,
+    config: Mapping[str, JSON] | None = None,
     *,
     oracle: Oracle | None = None,
     timeout_s: float = 5.0,
@@ -56,8 +60,8 @@ def check_environment(
 
 
 def validate(
-    environment: type | str | Environment | Callable[..., Any],
-    config: Mapping[str, Any] | None = None,
+    environment: Examined,
+    config: Mapping[str, JSON] | None = None,
     *,
     oracle: Oracle | None = None,
     model: Path | None = None,
@@ -66,9 +70,7 @@ def validate(
     """``timeout_s`` bounds each phase for which the author's ``limits`` state no deadline. ``oracle`` may also be a
     static method of the class."""
     name = environment if isinstance(environment, str) else getattr(environment, "__qualname__", str(environment))
-    watched = _Watched(
-        EnvironmentReport(str(name)), timeout_s, lambda: _as_environment(environment, dict(config or {}))
-    )
+    watched = _Watched(EnvironmentReport(str(name)), timeout_s, lambda: _as_environment(environment, config or {}))
     watched.run(oracle, model)
     return watched.report
 
@@ -151,18 +153,17 @@ class _Watched:
         self.report.checks.append(Check(check, status, message))
 
 
-def _as_environment(given: Any, config: dict[str, Any]) -> Environment:
+def _as_environment(given: Examined, config: Mapping[str, JSON]) -> Environment:
     if isinstance(given, str):
         return load_environment(given, config)
     if hasattr(given, "session") and hasattr(given, "num_tasks"):
-        found: Environment = given
-        return found
+        return cast(Environment, given)
     return PlainEnvironment(given, config, name=getattr(given, "__qualname__", str(given)))
 
 
 def timeouts_of(environment: Environment, timeout_s: float) -> Timeouts:
     names = ("reset_timeout_s", "step_timeout_s", "score_timeout_s", "close_timeout_s")
-    return Timeouts(**{name: float(environment.limits.get(name, timeout_s)) for name in names})
+    return Timeouts(**{name: float(cast(float, environment.limits.get(name, timeout_s))) for name in names})
 
 
 def oracle_of(environment: Environment) -> Oracle | None:

@@ -1,13 +1,12 @@
 """Keeps what an environment shows within bounds, in a way that the policy can see.
 
-Rule: a cut is written where it was made, with how much is missing, and depends on the text alone, so a replayed episode
-is cut alike. What begins an episode is not cut: a task that does not fit the context is its author's to shorten.
+Rule: a mark in the text says where it was cut and how much is missing. The cut depends on the text alone, so a replayed
+episode is cut alike. The first prompt is never cut: a task that does not fit the context is for its author to shorten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from gspo_core.messages import Message
 
@@ -23,22 +22,17 @@ def within(messages: Sequence[Message], most_chars: int) -> tuple[list[Message],
 
 def _message(message: Message, most_chars: int) -> tuple[Message, bool]:
     content = message.get("content")
-    if isinstance(content, str):
-        return (
-            ({**message, "content": _text(content, most_chars)}, True)
-            if len(content) > most_chars
-            else (message, False)
-        )
-    if not isinstance(content, Sequence) or sum(map(_length, content)) <= most_chars:
+    if content is None:
         return message, False
-    text = "".join(part["text"] for part in content if _length(part))
-    others = [part for part in content if not _length(part)]
+    if isinstance(content, str):
+        if len(content) <= most_chars:
+            return message, False
+        return {**message, "content": _text(content, most_chars)}, True
+    text = "".join(part.get("text", "") for part in content)
+    if len(text) <= most_chars:
+        return message, False
+    others = [part for part in content if not part.get("text")]
     return {**message, "content": [{"type": "text", "text": _text(text, most_chars)}, *others]}, True
-
-
-def _length(part: Any) -> int:
-    text = part.get("text") if isinstance(part, dict) else None
-    return len(text) if isinstance(text, str) else 0
 
 
 def _text(text: str, most_chars: int) -> str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from gspo_core.log import batches
-from gspo_core.log.batches import DamagedBatch, LoggedBatch, UnknownBatchSchema, decode_batch, encode_batch
+from gspo_core.log.batches import BatchExtra, DamagedBatch, LoggedBatch, UnknownBatchSchema, decode_batch, encode_batch
 from gspo_core.staleness import Position, in_history
 from gspo_core.types import Group
 from services.files.durable import make_directory, remove_unfinished, write_once
@@ -61,7 +60,7 @@ class BatchLog:
     def path(self, epoch: int, step: int) -> Path:
         return self._job.batch(Position(epoch, step))
 
-    def write(self, epoch: int, step: int, groups: Sequence[Group], extra: Mapping[str, Any]) -> Path:
+    def write(self, epoch: int, step: int, groups: Sequence[Group], extra: BatchExtra) -> Path:
         """Write the batch of ``step``; when this returns, it survives a crash of the machine."""
         path = self.path(epoch, step)
         make_directory(path.parent)

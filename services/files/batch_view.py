@@ -43,9 +43,8 @@ class BatchView:
         return cls(batch, _advantages(batch, spec) if spec else {}, _tokenizer(model, spec))
 
     def age(self, version: int) -> int | None:
-        """In steps, as of the moment when the trainer took the batch."""
-        age: int | None = self.batch.extra.get("staleness", {}).get(str(version))
-        return age
+        """In steps, as the trainer saw it when it took the batch."""
+        return self.batch.extra.get("staleness", {}).get(str(version))
 
     def text(self, token_ids: Sequence[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(token_ids)

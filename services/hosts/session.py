@@ -17,6 +17,7 @@ from typing import NoReturn, cast
 
 from gspo_core.env import AtCapacity, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
 from gspo_core.env.contract import PhaseLimits
+from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
 from services.hosts import wire
@@ -105,8 +106,8 @@ class HostedEnvironment:
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> HostedSession:
         return HostedSession(self, limits or Timeouts(), episode_id, self._count)
 
-    def describe(self) -> dict[str, JSON]:
-        return dict(self.pool.description.describe)
+    def describe(self) -> Description:
+        return cast(Description, dict(self.pool.description.describe))
 
 
 class HostedSession:

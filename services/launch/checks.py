@@ -11,7 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-from gspo_core.cli.doctor import Finding, Verdict
+from gspo_core.cli.finding import Finding, Verdict
 
 # A demo writes a few hundred megabytes; below this a run would soon stop.
 MIN_FREE_BYTES = 2 * 1024**3

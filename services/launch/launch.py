@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from gspo_core.cli import CommandError
+from gspo_core.cli.command import CommandError
 from services.launch import launchers
 
 

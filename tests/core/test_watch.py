@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from gspo_core.api_answers import Event
 from gspo_core.cli.watch import BLOCKS, WatchedJob, describe, draw, follow, sparkline
-from gspo_core.client import Event
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=300), st.integers(1, 80))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -166,7 +168,11 @@ def _untagged(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
 def _from_validation(error: RequestValidationError, path: str) -> RequestRefused:
     """Errors in the body name a path of keys; all others name a flat parameter."""
     reports = list(error.errors())
-    in_body = [{**report, "loc": _untagged(report["loc"][1:])} for report in reports if report["loc"][0] == "body"]
+    in_body = [
+        cast(ErrorDetails, {**report, "loc": _untagged(report["loc"][1:])})
+        for report in reports
+        if report["loc"][0] == "body"
+    ]
     if in_body:
         # Only job specifications offer names that may have been meant.
         return invalid(problems_of(in_body, JobSpec if path.startswith("/v1/jobs") else BaseModel, error.body))

@@ -14,7 +14,7 @@ import sys
 import uuid
 from dataclasses import dataclass
 
-from gspo_core.cli import CommandError
+from gspo_core.cli.command import CommandError
 from services.launch import topology
 from services.launch.launch import write
 from services.launch.topology import Process, Site

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from gspo_core.log.batches import BatchExtra
 from gspo_core.types import Group, Split
 from services.trainer.fleet.parity import Held, ParityGate, ScoringLearner
 from services.trainer.groups.admission import Admission
@@ -50,7 +51,7 @@ class BatchSelection:
             return None
         numbers = [group.group for group in chosen]
         step = self._lineage.step + 1
-        extra = {
+        extra: BatchExtra = {
             "version": held.version,
             "num_dispatched": self._lineage.num_dispatched,
             "dropped": self._dropped_since,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from gspo_core.learner_config import LearnerConfig
 from gspo_core.live_settings import tuned
+from gspo_core.log.batches import LoggedSettings
 from gspo_core.objective_config import ObjectiveConfig
 from gspo_core.spec import JobSpec
 from services.process.telemetry import get_logger
@@ -35,11 +36,11 @@ class Tuning:
         self.version = 0
         """How many changes are in it."""
 
-    def logged(self) -> dict[str, Any]:
+    def logged(self) -> LoggedSettings:
         """For the batch log of a step."""
         return {"version": self.version, "values": dict(self._values)}
 
-    def recall(self, learner: Tunable, logged: Mapping[str, Any]) -> None:
+    def recall(self, learner: Tunable, logged: LoggedSettings) -> None:
         """What held when the step was logged. Logs of before there were live settings say nothing."""
         self.apply(learner, int(logged.get("version", 0)), logged.get("values", {}))
 

@@ -50,7 +50,7 @@ def replay(
 
 def train_again(learner: AnyLearner, lineage: Lineage, batch: LoggedBatch, tuning: Tuning) -> None:
     tuning.recall(learner, batch.extra.get("settings", {}))
-    ages: dict[str, int] = batch.extra["staleness"]
+    ages = batch.extra["staleness"]
 
     def staleness_of(versions: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.array([ages[str(version)] for version in versions.tolist()], dtype=np.int32)

@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gspo_core.client import ApiError, Client, ClientError, Event, Unreachable, parse_events
+from gspo_core.api_answers import Event
+from gspo_core.client import ApiError, Client, ClientError, Unreachable
+from gspo_core.server_events import parse_events
 from gspo_core.spec import JobSpec
 from services.state.jobs import JobStatus
 from services.state.server import RedisServer

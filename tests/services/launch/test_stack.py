@@ -14,7 +14,7 @@ import pytest
 
 from examples.demo import demo
 from examples.demo.demo import while_alive
-from gspo_core.client import Event
+from gspo_core.api_answers import Event
 from services.launch import up as local_up
 from services.launch.stack import Stack, StackConfig, StackError, claim_port
 from services.launch.topology import API, ENGINE, TRAINER

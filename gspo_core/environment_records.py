@@ -1,0 +1,39 @@
+"""What is told of an environment as JSON: how it describes itself, and what checks of it have found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, TypedDict
+
+from gspo_core.json_value import JSON
+from gspo_core.messages import ToolSchema
+
+Measured: TypeAlias = float | Sequence[str] | Sequence[float] | Mapping[str, float]
+
+
+class Description(TypedDict):
+    """What others need to know of an environment without running its code."""
+
+    name: str
+    num_tasks: dict[str, int]
+    tools: list[ToolSchema]
+    system_prompt: str | None
+    limits: dict[str, JSON]
+    replayable: bool
+    reward_range: list[float] | None
+
+
+class CheckRecord(TypedDict):
+    id: str
+    status: str
+    message: str
+    data: Mapping[str, Measured]
+
+
+class ReportRecord(TypedDict):
+    name: str
+    checks: list[CheckRecord]
+
+
+class JudgedRecord(ReportRecord):
+    ok: bool
