@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from services.api.app import create_app
 from services.api.http.key_ring import KeyRing
+from services.files.data_dir import KeysDir
 from services.state.store import Store
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 
@@ -40,7 +41,7 @@ def each(chosen: list[tuple[str, str, dict[str, Any]]]) -> pytest.MarkDecorator:
 
 @pytest.fixture
 async def app(store: Store, tmp_path: Path) -> AsyncIterator[FastAPI]:
-    ring = KeyRing(tmp_path / "keys")
+    ring = KeyRing(KeysDir(tmp_path / "keys"))
     async with application(store, jobs_dir=tmp_path / "jobs", ring=ring) as app:
         yield app
 
