@@ -17,8 +17,8 @@ from services.engines.kinds import open_engines
 from services.engines.protocol import Connect, Engine, EngineInfo, EngineLoad, Generation, Span, info_calls, info_within
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
+from services.episodes.retry import Retrier
 from services.rollout.engines import EngineTable, JobEngines
-from services.rollout.patience import Patience
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
 
 LABEL = "job_a/1/0"
@@ -94,15 +94,15 @@ class Store:
 @pytest.mark.usefixtures("parrots")
 async def test_a_worker_samples_with_another_kind_and_leaves_out_what_it_does_not_know() -> None:
     counters, store = Counters(), Store()
-    patience = Patience(counters, random.Random(0))
+    retrier = Retrier(counters, random.Random(0))
     async with open_engines() as connect:
-        table = EngineTable(store, (), connect, time.monotonic, patience)
+        table = EngineTable(store, (), connect, time.monotonic, retrier)
         engines = JobEngines(
             table,
             store,
             "job_a",
             max_staleness=1,
-            patience=patience,
+            retrier=retrier,
             counters=counters,
             clock=time.monotonic,
             leaving=asyncio.Event(),
