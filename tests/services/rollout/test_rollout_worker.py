@@ -310,7 +310,7 @@ async def test_episodes_complete_and_every_recorded_token_is_what_was_sent(stage
     async with stage.working(stage.worker()) as worker:
         await stage.all_ready(claim, 8)
         await until(lambda: worker.counters["episodes/finished"] == 16)
-        assert worker._record()["environment_capacity"] == {claim.job_id: 16 * 64}
+        assert worker._record().environment_capacity == {claim.job_id: 16 * 64}
         description = await stage.store.environments.get(claim.job_id, 0)
     assert description is not None
     assert description["num_tasks"] == {"train": 50, "eval": 1}
@@ -684,7 +684,7 @@ async def test_an_environment_that_only_fails_is_quarantined_said_to_be_ill_and_
         server.write_text("")
         await stage.all_ready(ill, 10)
         assert [data["healthy"] for data in await told()] == [False, True]
-        assert worker._record()["ill_environments"] == {}
+        assert worker._record().ill_environments == {}
     trajectories = await stage.trajectories(ill, 10)
     assert {trajectory.reward for trajectory in trajectories} == {1.0}
 
