@@ -17,7 +17,7 @@ FORMAT = 2
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
 
 
-class UnknownFormat(Exception):
+class UnknownCheckpointFormat(Exception):
     """Another release wrote the checkpoint and this one cannot read it."""
 
 
@@ -54,7 +54,7 @@ def decode_checkpoint(data: bytes, position: Position, learner: str | None) -> L
     if record.pop("sha256") != _digest(record):
         raise ValueError("the sha256 of checkpoint.json does not match: it is cut off or was changed")
     if record["format"] != FORMAT:
-        raise UnknownFormat(
+        raise UnknownCheckpointFormat(
             f"has the format {record['format']}, this release reads 1 and {FORMAT}: "
             "go on with the release that wrote it"
         )

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from gspo_core.log import checkpoints as log
-from gspo_core.log.checkpoints import DAMAGE, UnknownFormat
+from gspo_core.log.checkpoints import DAMAGE, UnknownCheckpointFormat
 from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position, in_history
 from services.files.checkpoint_storage import CheckpointStorage, Stored, StoredFile, storage_of
@@ -29,7 +29,7 @@ from services.files.durable import write_flushed
 from services.files.job_dir import JobDir, parse_step_name, step_name
 from services.process.telemetry import get_logger
 
-__all__ = ["LOST", "Checkpoint", "CheckpointStore", "LostForkRecord", "UnknownFormat"]
+__all__ = ["LOST", "Checkpoint", "CheckpointStore", "LostForkRecord", "UnknownCheckpointFormat"]
 
 _MANIFEST = "checkpoint.json"
 _FORMAT_1 = "lineage.json"
@@ -146,7 +146,7 @@ class CheckpointStore:
             if self._checked.get(position) != files:
                 check(self.learner_dir(position))
                 self._checked[position] = files
-        except (OSError, UnknownFormat, *DAMAGE):
+        except (OSError, UnknownCheckpointFormat, *DAMAGE):
             return False
         return True
 
@@ -161,8 +161,8 @@ class CheckpointStore:
             raise
         try:
             return log.decode_checkpoint(manifest, position, self._learner_digest(name))
-        except UnknownFormat as error:
-            raise UnknownFormat(f"{name} {error}") from None
+        except UnknownCheckpointFormat as error:
+            raise UnknownCheckpointFormat(f"{name} {error}") from None
 
     def _learner_digest(self, name: str) -> str | None:
         try:

@@ -27,7 +27,7 @@ class Site(StrEnum):
     """Compose and Kubernetes; environments run behind a wall of their own."""
 
 
-class Access(StrEnum):
+class DataAccess(StrEnum):
     """How a process uses the shared data directory."""
 
     NONE = "none"
@@ -110,7 +110,7 @@ class Process:
     """Processes that have to be there, or done, before this one starts."""
     calls: tuple[str, ...] = ()
     """Processes to which it opens connections."""
-    data: Access = Access.NONE
+    data: DataAccess = DataAccess.NONE
     reads_models: bool = False
     on_device: bool = False
     """Computes with torch: gets the GPUs, or the cores."""
@@ -162,7 +162,7 @@ ENGINE = Process(
     leaving=Leaving(30),
     reads=LOGGING,
     health=ENGINE_HEALTH,
-    data=Access.READ,
+    data=DataAccess.READ,
     reads_models=True,
     on_device=True,
     port=30000,
@@ -179,7 +179,7 @@ API = Process(
     health=API_HEALTH,
     after=("redis",),
     calls=("redis",),
-    data=Access.WRITE,
+    data=DataAccess.WRITE,
     has_secrets=True,
     port=8000,
 )
@@ -209,7 +209,7 @@ TRAINER = Process(
     health=FileHealth(),
     after=("redis",),
     calls=("redis", "engine"),
-    data=Access.WRITE,
+    data=DataAccess.WRITE,
     reads_models=True,
     on_device=True,
     has_secrets=True,
@@ -226,7 +226,7 @@ ROLLOUT = Process(
     health=FileHealth(),
     after=("redis", "environments"),
     calls=("redis", "engine", "environments"),
-    data=Access.READ,
+    data=DataAccess.READ,
     reads_models=True,
     has_secrets=True,
     copies=Copies.PER_NODE,
@@ -240,7 +240,7 @@ SGLANG = Process(
     arguments=("-m", "sglang.launch_server", "--model-path", "{model}", "--host", "{host}", "--port", "{port}"),
     leaving=Leaving(60),
     health=ENGINE_HEALTH,
-    data=Access.READ,
+    data=DataAccess.READ,
     reads_models=True,
     on_device=True,
     port=ENGINE.port,

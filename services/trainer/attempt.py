@@ -1,7 +1,7 @@
 """One attempt at a claimed job, from loading the model to its end, in the process that runs it.
 
-Duty: run the step loop, watch what its user and its worker want meanwhile, and turn every way out into one ``End``.
-It holds no lease and writes no final status: the worker beats for it and tells Redis how it ended.
+Duty: run the step loop, watch what its user and its worker want meanwhile, and turn every way out into one
+``AttemptEnd``. It holds no lease and writes no final status: the worker beats for it and tells Redis how it ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.state.client import connect
 from services.state.queue import Bus, Fenced
 from services.state.refusals import Damaged
 from services.state.store import CancelManner, Claim, JobNotFound, StatusReason, Store
-from services.trainer.attempt_messages import End
+from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.building import MakeLearner, listeners, make_learner, make_run
 from services.trainer.run import JobRun
 from services.trainer.telling.failure import AWAY, NO_ROOM, QUEUE_DAMAGED, AttemptFailed, JobFailure
@@ -40,7 +40,7 @@ class Attempt:
     def __init__(self, store: Store, claim: Claim, run: JobRun, check: Callable[[], None] = lambda: None) -> None:
         self._store, self._claim, self._run, self._check = store, claim, run, check
 
-    async def run(self, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+    async def run(self, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         """``stop`` ends it where it is, ``leaving`` at a step boundary, saved."""
         try:
             ill = IllEnvironments(self._store, self._claim)
@@ -68,25 +68,25 @@ class Attempt:
         phase.stop()
 
 
-def end_of(error: Exception) -> End:
+def end_of(error: Exception) -> AttemptEnd:
     """What it means for the job that its attempt has raised ``error``."""
     match error:
         case Fenced() | JobNotFound():  # a server that was wiped knows neither
-            return End("claim_lost")
+            return AttemptEnd("claim_lost")
         case AttemptFailed():
-            return End("attempt_failed", error.code, str(error))
+            return AttemptEnd("attempt_failed", error.code, str(error))
         case Damaged():
-            return End("attempt_failed", QUEUE_DAMAGED, str(error))
+            return AttemptEnd("attempt_failed", QUEUE_DAMAGED, str(error))
         case Away() | CredentialsRefused():
-            return End.because("released", AWAY)
+            return AttemptEnd.because("released", AWAY)
         case NoRoom():
-            return End.because("released", NO_ROOM)
+            return AttemptEnd.because("released", NO_ROOM)
         case JobFailure():
             reason = StatusReason(error.code, str(error))
         case _:
             reason = StatusReason("internal", f"{type(error).__name__}: {error}")
     get_logger().error("the attempt failed", exc_info=error)
-    return End.because("failed", reason)
+    return AttemptEnd.because("failed", reason)
 
 
 async def run_attempt(
@@ -97,7 +97,7 @@ async def run_attempt(
     *,
     make: MakeLearner = make_learner,
     check: Callable[[], None] = lambda: None,
-) -> End:
+) -> AttemptEnd:
     """The whole attempt, with connections of its own."""
     assert settings.redis_url is not None, "the worker has looked"
     async with connect(settings.redis_url) as redis, open_engines() as engine_at:

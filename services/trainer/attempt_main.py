@@ -22,8 +22,8 @@ from services.process.telemetry import configure_logging
 from services.trainer.attempt_messages import (
     Alive,
     Answer,
+    AttemptEnd,
     Begin,
-    End,
     Leave,
     Order,
     Ready,
@@ -68,7 +68,7 @@ async def _serve(settings: Settings, answers: BinaryIO) -> NoReturn:
     end = await run_attempt(settings, begin.claim, stop, leaving)
     for task in beside:
         task.cancel()
-    _tell(answers, End(end.how, end.code, end.message[:_MAX_MESSAGE]))
+    _tell(answers, AttemptEnd(end.how, end.code, end.message[:_MAX_MESSAGE]))
     _leave(0)
 
 

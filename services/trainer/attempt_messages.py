@@ -1,7 +1,7 @@
 """What the worker and the process of an attempt say to each other: one JSON object per line.
 
 The worker says ``Begin`` once, then possibly ``Leave`` and ``Stop``. The attempt says ``Ready`` when it can begin,
-``Alive`` while its event loop turns, and ``End`` as its last word. Nothing here knows about pipes or processes.
+``Alive`` while its event loop turns, and ``AttemptEnd`` as its last word. Nothing here knows about pipes or processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """The event loop turns."""
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
+class AttemptEnd(msgspec.Struct, frozen=True, tag="end"):
     """How the attempt ended; ``code`` and ``message`` are the reason its job is given."""
 
     how: How
@@ -52,7 +52,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     message: str = ""
 
     @classmethod
-    def because(cls, how: How, reason: StatusReason | None) -> End:
+    def because(cls, how: How, reason: StatusReason | None) -> AttemptEnd:
         return cls(how) if reason is None else cls(how, reason.code, reason.message)
 
     @property
@@ -61,7 +61,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 Order: TypeAlias = Begin | Leave | Stop
-Answer: TypeAlias = Ready | Alive | End
+Answer: TypeAlias = Ready | Alive | AttemptEnd
 _order: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 _answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 

@@ -30,9 +30,9 @@ from services.state.jobs import HANDED_OVER
 from services.state.store import Claim
 from services.trainer.attempt_messages import (
     Alive,
+    AttemptEnd,
     Begin,
     Capabilities,
-    End,
     Leave,
     Order,
     Ready,
@@ -99,7 +99,7 @@ class AttemptProcess:
         self._orders = os.fdopen(orders, "wb", 0)
         self.capabilities: Capabilities | None = None
         """None until it can begin."""
-        self._end: End | None = None
+        self._end: AttemptEnd | None = None
         self._num_answers = 0
         self._last_words: deque[str] = deque(maxlen=_NUM_LAST_WORDS)
         self._hearing = asyncio.create_task(self._hear(answers), name="answers")
@@ -119,7 +119,7 @@ class AttemptProcess:
         said = " / ".join(line.strip() for line in self._last_words)[-_MAX_LAST_WORDS:]
         return describe(self._exit.result()) + (f"; its last words: {said}" if said else "")
 
-    async def run(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+    async def run(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         """The attempt, to its end and that of the process."""
         self._say(Begin(claim))
         try:
@@ -131,9 +131,9 @@ class AttemptProcess:
         if self._end is not None:
             return self._end
         if stop.is_set():
-            return End.because("released", HANDED_OVER)
+            return AttemptEnd.because("released", HANDED_OVER)
         hung = f"did not answer for {SILENCE_S:.0f} s and " if is_silent else ""
-        return End("attempt_failed", "process_lost", f"the process of this attempt {hung}{self.obituary()}")
+        return AttemptEnd("attempt_failed", "process_lost", f"the process of this attempt {hung}{self.obituary()}")
 
     async def _follow(self, stop: asyncio.Event, leaving: asyncio.Event) -> bool:
         """Until it has told its end, is gone, or is to stop; True: it hangs."""
@@ -189,7 +189,7 @@ class AttemptProcess:
                     case Ready(capabilities):
                         # The process that people see and stop is the trainer's.
                         self.capabilities = capabilities | {"pid": os.getpid()}
-                    case End() as end:
+                    case AttemptEnd() as end:
                         self._end = end
                     case Alive():
                         pass
@@ -246,7 +246,7 @@ class AttemptProcesses:
             raise NotStarted(f"no job can be trained here: the process of the next attempt {self._next.obituary()}")
         return self._next.capabilities is not None
 
-    async def run(self, claim: Claim, _spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+    async def run(self, claim: Claim, _spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         get_logger().debug("the attempt has a process", job=claim.job_id, attempt_pid=self.pid)
         try:
             return await self._next.run(claim, stop, leaving)

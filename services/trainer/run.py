@@ -56,7 +56,7 @@ class JobRun:
         self._context = context = RunContext(claim, spec, services)
         self.phase = context.phase
         self._services = services
-        self._lineage, self._ages, self._disk = context.lineage, context.ages, context.disk
+        self._lineage, self._staleness, self._disk = context.lineage, context.ages, context.disk
         self._make_learner = make_learner
         self._num_unpublished = 0
         """Groups inside the learner's weights and in none that are published."""
@@ -69,7 +69,7 @@ class JobRun:
         self._saved_step = -1
         """Of the newest checkpoint that this process has written."""
         self._admission = Admission(context)
-        self._taking = BatchSelection(context, self._admission, self._gate, self._stops_waiting)
+        self._batches = BatchSelection(context, self._admission, self._gate, self._stops_waiting)
 
     @property
     def _claim(self) -> Claim:
@@ -124,7 +124,7 @@ class JobRun:
         if self.phase.is_cut_short:  # what was trained is to be kept, and nothing else is wanted
             return
         self.phase.enter(Phase.WAITING)
-        self._ages.recall(await services.store.versions.all(self._job))
+        self._staleness.recall(await services.store.versions.all(self._job))
         await self._name_weights(learner)
         await self._publish(
             await asyncio.to_thread(learner.copy_weights), self._context.held.version, self._lineage.step
@@ -151,7 +151,7 @@ class JobRun:
     async def _loop(self, learner: AnyLearner, evaluator: Evaluator) -> None:
         services, status = self._services, self._services.status
         num_engines = self._spec.resources.num_engines
-        await self._taking.commit_again()
+        await self._batches.commit_again()
         await services.engines.wait_for(self._context.newest, num_engines=num_engines, explain=status.explain)
         await status.started()
         if not await self._is_over(learner):
@@ -224,7 +224,7 @@ class JobRun:
         await self._disk.write("the record of this attempt", services.checkpoints.begin_epoch, epoch, found.reached)
         for store in (services.batch_log, services.weights):
             await asyncio.to_thread(store.remove_unfinished, epoch)
-        self._ages.forks = await asyncio.to_thread(services.checkpoints.forks)
+        self._staleness.forks = await asyncio.to_thread(services.checkpoints.forks)
         for remark in found.remarks:
             await self._context.alert(remark.kind, remark.message)
         if found.reached != found.saved:
@@ -236,14 +236,14 @@ class JobRun:
         """False: there was no batch before something else came first."""
         clock = self._services.clock
         started = clock()
-        groups = await self._taking.batch(learner, self._context.held)
+        groups = await self._batches.batch(learner, self._context.held)
         if groups is None:
             return False
         taken = clock()
-        batch = train_batch(groups, self._ages.of, self._spec.objective.advantage)
+        batch = train_batch(groups, self._staleness.of, self._spec.objective.advantage)
         metrics = batch.metrics | group_metrics(groups)
         metrics |= staleness_metrics(batch.sequences, self._spec.rollout.staleness_cap)
-        metrics |= self._taking.take_metrics()
+        metrics |= self._batches.take_metrics()
         metrics |= await asyncio.to_thread(learner.step, batch.sequences)
         trained = clock()
         self._lineage.step += 1
@@ -346,10 +346,10 @@ class JobRun:
         what = f"version {version}"
         manifest = await self._disk.write(what, services.weights.write, version, claim.epoch, step, weights.write)
         # Known here before anyone can sample from it.
-        self._ages.add(version, step)
+        self._staleness.add(version, step)
         self._context.newest = manifest
         await self._disk.wait_for_room(what, lambda: services.store.versions.publish(self._job, claim.token, manifest))
         await services.store.jobs.update_progress(self._job, claim.token, step, version)
         await services.engines.publish(manifest)
-        newest = self._ages.newest(self._spec.checkpoints.keep_versions)
+        newest = self._staleness.newest(self._spec.checkpoints.keep_versions)
         await asyncio.to_thread(services.weights.collect, {*newest, *services.engines.versions_in_use()})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.state.jobs import HANDED_OVER, CancelManner, StatusReason
-from services.trainer.attempt_messages import End
+from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.telling.failure import CANCELLED
 
 
@@ -81,7 +81,7 @@ class RunPhase:
         self.is_leaving = False
         """Its trainer hands it over at the next step boundary."""
         self.is_pause_wanted = False
-        self.end: End | None = None
+        self.end: AttemptEnd | None = None
         """How it ended, once it is over."""
 
     # What the run does
@@ -97,18 +97,18 @@ class RunPhase:
     def finish(self, reason: StatusReason | None) -> None:
         """The run has come to its end, in order; ``reason`` is why, where nobody has asked for it."""
         if self.is_leaving:
-            self._over(End.because("released", HANDED_OVER))
+            self._over(AttemptEnd.because("released", HANDED_OVER))
         elif self.manner is not None:
-            self._over(End.because("cancelled", CANCELLED))
+            self._over(AttemptEnd.because("cancelled", CANCELLED))
         else:
-            self._over(End.because("succeeded", reason))
+            self._over(AttemptEnd.because("succeeded", reason))
 
     # What others want
 
     def cancel(self, manner: CancelManner) -> None:
         """May be repeated, also with another manner. A run that leaves goes on leaving: the next one obeys."""
         if manner is CancelManner.NOW or not (self._closes_in_order or self._owes_checkpoint(manner)):
-            self._over(End.because("cancelled", CANCELLED))
+            self._over(AttemptEnd.because("cancelled", CANCELLED))
         elif not self.is_leaving:
             self.manner = manner
 
@@ -120,9 +120,9 @@ class RunPhase:
 
     def stop(self) -> None:
         """Hand over where it is."""
-        self._over(End.because("released", HANDED_OVER))
+        self._over(AttemptEnd.because("released", HANDED_OVER))
 
-    def _over(self, end: End) -> None:
+    def _over(self, end: AttemptEnd) -> None:
         if not self.is_over:
             self.phase, self.end = Phase.OVER, end
 

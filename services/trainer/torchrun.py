@@ -25,7 +25,7 @@ from services.process.settings import Settings, load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.state.store import Claim
 from services.trainer.attempt import run_attempt
-from services.trainer.attempt_messages import End
+from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.building import capabilities, make_ranked_learner
 from services.trainer.ranks.calls import LINES
 from services.trainer.ranks.follower import FirstRankLost, Follower
@@ -49,7 +49,7 @@ class RankedAttempts:
         self._followers.check()
         return True
 
-    async def run(self, claim: Claim, _spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+    async def run(self, claim: Claim, _spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         loop = asyncio.get_running_loop()
         threads = ThreadPoolExecutor(thread_name_prefix="attempt")
         loop.set_default_executor(threads)

@@ -26,7 +26,7 @@ from services.state.fleet_records import TrainerRecord
 from services.state.jobs import fits
 from services.state.queue import Bus, Fenced
 from services.state.store import Claim, JobNotFound, StatusReason, Store
-from services.trainer.attempt_messages import End
+from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.telling.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, RanksLost
 
 IDLE_POLL_S = 0.3
@@ -41,7 +41,7 @@ class Attempts(Protocol):
     def is_ready(self) -> bool:
         """Whether one can begin now. Raises what is to end this process."""
 
-    async def run(self, claim: Claim, spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+    async def run(self, claim: Claim, spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         """``stop`` ends the attempt where it is, ``leaving`` at a step boundary, saved."""
 
 
@@ -126,15 +126,17 @@ class TrainerWorker:
         except Exception:
             log.exception("the end of the job could not be told; it is left to whoever claims it next")
 
-    async def _attempt(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+    async def _attempt(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         job = await self._store.jobs.get(claim.job_id)
         try:
             spec = JobSpec.model_validate_json(job.spec)
         except ValidationError as error:
-            return End("failed", "incompatible_release", f"this release does not know such a specification: {error}")
+            return AttemptEnd(
+                "failed", "incompatible_release", f"this release does not know such a specification: {error}"
+            )
         if job.desired_state == "cancelled" and self._unfit(job.spec) is not None:
-            return End.because("cancelled", CANCELLED)
-        ends: list[End] = []
+            return AttemptEnd.because("cancelled", CANCELLED)
+        ends: list[AttemptEnd] = []
 
         async def attempt() -> None:
             ends.append(await self._attempts.run(claim, spec, stop, leaving))
@@ -142,7 +144,7 @@ class TrainerWorker:
         await first_to_end(attempt(), self._beat(claim), self._free_what_the_lost_held(claim))
         return ends[0]
 
-    async def _tell(self, claim: Claim, end: End) -> None:
+    async def _tell(self, claim: Claim, end: AttemptEnd) -> None:
         """The one place where the end of an attempt becomes a state of its job."""
         job, token, store = claim.job_id, claim.token, self._store
         log = get_logger().bind(job=job, epoch=claim.epoch, code=end.code, message=end.message)

@@ -21,7 +21,7 @@ from gspo_core.log.batches import (
     index_length,
 )
 from gspo_core.log.checkpoints import (
-    UnknownFormat,
+    UnknownCheckpointFormat,
     decode_checkpoint,
     decode_fork,
     decode_lineage,
@@ -137,7 +137,7 @@ class TestDamage:
         changed = written("checkpoint.json").replace(b'"format": 2', b'"format": 3')
         with pytest.raises(ValueError, match="sha256"):
             decode_checkpoint(changed, AT, LEARNER)
-        with pytest.raises(UnknownFormat, match="format 3"):
+        with pytest.raises(UnknownCheckpointFormat, match="format 3"):
             decode_checkpoint(_signed_again(changed), AT, LEARNER)
 
     @pytest.mark.parametrize("data", [b"", b"[]", b'{"a": 1'])

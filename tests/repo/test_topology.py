@@ -28,8 +28,8 @@ from services.launch.topology import (
     SECRETS,
     SGLANG,
     TRAINER,
-    Access,
     Copies,
+    DataAccess,
     FileHealth,
     HttpHealth,
     PingHealth,
@@ -297,21 +297,23 @@ def test_the_manifests_look_at_the_health_of_the_topology(number: int) -> None:
             assert all(" ping " in probe for probe in (ready, live))
 
 
-def compose_access(service: Mapping[str, Any], volume: str, target: str) -> Access:
+def compose_access(service: Mapping[str, Any], volume: str, target: str) -> DataAccess:
     mounts = [str(one) for one in service.get("volumes", ()) if f":{target}" in str(one) and volume in str(one)]
-    return Access.NONE if not mounts else Access.READ if mounts[0].endswith(":ro") else Access.WRITE
+    return DataAccess.NONE if not mounts else DataAccess.READ if mounts[0].endswith(":ro") else DataAccess.WRITE
 
 
-def pod_access(container: Mapping[str, Any], volume: str) -> Access:
+def pod_access(container: Mapping[str, Any], volume: str) -> DataAccess:
     mounts = [one for one in container.get("volumeMounts", ()) if one["name"] == volume]
-    return Access.NONE if not mounts else Access.READ if mounts[0].get("readOnly") else Access.WRITE
+    return DataAccess.NONE if not mounts else DataAccess.READ if mounts[0].get("readOnly") else DataAccess.WRITE
 
 
 def test_data_models_and_devices_are_for_those_that_the_topology_says() -> None:
     for name in (*names(OURS), "trainer-gpu", "sglang"):
         one, service = kind(name), SERVICES[name]
         assert compose_access(service, "data", "/data") is one.data, name
-        assert compose_access(service, "models", "/models") is (Access.READ if one.reads_models else Access.NONE), name
+        assert compose_access(service, "models", "/models") is (
+            DataAccess.READ if one.reads_models else DataAccess.NONE
+        ), name
         if "devices" in str(service.get("deploy")):
             assert one.on_device, name
     for name, _, template in MANIFESTS:
@@ -319,7 +321,7 @@ def test_data_models_and_devices_are_for_those_that_the_topology_says() -> None:
         if one is REDIS:
             continue
         assert pod_access(container, "data") is one.data, name
-        assert pod_access(container, "models") is (Access.READ if one.reads_models else Access.NONE), name
+        assert pod_access(container, "models") is (DataAccess.READ if one.reads_models else DataAccess.NONE), name
         assert one.on_device or "nvidia.com/gpu" not in str(container["resources"]), name
 
 

@@ -76,7 +76,7 @@ class EnginePool:
         self._transport = transport or FromDisk()
         self._deadlines = deadlines or Deadlines()
         self._presence = BeatWatch(lease_s, time.monotonic)
-        self._needs = EngineFairness(store, job, num_wanted)
+        self._fairness = EngineFairness(store, job, num_wanted)
         self._bound: dict[str, BoundEngine] = {}
         self._unfit: dict[str, str] = {}
         """Why an engine cannot serve this model."""
@@ -223,7 +223,7 @@ class EnginePool:
         records = await self._store.fleet.engines()
         await self._drain({record.id for record in records if record.draining})
         records = [record for record in records if record.id not in self._draining]
-        for url in await self._needs.surplus(records, [engine.url for engine in self._serving()]):
+        for url in await self._fairness.surplus(records, [engine.url for engine in self._serving()]):
             get_logger().info("engine given to a job that has too few", engine=url)
             await self._give_back(url)
         await asyncio.gather(*(self._take(url) for url in await self._free(records)))
@@ -245,7 +245,7 @@ class EnginePool:
         known = {record.id: record for record in records if record.url}
         urls = {*self._static_urls, *(url for url, record in known.items() if self._lives(url, record))}
         urls -= self._draining
-        others = await self._needs.others_lack(known.values())
+        others = await self._fairness.others_lack(known.values())
         taken = {url for url, record in known.items() if record.job not in (None, self._job)}
         free = sorted(urls - self._bound.keys() - taken)
         return free[: max(0, len(free) - others)] if len(self._bound) >= self._num_wanted else free

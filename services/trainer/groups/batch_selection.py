@@ -33,7 +33,7 @@ class BatchSelection:
         self._stops_waiting = stops_waiting
         self._bus, self._intake = context.services.bus, context.services.intake
         self._lineage, self._tuning = context.lineage, context.tuning
-        self._census = SelectionBias(self._intake, context.job)
+        self._selection_bias = SelectionBias(self._intake, context.job)
         self._dropped_in_a_row: Counter[str] = Counter()
         self._dropped_since: dict[str, list[int]] = {}
         """Groups by reason, since the last batch."""
@@ -42,7 +42,7 @@ class BatchSelection:
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call."""
-        return self._census.take_metrics() | self._num_dropped
+        return self._selection_bias.take_metrics() | self._num_dropped
 
     async def batch(self, learner: ScoringLearner, held: Held) -> list[Group] | None:
         """The groups that are to be trained next, logged and committed; None: something else comes first."""
@@ -126,7 +126,7 @@ class BatchSelection:
 
     def _forget(self, groups: list[int], *, are_trained: bool) -> None:
         for group in groups:
-            self._census.settle(group, self._tuning.spec.rollout.group_size, is_trained=are_trained)
+            self._selection_bias.settle(group, self._tuning.spec.rollout.group_size, is_trained=are_trained)
         self._intake.forget(groups)
         self._lineage.settle(groups)
         self._admission.forget(groups)

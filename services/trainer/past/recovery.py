@@ -14,7 +14,7 @@ from gspo_core.learner import UnknownFormat as UnknownState
 from gspo_core.log.lineage import Lineage
 from gspo_core.staleness import Position, in_history
 from services.files.batch_log import BatchLog, UnknownLogSchema
-from services.files.checkpoints import LOST, CheckpointStore, LostForkRecord, UnknownFormat
+from services.files.checkpoints import LOST, CheckpointStore, LostForkRecord, UnknownCheckpointFormat
 from services.process.telemetry import get_logger
 from services.trainer.groups.step_settings import Tuning
 from services.trainer.past.replay import replay
@@ -62,7 +62,7 @@ def recover(
         _load(found, learner, checkpoints, max(forks, default=epoch), forks)
         keep = _Keeping(found, learner, checkpoints, checkpoint_every)
         found.reached, problem = replay(learner, found.lineage, found.saved, log, forks, tuning, keep)
-    except (UnknownFormat, UnknownState, UnknownLogSchema) as error:
+    except (UnknownCheckpointFormat, UnknownState, UnknownLogSchema) as error:
         raise JobFailure("incompatible_release", str(error)) from error
     except LostForkRecord as error:
         raise JobFailure("data_damaged", str(error)) from error

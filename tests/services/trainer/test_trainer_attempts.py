@@ -26,7 +26,7 @@ from services.state.keys import job_key
 from services.state.server import RedisServer
 from services.state.store import Claim
 from services.trainer import attempt_process, torchrun
-from services.trainer.attempt_messages import End
+from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.attempt_process import AttemptProcesses, NotStarted, Started, start_python
 from services.trainer.building import make_learner
 from services.trainer.telling.failure import RanksLost
@@ -303,9 +303,9 @@ async def test_ranks_begin_no_attempt_beside_what_another_has_begun(
         may_end.wait(DEADLINE_S)
         ended.set()
 
-    async def run_attempt(*_: object, **__: object) -> End:
+    async def run_attempt(*_: object, **__: object) -> AttemptEnd:
         await asyncio.to_thread(load)
-        return End("succeeded")
+        return AttemptEnd("succeeded")
 
     monkeypatch.setattr(torchrun, "run_attempt", run_attempt)
     monkeypatch.setattr(torchrun, "LEFT_BEHIND_S", patience_s)

@@ -117,7 +117,7 @@ async def test_rounds_of_evaluation_that_a_lost_trainer_began_leave_the_queue(
     await bus.dispatch(job, token, eval_group, size=1, split=Split.EVAL, task_index=0)
     await bus.dispatch(job, token, 0, size=1, split=Split.TRAIN, task_index=0)
     run._lineage.num_dispatched = 1
-    await run._taking.commit_again()
+    await run._batches.commit_again()
     assert await bus.open_groups(job) == [0], "what is owed stays"
     counters = await bus.counters(job)
     assert (counters["dropped_trainer_lost"], counters.get("trained", 0)) == (1, 0)
@@ -149,7 +149,7 @@ async def test_what_the_parity_gate_refuses_is_not_logged(
     """A trainer that takes over trains what was logged without asking again."""
     run: Any = run_of(claim, store, bus, tmp_path, model_dir)
     job, schedule = claim.job_id, TaskSchedule(0, [4], [1.0])
-    run._ages.add(0, 0)
+    run._staleness.add(0, 0)
     run._context.held = Held(0, f"{job}/{claim.epoch}/0")
     run._context.newest = WeightsManifest(job, 0, claim.epoch, 0, (WeightFile("w", 1, "0" * 64),))
     run._admission.schedule = schedule

@@ -63,7 +63,7 @@ class Stage:
             job_dir=JobDir(job_dir),
         )
         self.run: Any = JobRun(claim, spec, services, lambda: cast(Any, None))
-        self.run._ages.add(0, 0)
+        self.run._staleness.add(0, 0)
         self.run._context.held = Held(0, f"{claim.job_id}/{claim.epoch}/0")
         self.run._admission.schedule = TaskSchedule(0, [4], [1.0])
 
@@ -85,7 +85,7 @@ class Stage:
 
     async def take(self) -> list[Group]:
         async with asyncio.timeout(DEADLINE_S):
-            groups: list[Group] = await self.run._taking.batch(None, self.run._context.held)
+            groups: list[Group] = await self.run._batches.batch(None, self.run._context.held)
         return groups
 
 
@@ -109,7 +109,7 @@ async def test_a_straggler_is_cut_off_when_the_batch_waits_for_it_alone(stage: S
     assert [trajectory.key.member for trajectory in group] == [0, 2]
     with pytest.raises(Fenced):
         await stage.play(0, 1, 1.0, 9)
-    metrics = stage.run._taking.take_metrics()
+    metrics = stage.run._batches.take_metrics()
     assert metrics["selection/dispatched"] == 3
     assert metrics["selection/cut_off"] == 1
     assert metrics["selection/trained_share"] == pytest.approx(2 / 3)
@@ -129,7 +129,7 @@ async def test_nobody_is_cut_off_from_a_group_that_would_teach_nothing_without_i
         await stage.play(group, 1, 0.0, 9, upto=5)
     (trained,) = await stage.take()
     assert trained.group == 1
-    metrics = stage.run._taking.take_metrics()
+    metrics = stage.run._batches.take_metrics()
     assert (metrics["selection/dispatched"], metrics["selection/cut_off"]) == (3, 1)
     ((waiting,),) = [await stage.bus.groups(stage.claim.job_id)]
     assert (waiting.group, waiting.is_ready) == (0, False)
@@ -145,7 +145,7 @@ async def test_without_being_told_to_it_waits_for_the_straggler(stage: Stage) ->
     await stage.play(0, 1, 1.0, 9)
     (group,) = await taking
     assert len(group.trajectories) == 3
-    metrics = stage.run._taking.take_metrics()
+    metrics = stage.run._batches.take_metrics()
     assert metrics["selection/actions_trained"] == metrics["selection/actions_dispatched"] == (3 + 6 + 27) / 3
 
 
@@ -170,11 +170,11 @@ async def test_dropped_groups_count_as_dispatched_and_not_as_trained(stage: Stag
         await stage.play(0, member, 1.0, 4)
         await stage.play(1, member, float(member), 2)
     await stage.take()
-    await stage.run._taking.drop(1, "dropped_stale")
-    metrics = stage.run._taking.take_metrics()
+    await stage.run._batches.drop(1, "dropped_stale")
+    metrics = stage.run._batches.take_metrics()
     assert metrics["selection/trained_share"] == 0.5
     assert (metrics["selection/actions_trained"], metrics["selection/actions_dispatched"]) == (12.0, 9.0)
-    assert stage.run._taking.take_metrics()["selection/dispatched"] == 0
+    assert stage.run._batches.take_metrics()["selection/dispatched"] == 0
 
 
 def test_the_oldest_groups_with_members_enough_are_closed_and_no_more_than_the_batch_lacks() -> None:

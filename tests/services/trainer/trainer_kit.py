@@ -9,7 +9,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
 from services.state.store import Claim, Store
 from services.trainer.attempt import Attempt
-from services.trainer.attempt_messages import End
+from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.run import JobRun
 
 DEADLINE_S = 10.0
@@ -27,7 +27,7 @@ class InProcess:
         self._check()
         return True
 
-    async def run(self, claim: Claim, spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> End:
+    async def run(self, claim: Claim, spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         return await Attempt(self._store, claim, self._make_run(claim, spec), self._check).run(stop, leaving)
 
 
