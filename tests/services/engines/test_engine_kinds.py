@@ -111,7 +111,7 @@ async def test_a_worker_samples_with_another_kind_and_leaves_out_what_it_does_no
             await table.refresh()
             await engines.refresh()
         answer = await engines.sample([7, 8, 9], max_new_tokens=2, temperature=1.0, stop_token_ids=[])
-    assert (answer.output_ids, answer.engine_id, answer.versions) == ([7, 8], "parrot+http://e", [0])
+    assert (answer.generation.output_ids, answer.engine_id, answer.versions) == ([7, 8], "parrot+http://e", [0])
     assert table.num_requests().keys() == {"parrot+http://e", "parrot+http://silent"}
 
 

@@ -53,7 +53,7 @@ class TestWrite:
         for name, content in CONTENT.items():
             assert (store.path(3) / name).read_bytes() == content
         assert store.manifest(3) == manifest
-        assert store.versions.all() == [3]
+        assert store.versions() == [3]
         store.verify(manifest)
 
     def test_a_number_is_used_once(self, store: WeightStore) -> None:
@@ -104,7 +104,7 @@ class TestWrite:
 
         with pytest.raises(RuntimeError, match="no space left"):
             store.write(0, 0, 0, fail)
-        assert store.versions.all() == []
+        assert store.versions() == []
         assert list((job_dir / "weights").iterdir()) == []
         store.write(0, 0, 0, save)
 
@@ -182,11 +182,11 @@ class TestKilledWriter:
     def test_what_it_left_is_invisible_and_blocks_nobody(self, torn: Path) -> None:
         store = WeightStore(JobDir(torn))
         assert len(list((torn / "weights").iterdir())) == 1
-        assert store.versions.all() == []
+        assert store.versions() == []
         with pytest.raises(VersionNotFound):
             store.manifest(5)
         store.verify(store.write(5, 1, 1, save))
-        assert store.versions.all() == [5]
+        assert store.versions() == [5]
 
     def test_what_it_left_is_swept_when_it_is_old_but_not_before(self, torn: Path) -> None:
         WeightStore(JobDir(torn)).collect(set())
@@ -207,7 +207,7 @@ class TestKilledWriter:
     def test_killed_at_any_moment_a_version_is_whole_or_absent(self, job_dir: Path) -> None:
         """Kill after ever longer delays, until the writer gets through."""
         store, delay_s = WeightStore(JobDir(job_dir)), 0.0
-        while not store.versions.all():
+        while not store.versions():
             with subprocess.Popen([sys.executable, "-c", WRITER, str(job_dir), "go"], stdout=subprocess.PIPE) as writer:
                 assert writer.stdout is not None
                 writer.stdout.readline()
@@ -215,7 +215,7 @@ class TestKilledWriter:
                     writer.wait(delay_s)
                 writer.kill()
             delay_s += 0.002
-        assert store.versions.all() == [5]
+        assert store.versions() == [5]
         store.verify(store.manifest(5))
 
 
@@ -318,9 +318,9 @@ class TestCollect:
     def test_keeps_what_is_to_be_kept(self, store: WeightStore, job_dir: Path) -> None:
         for version in (0, 1, 2, 9, 10, 11):
             store.write(version, 0, version, save)
-        assert store.versions.all() == [0, 1, 2, 9, 10, 11]
+        assert store.versions() == [0, 1, 2, 9, 10, 11]
         assert store.collect({1, 10, 11, 99}) == [0, 2, 9]
-        assert store.versions.all() == [1, 10, 11]
+        assert store.versions() == [1, 10, 11]
         assert sorted(path.name for path in (job_dir / "weights").iterdir()) == ["v1", "v10", "v11"]
         store.verify(store.manifest(10))
 
@@ -328,17 +328,17 @@ class TestCollect:
         for version in range(5):
             store.write(version, 1 if version < 3 else 2, version, save)
         assert store.collect({1, 2}) == [0]  # by who was stopped after it had published version 2
-        assert store.versions.all() == [1, 2, 3, 4]
+        assert store.versions() == [1, 2, 3, 4]
 
     def test_of_a_job_without_versions(self, store: WeightStore) -> None:
         assert store.collect({1}) == []
-        assert store.versions.all() == []
+        assert store.versions() == []
 
     def test_what_has_no_version_number_is_left_alone(self, store: WeightStore, job_dir: Path) -> None:
         store.write(0, 0, 0, save)
         for name in ("v", "v01", "v-1", "v1.bak", "notes"):
             (job_dir / "weights" / name).mkdir()
-        assert store.versions.all() == [0]
+        assert store.versions() == [0]
         store.collect(set())
         assert len(list((job_dir / "weights").iterdir())) == 5
 
@@ -354,4 +354,4 @@ class TestCollect:
         monkeypatch.setattr("services.files.durable.shutil.rmtree", die)
         with pytest.raises(KeyboardInterrupt):
             store.collect(set())
-        assert store.versions.all() == []
+        assert store.versions() == []

@@ -107,7 +107,7 @@ def test_the_same_job_ends_with_the_same_weights_as_on_one_rank(root: Path, tmp_
     check_near(root, weights(two), weights(one))
     assert BatchLog(JobDir(job_dir)).steps() == [(1, step) for step in range(1, spec_of(root).steps + 1)]
     store = WeightStore(JobDir(job_dir))
-    published = store.manifest(store.versions.all()[-1])
+    published = store.manifest(store.versions()[-1])
     store.verify(published)
     assert [file.path for file in published.files if file.path.endswith(".safetensors")] == [
         "model-00001-of-00002.safetensors",
