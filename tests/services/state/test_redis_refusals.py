@@ -27,9 +27,11 @@ from services.state.client import MAX_BLOCK_MS, RedisClient, connect
 from services.state.queue import Bus, Fenced
 from services.state.store import Claim, JobStatus, Store
 from services.trainer.run import JobRun
+from services.trainer.run_phase import RunPhase
 from services.trainer.worker import TrainerWorker
 from tests.services.api.api_kit import SPEC, ApiProcess, application, error_of, http_to
 from tests.services.state.redis_trouble import REAL, Trouble
+from tests.services.trainer.trainer_kit import InProcess
 
 CODES = {
     AwayReason.UNREACHABLE: "redis_unavailable",
@@ -384,15 +386,16 @@ class RunInTrouble(JobRun):
     """Meets the trouble in the middle; the second one ends."""
 
     def __init__(self, claim: Claim, store: Store, begin: Callable[[], Awaitable[None]] | None) -> None:
-        self._claim, self._store, self._begin = claim, store, begin
+        self.phase, self._given = RunPhase(), claim
+        self._store, self._begin = store, begin
 
     async def run(self) -> None:
-        await self._store.jobs.set_status(self._claim.job_id, JobStatus.RUNNING, token=self._claim.token)
+        await self._store.jobs.set_status(self._given.job_id, JobStatus.RUNNING, token=self._given.token)
         if self._begin is None:
             raise ValueError("the end")
         await self._begin()
         bus = Bus(self._store._functions.redis)
-        await bus.dispatch(self._claim.job_id, self._claim.token, 0, size=1, split=Split.TRAIN, task_index=0)
+        await bus.dispatch(self._given.job_id, self._given.token, 0, size=1, split=Split.TRAIN, task_index=0)
 
     async def discard_queue(self) -> None: ...
 
@@ -414,7 +417,8 @@ async def test_a_trainer_lets_go_of_its_job_and_takes_it_again(
         claims.append(claim)
         return RunInTrouble(claim, store, begin if len(claims) == 1 else None)
 
-    training = asyncio.create_task(TrainerWorker(store, "trainer", make_run).run(stop))
+    worker = TrainerWorker(store, Bus(client), "trainer", InProcess(store, make_run))
+    training = asyncio.create_task(worker.run(stop))
     async with asyncio.timeout(60):
         await has_begun.wait()
         await asyncio.sleep(0.5)
