@@ -12,9 +12,11 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_core.spec import JobSpec
+from gspo_core.types import Split
 from services.state.away import Away, AwayReason, OutOfMemory, RedisFault
 from services.state.job_table import JobTable
 from services.state.jobs import HANDED_OVER, JobRecord
+from services.state.keys import job_key
 from services.state.queue import Bus
 from services.state.store import Claim, JobStatus, StatusReason, Store
 from services.trainer.device import unfit
@@ -84,6 +86,45 @@ async def test_what_breaks_the_queue_does_not_hide_why_the_job_ended(
     assert record.status is JobStatus.FAILED
     assert record.status_reason is not None
     assert record.status_reason.message == "ValueError: the same garbage"
+
+
+class DamagedRun(JobRun):
+    """Meets a record of its own queue that nobody can read."""
+
+    def __init__(self, claim: Claim, store: Store, bus: Bus, redis: Redis) -> None:
+        self.phase, self._given = RunPhase(), claim
+        self._store, self._bus, self._redis = store, bus, redis
+
+    async def run(self) -> None:
+        job, token = self._given.job_id, self._given.token
+        await self._store.jobs.set_status(job, JobStatus.RUNNING, token=token)
+        await self._bus.dispatch(job, token, 0, size=2, split=Split.TRAIN, task_index=0)
+        await self._redis.hset(job_key(job, "groups"), "0", b"\xc1")
+        await self._redis.zadd(job_key(job, "ready"), {"0": 1})
+        await self._bus.ready_groups(job)
+
+
+async def test_a_queue_that_cannot_be_read_is_emptied_for_the_next_attempt(
+    store: Store, bus: Bus, redis_client: Redis
+) -> None:
+    job, stop, left = await store.jobs.create(SPEC), asyncio.Event(), list[int]()
+
+    class NextRun(FailingRun):
+        async def run(self) -> None:
+            left.append(len(await bus.open_groups(job.id)))
+            await super().run()
+
+    def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
+        if claim.attempt == 1:
+            return DamagedRun(claim, store, bus, redis_client)
+        return NextRun(claim, store, [JobStatus.RUNNING], ValueError("the end"), stop)
+
+    async with asyncio.timeout(DEADLINE_S):
+        await worker_of(store, "trainer", make_run).run(stop)
+    attempts = (await store.jobs.get(job.id)).attempts
+    assert [one.code for one in attempts] == ["queue_damaged", "internal"]
+    assert "group 0" in str(attempts[0].message)
+    assert left == [0]
 
 
 async def test_a_redis_that_was_away_fails_no_job(store: Store, new_client: Callable[[], Redis]) -> None:
