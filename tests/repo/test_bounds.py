@@ -30,6 +30,7 @@ EXEMPT: dict[tuple[str, str], str] = {
     ("services/trainer/groups/selection.py", "stale_wait_s"): "a clock",
     ("services/trainer/telling/watchdog.py", "alarm_s"): "a clock",
     ("services/trainer/telling/watchdog.py", "end_s"): "a clock",
+    ("services/trainer/attempt_process.py", "SILENCE_S"): "a clock",
 }
 
 

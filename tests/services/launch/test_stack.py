@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NoReturn
 
@@ -90,8 +90,11 @@ def test_up_says_before_any_work_what_is_in_its_way(tmp_path: Path, capsys: pyte
 class _Ready(BaseHTTPRequestHandler):
     """An engine that somebody else has started, as far as a stack looks at it."""
 
+    protocol_version = "HTTP/1.1"
+
     def do_GET(self) -> None:
         self.send_response(200)
+        self.send_header("Content-Length", "0")
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
@@ -110,7 +113,7 @@ def test_up_uses_the_engines_that_it_is_given_and_starts_none(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(local_up, "look_after", interrupted)
-    with HTTPServer(("127.0.0.1", 0), _Ready) as engine:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Ready) as engine:
         url = f"http://127.0.0.1:{engine.server_port}"
         monkeypatch.setenv(ENGINE_URLS, url)
         monkeypatch.setenv("GSPO_API_KEYS", "")

@@ -743,7 +743,7 @@ async def test_an_engine_that_is_too_far_behind_or_holds_another_job_samples_not
         for manifest in (old, dead_line, foreign):
             await stage.load(manifest, stage.place.chatty)
             engine = worker._table._engines[stage.place.engine_url]
-            await until(lambda engine=engine, manifest=manifest: engine.label == manifest.label)  # type: ignore[misc]
+            await until(lambda engine=engine, manifest=manifest: str(engine.label) == manifest.label)  # type: ignore[misc]
             assert worker._jobs[claim.job_id]._engines.usable() == []
         assert await stage.num_segments(claim) == 0
         await stage.load(newest, stage.place.chatty)
