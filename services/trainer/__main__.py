@@ -1,6 +1,6 @@
-"""``python -m services.trainer``: the process that claims jobs and starts a process for every attempt at one.
+"""``python -m services.trainer``: claims jobs and starts one process per attempt.
 
-Under torchrun the first rank is the trainer; the others hold their parts of the learner and follow it (``ranks``).
+Under torchrun the first rank is the trainer; the others hold parts of the learner and follow it (``ranks``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def run(start: Start = start_python) -> int:
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description="Trains jobs, one at a time.")
     parser.add_argument("--grace-s", type=float, default=30.0, help="time to end a step when asked to leave")
     grace_s = parser.parse_args().grace_s
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as torchrun says
-        from services.trainer import torchrun  # with torch
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
+        from services.trainer import torchrun  # imports torch
 
         return torchrun.run(grace_s)
     try:

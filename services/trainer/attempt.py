@@ -1,7 +1,7 @@
-"""One attempt at a claimed job, from loading the model to its end, in the process that runs it.
+"""Runs one attempt at a claimed job, from loading the model to the end.
 
-Duty: run the step loop, watch what its user and its worker want meanwhile, and turn every way out into one
-``AttemptEnd``. It holds no lease and writes no final status: the worker beats for it and tells Redis how it ended.
+Duty: run the step loop, obey requests from the user and the worker, and turn every outcome into one ``AttemptEnd``. It
+holds no lease and writes no final status: the worker sends heartbeats and reports the end to Redis.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from services.trainer.telling.ill_environments import IllEnvironments
 from services.trainer.telling.wandb_run import WandbRun
 
 LOOK_S = 0.3
-# What was not sent by then stays on disk, where the next attempt's process finds it.
+# Unsent data stays on disk after this timeout, for the process of the next attempt.
 LISTENERS_S = 5.0
 
 
 class Attempt:
-    """``check`` raises RanksLost when other ranks of this trainer are gone."""
+    """One attempt. ``check`` raises RanksLost if this trainer has lost other ranks."""
 
     def __init__(self, store: Store, claim: Claim, run: JobRun, check: Callable[[], None] = lambda: None) -> None:
         self._store, self._claim, self._run, self._check = store, claim, run, check
 
     async def run(self, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
-        """``stop`` ends it where it is, ``leaving`` at a step boundary, saved."""
+        """Run to the end. ``stop`` ends it immediately; ``leaving`` ends it at a step boundary, after saving."""
         try:
             ill = IllEnvironments(self._store, self._claim)
             with raising_no_room():
@@ -52,7 +52,7 @@ class Attempt:
         return self._run.phase.end
 
     async def _pass_wishes_on(self, stop: asyncio.Event, leaving: asyncio.Event) -> None:
-        """Until one of them ends the run where it is."""
+        """Forward requests to the run until one of them ends it immediately."""
         phase = self._run.phase
         while not stop.is_set():
             self._check()
@@ -69,9 +69,9 @@ class Attempt:
 
 
 def end_of(error: Exception) -> AttemptEnd:
-    """What it means for the job that its attempt has raised ``error``."""
+    """Map an error raised by an attempt to its ``AttemptEnd``."""
     match error:
-        case Fenced() | JobNotFound():  # a server that was wiped knows neither
+        case Fenced() | JobNotFound():  # a wiped server has neither the claim nor the job
             return AttemptEnd("claim_lost")
         case AttemptFailed():
             return AttemptEnd("attempt_failed", error.code, str(error))
@@ -98,7 +98,7 @@ async def run_attempt(
     make: MakeLearner = make_learner,
     check: Callable[[], None] = lambda: None,
 ) -> AttemptEnd:
-    """The whole attempt, with connections of its own."""
+    """Run a whole attempt with its own connections."""
     assert settings.redis_url is not None, "the worker has looked"
     async with connect(settings.redis_url) as redis, open_engines() as engine_at:
         bus = Bus(redis, lease_s=settings.lease_s)

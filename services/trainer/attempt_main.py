@@ -1,10 +1,10 @@
-"""``python -m services.trainer.attempt_main``: the process of one attempt, started before there is a job for it.
+"""``python -m services.trainer.attempt_main``: the process of one attempt, started before it has a job.
 
-It imports what is slow, says that it is ready, waits for its job on standard input, runs the attempt, tells how it
-ended on standard output, and ends at once: whatever still runs in it, a thread or a device, ends with it.
+It does the slow imports, reports that it is ready, reads its job from standard input, runs the attempt, writes the
+outcome to standard output, and exits immediately, taking any remaining threads and device work with it.
 
-Rule: it decides nothing about signals. Those that reach a whole group of processes are for the trainer, which says here
-what is to be done; when the trainer is gone, so is this process.
+Rule: ignore SIGTERM and SIGINT. The trainer handles signals sent to the whole process group and sends orders here. This
+process exits when the trainer is gone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _MAX_MESSAGE = 20_000
 
 def main() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Not SIG_IGN, which our own children would inherit.
+        # Not SIG_IGN: child processes would inherit it.
         signal.signal(number, lambda *_: None)
-    # What libraries print must not come between the answers.
+    # Keep library output on stdout from mixing with the answers.
     answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)
     faulthandler.enable()
@@ -56,7 +56,7 @@ async def _serve(settings: Settings, answers: BinaryIO) -> NoReturn:
     from services.trainer.attempt import run_attempt
     from services.trainer.building import capabilities
 
-    # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
+    # OMP_NUM_THREADS sizes the intra-op pool; a second pool would compete with it.
     torch.set_num_interop_threads(1)
     orders: asyncio.Queue[Order] = asyncio.Queue()
     threading.Thread(target=_hear, args=(asyncio.get_running_loop(), orders), name="orders", daemon=True).start()
@@ -73,7 +73,7 @@ async def _serve(settings: Settings, answers: BinaryIO) -> NoReturn:
 
 
 def _hear(loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[Order]) -> None:
-    """In a thread, which hears the end of the trainer also while the event loop is busy."""
+    """Read orders in a thread, to notice the end of the trainer even while the event loop is busy."""
     for line in os.fdopen(0, "rb"):
         loop.call_soon_threadsafe(orders.put_nowait, decode_order(line))
     _leave(1)

@@ -1,7 +1,7 @@
-"""What the worker and the process of an attempt say to each other: one JSON object per line.
+"""Messages between the worker and an attempt process: one JSON object per line.
 
-The worker says ``Begin`` once, then possibly ``Leave`` and ``Stop``. The attempt says ``Ready`` when it can begin,
-``Alive`` while its event loop turns, and ``AttemptEnd`` as its last word. Nothing here knows about pipes or processes.
+The worker sends ``Begin`` once, then optionally ``Leave`` and ``Stop``. The attempt sends ``Ready`` when it can begin,
+``Alive`` while its event loop runs, and ``AttemptEnd`` last. This module knows nothing about pipes or processes.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ import msgspec
 from services.state.jobs import Claim, StatusReason
 
 Capabilities: TypeAlias = dict[str, str | int]
-"""What people want to know about a trainer before they give it a job."""
+"""The facts about a trainer that users check before giving it a job."""
 
 How: TypeAlias = Literal["succeeded", "cancelled", "released", "attempt_failed", "failed", "claim_lost"]
-"""``succeeded``, ``cancelled`` and ``failed`` end the job. ``attempt_failed`` counts, ``released`` does not; either way
-another attempt goes on with the job. After ``claim_lost`` there is nothing left to say to Redis."""
+"""``succeeded``, ``cancelled`` and ``failed`` end the job. ``attempt_failed`` counts as an attempt, ``released`` does
+not; after both, another attempt continues the job. After ``claim_lost`` the worker reports nothing to Redis."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Run an attempt at this job."""
+    """Run an attempt at the claimed job."""
 
     claim: Claim
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """Hand the job over at the next step boundary, saved."""
+    """Save and hand the job over at the next step boundary."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End where you are."""
+    """End immediately."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Everything slow is imported."""
+    """The slow imports are done."""
 
     capabilities: Capabilities
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """The event loop turns."""
+    """The event loop is running."""
 
 
 class AttemptEnd(msgspec.Struct, frozen=True, tag="end"):
-    """How the attempt ended; ``code`` and ``message`` are the reason its job is given."""
+    """The outcome of the attempt; ``code`` and ``message`` become the status reason of the job."""
 
     how: How
     code: str = ""

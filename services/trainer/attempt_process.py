@@ -1,11 +1,11 @@
-"""The process in which one attempt runs, seen from the trainer that starts it, talks to it and buries it.
+"""The trainer's side of an attempt process: starts it, exchanges messages with it, and reaps it.
 
-An attempt has a process of its own because nothing else ends all of it: a thread that loads a model or replays a log
-cannot be cancelled, torch's random generator belongs to the whole process, and so does the memory of a GPU.
+Each attempt runs in its own process because only that cleans up completely: threads that load a model or replay a log
+cannot be cancelled, and torch's random generator and GPU memory belong to the whole process.
 
-Rules: the process is started ahead of time, so that no job waits for the import of torch; it runs one attempt and ends;
-the next one is started only when it is gone. It never outlives the trainer. What it says on stderr goes to ours, line
-by line. What its end means for the job is decided by the worker.
+Rules: start the process ahead of time, so that no job waits for the torch import. Each process runs one attempt and
+exits before the next one starts. It never outlives the trainer. Its stderr goes to ours, line by line. The worker, not
+this module, decides how its end affects the job.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from services.trainer.attempt_messages import (
 )
 
 LOOK_S = 0.2
-# What an attempt may take to free its engines once it is to end, before it is killed.
+# Time for an ending attempt to free its engines before we kill it.
 STOP_S = 10.0
-# The same where its claim was lost, or the trainer is in a hurry.
+# The same after a lost claim, or when the trainer is in a hurry.
 GIVE_UP_S = 5.0
-# What a process that is gone has said is read by then.
+# Time to read the remaining output of an exited process.
 DRAIN_S = 1.0
-# An event loop that does not turn for so long hangs. Until then the worker beats for it.
+# Treat an event loop silent for this long as hung. Until then the worker keeps sending heartbeats.
 SILENCE_S = 60.0
 _NUM_LAST_WORDS = 5
 _MAX_LAST_WORDS = 1000
@@ -57,11 +57,11 @@ _MAX_LINE = 1 << 20
 
 
 class NotStarted(RuntimeError):
-    """The process of an attempt ended before it was given one."""
+    """An attempt process exited before it received an attempt."""
 
 
 class Started(Protocol):
-    """As much of ``subprocess.Popen`` as is needed."""
+    """The part of ``subprocess.Popen`` used here."""
 
     @property
     def pid(self) -> int: ...
@@ -69,11 +69,11 @@ class Started(Protocol):
 
 
 Start: TypeAlias = Callable[[int, int, int], Started]
-"""Starts ``attempt_main`` with these as its standard input, output and error; it dies with this process."""
+"""Starts ``attempt_main`` with these file descriptors as stdin, stdout and stderr; it dies with this process."""
 
 
 def start_python(stdin: int, stdout: int, stderr: int) -> Started:
-    """A fresh interpreter, in a session of its own: Ctrl-C is for the trainer, which decides what becomes of it."""
+    """Start a new interpreter in its own session, so that Ctrl-C reaches only the trainer."""
     log_format = os.environ.get("GSPO_LOG_FORMAT") or ("console" if sys.stderr.isatty() else "json")
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "services.trainer.attempt_main"],
@@ -87,7 +87,7 @@ def start_python(stdin: int, stdout: int, stderr: int) -> Started:
 
 
 class AttemptProcess:
-    """One process, from its start to its end."""
+    """One attempt process, from start to exit."""
 
     def __init__(self, start: Start = start_python) -> None:
         (stdin, orders), (answers, stdout), (errors, stderr) = os.pipe(), os.pipe(), os.pipe()
@@ -98,7 +98,7 @@ class AttemptProcess:
                 os.close(one)
         self._orders = os.fdopen(orders, "wb", 0)
         self.capabilities: Capabilities | None = None
-        """None until it can begin."""
+        """None until the process is ready."""
         self._end: AttemptEnd | None = None
         self._num_answers = 0
         self._last_words: deque[str] = deque(maxlen=_NUM_LAST_WORDS)
@@ -115,12 +115,12 @@ class AttemptProcess:
         return self._exit.done()
 
     def obituary(self) -> str:
-        """How it ended, with its last words."""
+        """Describe the exit, with the last lines of stderr."""
         said = " / ".join(line.strip() for line in self._last_words)[-_MAX_LAST_WORDS:]
         return describe(self._exit.result()) + (f"; its last words: {said}" if said else "")
 
     async def run(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
-        """The attempt, to its end and that of the process."""
+        """Run the attempt and wait until the process is gone."""
         self._say(Begin(claim))
         try:
             is_silent = await self._follow(stop, leaving)
@@ -136,13 +136,13 @@ class AttemptProcess:
         return AttemptEnd("attempt_failed", "process_lost", f"the process of this attempt {hung}{self.obituary()}")
 
     async def _follow(self, stop: asyncio.Event, leaving: asyncio.Event) -> bool:
-        """Until it has told its end, is gone, or is to stop; True: it hangs."""
+        """Wait until the attempt reports its end, exits, or must stop; return True if it hangs."""
         silent_s, heard, is_told = 0.0, -1, False
         while not (stop.is_set() or self._hearing.done() or self._end is not None):
             if leaving.is_set() and not is_told:
                 is_told = True
                 self._say(Leave())
-            # Looks are counted instead of time: a machine that was asleep has not been silent.
+            # Count polls, not time: a suspended machine does not count as silence.
             silent_s = silent_s + LOOK_S if heard == self._num_answers else 0.0
             heard = self._num_answers
             if silent_s >= SILENCE_S:
@@ -151,9 +151,9 @@ class AttemptProcess:
         return False
 
     async def end(self, patience_s: float) -> None:
-        """Ask it to stop, kill it after ``patience_s``; returns when it is gone.
+        """Ask the process to stop, kill it after ``patience_s``, and return when it is gone.
 
-        When this is cancelled the process is killed, and its end is still awaited: what comes next relies on it.
+        On cancellation, kill the process and still wait for its exit, because later code relies on it.
         """
         if self._end is None and patience_s > 0:
             self._say(Stop())
@@ -169,7 +169,7 @@ class AttemptProcess:
             except asyncio.CancelledError:
                 was_cancelled = True
         self._orders.close()
-        # What it said last may still lie in the pipes, which some child of its own may hold open.
+        # The pipes may still contain its last output, and a child of the process may hold them open.
         reading = [self._hearing, self._forwarding]
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait(reading, timeout=DRAIN_S)
@@ -178,7 +178,7 @@ class AttemptProcess:
             raise asyncio.CancelledError
 
     def _say(self, order: Order) -> None:
-        with contextlib.suppress(BrokenPipeError):  # its end is seen elsewhere
+        with contextlib.suppress(BrokenPipeError):  # other code handles its exit
             self._orders.write(encode(order))
 
     async def _hear(self, fd: int) -> None:
@@ -187,7 +187,7 @@ class AttemptProcess:
                 self._num_answers += 1
                 match decode_answer(line):
                     case Ready(capabilities):
-                        # The process that people see and stop is the trainer's.
+                        # Users see and stop the trainer's process.
                         self.capabilities = capabilities | {"pid": os.getpid()}
                     case AttemptEnd() as end:
                         self._end = end
@@ -207,13 +207,12 @@ class AttemptProcess:
         for line in text:
             sys.stderr.write(line + "\n")
         sys.stderr.flush()
-        # Our own log lines say what it did, not why it ended.
+        # Skip our JSON log lines: they say what it did, not why it ended.
         self._last_words.extend(line for line in text if line.strip() and not line.startswith("{"))
 
 
 class AttemptProcesses:
-    """``async with AttemptProcesses() as attempts``: one process is ready for the next attempt, or runs the present
-    one. None is left after the block."""
+    """Keeps one process that runs the current attempt or stands by for the next; ends it on leaving ``async with``."""
 
     _next: AttemptProcess
 
@@ -231,17 +230,17 @@ class AttemptProcesses:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs the present attempt, or will run the next."""
+        """Pid of the process that runs the current attempt or will run the next."""
         return self._next.pid
 
     async def capabilities(self, stop: asyncio.Event) -> Capabilities | None:
-        """When the first process is there; None if ``stop`` comes before. Raises NotStarted."""
+        """Wait for the first process to be ready; return None if ``stop`` comes first. Raises NotStarted."""
         while not (self.is_ready() or stop.is_set()):
             await sleep_unless(stop, LOOK_S)
         return self._next.capabilities
 
     def is_ready(self) -> bool:
-        """Raises NotStarted."""
+        """Return whether the process can take an attempt. Raises NotStarted."""
         if self._next.has_exited:
             raise NotStarted(f"no job can be trained here: the process of the next attempt {self._next.obituary()}")
         return self._next.capabilities is not None
@@ -255,7 +254,7 @@ class AttemptProcesses:
 
 
 def describe(status: int) -> str:
-    """The exit status of a process in words."""
+    """Describe the exit status of a process."""
     if status >= 0:
         return f"ended with code {status}"
     name = signal.Signals(-status).name

@@ -1,4 +1,4 @@
-"""Builds the real parts of an attempt from the settings of the process and the job's specification."""
+"""Builds the production parts of an attempt from the process settings and the job specification."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_run(
     listeners: Sequence[WandbRun],
     make: Callable[[], AnyLearner],
 ) -> JobRun:
-    """The step loop of a claimed job."""
+    """Build the step loop of a claimed job."""
     job_dir = DataDir(settings.data_dir).jobs.job(claim.job_id)
     job_dir.path.mkdir(parents=True, exist_ok=True)
     weights = WeightStore(job_dir)
@@ -91,7 +91,7 @@ def capabilities() -> Capabilities:
 
 
 def listeners(settings: Settings, job: str, spec: JobSpec) -> list[WandbRun]:
-    """Are told every number, as are the store and the files of the job."""
+    """Build the extra receivers of every metric, beside the store and the job's files."""
     if settings.wandb_project is None:
         return []
     job_dir = DataDir(settings.data_dir).jobs.job(job)

@@ -1,4 +1,4 @@
-"""Which kind of device a job is trained on, and whether a trainer has it. Imports no torch: the worker asks too."""
+"""Picks the device for a job and checks that a trainer has it. Must not import torch: the worker uses it too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gspo_core.spec import JobSpec
 
 
 class NoSuchDevice(RuntimeError):
-    """A job wants another kind of device than this trainer has."""
+    """This trainer lacks the device that a job requires."""
 
 
 def device_of(spec: JobSpec, *, has_gpu: bool) -> str:
@@ -22,11 +22,11 @@ def device_of(spec: JobSpec, *, has_gpu: bool) -> str:
 
 @lru_cache(maxsize=1000)
 def unfit(spec: str, *, has_gpu: bool) -> str | None:
-    """Why such a trainer cannot train a job of this specification."""
+    """Return why a trainer with or without a GPU cannot train this specification, or None if it can."""
     try:
         device_of(JobSpec.model_validate_json(spec), has_gpu=has_gpu)
     except NoSuchDevice as error:
         return str(error)
     except ValidationError:
-        return None  # whoever claims it says what is wrong
+        return None  # the trainer that claims it reports the error
     return None

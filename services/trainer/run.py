@@ -1,16 +1,15 @@
-"""One job from its first version to its last step.
+"""Trains one job, from its first version to its last step.
 
-The rule it keeps: a batch is written to the batch log before it is committed, and committed before it is trained, so
-what was taken from the queue can always be found again. Everything that this process says to Redis carries the token
-of its claim; once the claim is lost the answer is ``Fenced``, and the run stops. When and how it ends is decided in
-``run_phase``.
+Rule: a batch goes into the batch log before its commit, and is committed before training, so groups taken from the
+queue are always recoverable. Every write to Redis carries the claim token; after losing the claim, writes raise
+``Fenced`` and the run stops. ``run_phase`` decides when and how a run ends.
 
     wait for groups -> batch log -> commit -> update -> again
                                                    `-> publish weights -> admit new groups -> report
                                                    `-> (checkpoint)
 
-A trainer that takes a job over goes on from the newest checkpoint and trains what was logged after it again, so that
-nothing is sampled twice. Only steps whose logs are lost are sampled anew.
+A trainer that takes over a job resumes from the newest checkpoint and replays the steps logged after it, so that
+nothing is sampled twice. It resamples only steps whose logs are lost.
 """
 
 from __future__ import annotations
@@ -59,15 +58,15 @@ class JobRun:
         self._lineage, self._staleness, self._disk = context.lineage, context.ages, context.disk
         self._make_learner = make_learner
         self._num_unpublished = 0
-        """Groups inside the learner's weights and in none that are published."""
+        """Groups trained into the learner's weights but not yet published."""
         self._publishing, self._saving = BackgroundWriter(), BackgroundWriter()
         self._reports = Reports(services.store, claim, services.job_dir, services.listeners)
         self._gate = ParityGate(services.engines, spec.rollout.max_engine_k3)
         self._stopping = StopConditions(services.store, claim.job_id)
         self._ending: StatusReason | None = None
-        """The condition that has ended the steps."""
+        """The stop condition that ended the run."""
         self._saved_step = -1
-        """Of the newest checkpoint that this process has written."""
+        """The step of the newest checkpoint written by this process."""
         self._admission = Admission(context)
         self._batches = BatchSelection(context, self._admission, self._gate, self._stops_waiting)
 
@@ -81,12 +80,12 @@ class JobRun:
 
     @property
     def _spec(self) -> JobSpec:
-        """With the live settings that hold now."""
+        """The specification with current live settings."""
         return self._context.spec
 
     async def run(self) -> None:
-        """Returns when ``phase`` says how it ended: the last weights are published and evaluated, or it was cut short
-        and has closed in order."""
+        """Run until ``phase`` records the end: the last weights are published and evaluated, or the run was cut short
+        and closed cleanly."""
         try:
             engines, intake = self._services.engines, self._services.intake
             watchdog = Watchdog(self._signs, lambda: self._spec.watchdog, self._warn, self._excuse)
@@ -96,11 +95,11 @@ class JobRun:
             await self._services.engines.release()
 
     def _signs(self) -> Hashable | None:
-        """What changes while the job moves; None while it is not meant to."""
+        """Return a value that changes as the job progresses, or None while no progress is expected."""
         return (self._lineage.step, self._services.intake.num_segments) if self.phase.moves else None
 
     async def _excuse(self) -> str:
-        """Why nobody else could go on either."""
+        """Return why no other trainer could make progress either, or an empty string."""
         if not await self._services.store.fleet.workers():
             return "no rollout worker is there"
         return "" if self._services.engines.ready() else "no engine is ready"
@@ -121,7 +120,7 @@ class JobRun:
     async def _train_with(self, learner: AnyLearner) -> None:
         services, spec, status = self._services, self._spec, self._services.status
         await self._resume(learner)
-        if self.phase.is_cut_short:  # what was trained is to be kept, and nothing else is wanted
+        if self.phase.is_cut_short:  # only the trained state had to be saved
             return
         self.phase.enter(Phase.WAITING)
         self._staleness.recall(await services.store.versions.all(self._job))
@@ -177,17 +176,17 @@ class JobRun:
                 await self._after_step(learner, evaluator)
 
     async def _hold(self) -> bool:
-        """For as long as its user wants it paused; False: it was not."""
+        """Wait while the user keeps the job paused; return False if it was not paused."""
         self.phase.enter(Phase.HELD)
         was_held = await self._services.status.obey_pause(lambda: self.phase.is_leaving)
         self.phase.enter(Phase.STEPPING)
         return was_held
 
     async def _is_over(self, learner: AnyLearner) -> bool:
-        """At a step boundary: what the user has changed holds from here on, and may end the job."""
+        """Apply the user's changes at a step boundary and return whether the job ends here."""
         job = await self._services.store.jobs.get(self._job)
         if self._context.tuning.version != job.settings_version:
-            await self._publishing.finish()  # a condition that is new looks at what has been reported
+            await self._publishing.finish()  # a new stop condition reads reported metrics
         if self._context.tuning.version != job.settings_version and await asyncio.to_thread(
             self._context.tuning.apply, learner, job.settings_version, job.settings
         ):
@@ -201,13 +200,13 @@ class JobRun:
         return self._ending is not None
 
     def _stops_waiting(self) -> bool:
-        """While a batch is waited for. Raises what went wrong beside it."""
+        """Return whether to stop waiting for a batch. Raises errors from background work."""
         self._publishing.check()
         self._saving.check()
         return self.phase.stops_waiting(fills_step=self._context.fills_step)
 
     async def _resume(self, learner: AnyLearner) -> None:
-        """Go on where the epochs before have come, and record where this one forks off."""
+        """Resume where earlier epochs stopped, and record where this one forks off."""
         services, epoch = self._services, self._claim.epoch
         every = self._spec.checkpoint_every
         found = await asyncio.to_thread(
@@ -228,12 +227,12 @@ class JobRun:
         for remark in found.remarks:
             await self._context.alert(remark.kind, remark.message)
         if found.reached != found.saved:
-            # Else whoever is lost after us would train all of it once more, and the last step would never be saved.
+            # Otherwise the next trainer would replay all of it again, and the last step would never be saved.
             await self._checkpoint(learner)
             await self._saving.finish()
 
     async def _step(self, learner: AnyLearner) -> bool:
-        """False: there was no batch before something else came first."""
+        """Take one step; return False if something else came before a batch was ready."""
         clock = self._services.clock
         started = clock()
         groups = await self._batches.batch(learner, self._context.held)
@@ -276,7 +275,7 @@ class JobRun:
     async def _publish_step(
         self, weights: Written, report: StepReport, num_groups: int, alarms: Sequence[Alarm]
     ) -> None:
-        """What becomes of a step that was trained; the next one is trained meanwhile."""
+        """Publish and report a trained step while the next one trains."""
         services, started = self._services, self._services.clock()
         await self._publish(weights, report.version, report.step)
         self._lineage.num_published += num_groups
@@ -308,9 +307,9 @@ class JobRun:
             await self._checkpoint(learner)
 
     async def _checkpoint(self, learner: AnyLearner) -> None:
-        """Save what the learner holds now, while it goes on."""
+        """Save the current learner state in the background."""
         position, lineage = Position(self._claim.epoch, self._lineage.step), self._lineage
-        # Whoever goes on from it publishes these weights first.
+        # A trainer that resumes from it publishes these weights first.
         lineage = replace(
             lineage, settled=set(lineage.settled), num_published=lineage.num_published + self._num_unpublished
         )
@@ -330,13 +329,13 @@ class JobRun:
 
     def _collect_batches(self, after_step: int) -> None:
         log = self._services.batch_log
-        # Listed once: the log of a step that is written meanwhile is not among them.
+        # List once, so that the log of a step written meanwhile is not included.
         gone = spent(log.steps(), after_step, self._spec.checkpoints.keep_batches)
         TrainedLog(self._services.job_dir).remove(gone)
         log.remove(gone)
 
     async def _name_weights(self, learner: AnyLearner) -> None:
-        """Name what the learner holds now."""
+        """Give the current learner weights a version and a label."""
         version = await self._services.store.versions.next(self._job, self._claim.token)
         self._context.held = Held(version, f"{self._job}/{self._claim.epoch}/{version}")
         await self._gate.remember(learner, self._context.held)
@@ -345,7 +344,7 @@ class JobRun:
         services, claim = self._services, self._claim
         what = f"version {version}"
         manifest = await self._disk.write(what, services.weights.write, version, claim.epoch, step, weights.write)
-        # Known here before anyone can sample from it.
+        # Register the version before any engine can sample from it.
         self._staleness.add(version, step)
         self._context.newest = manifest
         await self._disk.wait_for_room(what, lambda: services.store.versions.publish(self._job, claim.token, manifest))

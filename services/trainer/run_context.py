@@ -1,6 +1,6 @@
-"""What the parts of one run share: the claim, what it needs from outside, and how far it has come.
+"""State shared by the parts of one run: the claim, external services, and progress.
 
-Rule: it holds and decides nothing; each part keeps to itself what no other part needs.
+Rule: it only holds state and decides nothing; each part keeps its private state to itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from services.trainer.telling.status import JobStatusBoard
 
 @dataclass(frozen=True)
 class Services:
-    """What a run needs from outside."""
+    """The external services of a run."""
 
     bus: Bus
     store: Store
@@ -43,17 +43,17 @@ class Services:
     checkpoints: CheckpointStore
     job_dir: JobDir
     budget_bytes: int | None = None
-    """What the job may hold in Redis."""
+    """The byte budget of the job in Redis."""
     clock: Callable[[], float] = time.monotonic
     listeners: Sequence[Listener] = ()
-    """Are told every number, as are the store and the files of the job."""
+    """Extra receivers of every metric, beside the store and the job's files."""
 
 
 class RunContext:
     newest: WeightsManifest
     """The newest published weights."""
     held: Held
-    """What the learner's weights are, or will be, published as."""
+    """Version and label under which the learner's weights are, or will be, published."""
 
     def __init__(self, claim: Claim, spec: JobSpec, services: Services) -> None:
         self.claim = claim
@@ -74,12 +74,12 @@ class RunContext:
 
     @property
     def spec(self) -> JobSpec:
-        """With the live settings that hold now."""
+        """The specification with current live settings."""
         return self.tuning.spec
 
     @property
     def fills_step(self) -> bool:
-        """The groups that are under way are enough for one more step."""
+        """Whether the groups in flight suffice for one more step."""
         return sum(1 for _ in self.lineage.owed()) >= self.spec.groups_per_step
 
     async def alert(self, kind: str, message: str) -> None:

@@ -1,11 +1,11 @@
-"""Where a run of a job is, what its user and its trainer want meanwhile, and how it ends.
+"""Tracks the phase of a run, the requests of its user and trainer, and how the run ends.
 
-Two things are kept apart, because each of them changes without the other: the phase, which only the run moves, and the
-wish, which comes from outside at any moment. What becomes of a wish depends on the phase alone (``RULES``): either the
-run may be ended where it is, or it goes on to the next step boundary and closes in order.
+Phase and requests change independently: only the run moves the phase, while requests arrive from outside at any time.
+The phase alone (``RULES``) decides the effect of a request: end the run immediately, or continue to the next step
+boundary and close cleanly.
 
-Rule: this is the one place where the end of a run is decided, unless it fails. An end that is decided stays. It waits
-for nothing and speaks to nobody; whoever runs the job asks.
+Rule: unless the run fails, only this module decides its end, and that decision is final. It never waits and calls no
+other service; the run polls it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from services.trainer.telling.failure import CANCELLED
 
 class Phase(StrEnum):
     RECOVERING = "recovering"
-    """Loads the model and trains again what the trainers before have logged."""
+    """Loads the model and replays the steps logged by earlier trainers."""
     WAITING = "waiting"
-    """For environments, engines and the first evaluation."""
+    """Waits for environments, engines and the first evaluation."""
     STEPPING = "stepping"
     HELD = "held"
     """Paused by its user, between two steps."""
     CLOSING = "closing"
-    """After its last step: publishes, saves, evaluates."""
+    """Publishes, saves and evaluates after the last step."""
     OVER = "over"
 
 
@@ -43,14 +43,14 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What holds in a phase."""
+    """The properties of a phase."""
 
     has_steps: bool = False
-    """There are steps to take to an end and to save: it is cancelled and handed over in order."""
+    """Cancelling or handing over first finishes the current step and saves it."""
     owes_checkpoint: bool = False
-    """It saves what the trainers before have trained, if that was asked for, before it is cancelled."""
+    """If the user cancels with saving, the run first saves the progress of earlier trainers."""
     moves: bool = False
-    """It is meant to move: the watchdog looks."""
+    """The watchdog expects progress."""
 
 
 RULES: dict[Phase, Rule] = {
@@ -64,30 +64,30 @@ RULES: dict[Phase, Rule] = {
 
 
 class IllegalPhase(Exception):
-    """The table of transitions does not lead there."""
+    """``TRANSITIONS`` does not allow this change of phase."""
 
     def __init__(self, current: Phase, wanted: Phase) -> None:
         super().__init__(f"a run that is {current} cannot be {wanted} next")
 
 
 class RunPhase:
-    """Of one attempt. ``has_history``: other attempts may have trained before it."""
+    """The phase of one attempt. ``has_history``: earlier attempts may have trained the job."""
 
     def __init__(self, *, has_history: bool = False) -> None:
         self._has_history = has_history
         self.phase = Phase.RECOVERING
         self.manner: CancelManner | None = None
-        """How it winds up, once its user has cancelled it."""
+        """How to wind up, once the user has cancelled the job."""
         self.is_leaving = False
-        """Its trainer hands it over at the next step boundary."""
+        """The trainer hands the job over at the next step boundary."""
         self.is_pause_wanted = False
         self.end: AttemptEnd | None = None
-        """How it ended, once it is over."""
+        """The outcome, once the run is over."""
 
-    # What the run does
+    # Called by the run
 
     def enter(self, phase: Phase) -> None:
-        """Raises IllegalPhase. A run that was ended where it is notices at its next wait; until then this is void."""
+        """Move to ``phase``; no effect after the end, which the run notices at its next wait. Raises IllegalPhase."""
         if self.is_over:
             return
         if phase not in TRANSITIONS[self.phase]:
@@ -95,7 +95,7 @@ class RunPhase:
         self.phase = phase
 
     def finish(self, reason: StatusReason | None) -> None:
-        """The run has come to its end, in order; ``reason`` is why, where nobody has asked for it."""
+        """Record a clean end of the run; ``reason`` applies if no request caused it."""
         if self.is_leaving:
             self._over(AttemptEnd.because("released", HANDED_OVER))
         elif self.manner is not None:
@@ -103,30 +103,30 @@ class RunPhase:
         else:
             self._over(AttemptEnd.because("succeeded", reason))
 
-    # What others want
+    # Requests from outside
 
     def cancel(self, manner: CancelManner) -> None:
-        """May be repeated, also with another manner. A run that leaves goes on leaving: the next one obeys."""
+        """Cancel; may be repeated with another manner. A run that is leaving continues to: the next attempt obeys."""
         if manner is CancelManner.NOW or not (self._closes_in_order or self._owes_checkpoint(manner)):
             self._over(AttemptEnd.because("cancelled", CANCELLED))
         elif not self.is_leaving:
             self.manner = manner
 
     def leave(self) -> None:
-        """Hand over after the step that it is in, saved; at once where nothing is lost by it."""
+        """Hand over after saving the current step, or immediately if that loses nothing."""
         if not (self._rule.has_steps or self.is_leaving):
             self.stop()
         self.is_leaving = True
 
     def stop(self) -> None:
-        """Hand over where it is."""
+        """Hand over immediately."""
         self._over(AttemptEnd.because("released", HANDED_OVER))
 
     def _over(self, end: AttemptEnd) -> None:
         if not self.is_over:
             self.phase, self.end = Phase.OVER, end
 
-    # What follows
+    # Consequences
 
     @property
     def _rule(self) -> Rule:
@@ -145,12 +145,12 @@ class RunPhase:
 
     @property
     def is_cut_short(self) -> bool:
-        """It ends before its last step, in order."""
+        """Whether the run ends cleanly before its last step."""
         return self.manner is not None or self.is_leaving
 
     @property
     def saves(self) -> bool:
-        """What it has trained is to be saved at its end."""
+        """Whether to save a checkpoint at the end."""
         return self.manner is None or self.is_leaving or self.manner.saves
 
     @property
@@ -158,11 +158,11 @@ class RunPhase:
         return self._rule.moves
 
     def has_enough(self, *, fills_step: bool) -> bool:
-        """At a step boundary: no further step is taken. ``fills_step``: what is under way makes one more."""
+        """Whether to take no more steps. ``fills_step``: the groups in flight suffice for one more step."""
         if self.is_leaving:
             return True
         return self.manner is not None and not (self.manner.drains and fills_step)
 
     def stops_waiting(self, *, fills_step: bool) -> bool:
-        """While a batch is waited for: something else comes first, the end or a pause."""
+        """Whether the end or a pause comes before the batch being waited for."""
         return self.has_enough(fills_step=fills_step) or (self.is_pause_wanted and self.manner is None)

@@ -1,6 +1,6 @@
-"""What the process of a trainer does, wherever its attempts run: claims jobs, watches engines, says that it lives.
+"""The main loop of a trainer process, wherever its attempts run: claims jobs, watches engines, reports health.
 
-It imports no torch: where a process of its own runs each attempt, this one stays small.
+Rule: it does not import torch, so the process stays small when attempts run in their own processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.trainer.worker import Attempts, TrainerWorker
 
 
 def check_settings(settings: Settings) -> None:
-    """Raises what keeps a trainer with these settings from training anything."""
+    """Raise if a trainer cannot work with these settings."""
     if settings.redis_url is None:
         raise SystemExit("GSPO_REDIS_URL is not set: a trainer needs the Redis of its installation")
     if settings.wandb_project is not None:

@@ -1,7 +1,7 @@
-"""Whether a job is at its end: all steps taken, a reward reached, no progress any more, or its time over.
+"""Checks the stop conditions of a job: all steps done, target reward reached, no more progress, or out of time.
 
-The rule kept here: the answer depends on what is stored alone (metrics by step, and when the job began to run), so a
-trainer that takes over comes to the same one. It ends nothing.
+Rule: the answer depends only on stored data (metrics by step, and the start time of the job), so a trainer that takes
+over reaches the same answer. This module does not end the job itself.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from services.state.store import JobRecord, StatusReason, Store
 
 
 class StopConditions:
-    """Of one job. ``note`` gets every metric that is reported."""
+    """Stop conditions of one job. Pass every reported metric to ``note``."""
 
     def __init__(self, store: Store, job: str, now: Callable[[], float] = time.time) -> None:
         self._store = store
         self._job = job
         self._now = now
         self._series: dict[str, dict[int, float]] = {}
-        """The watched ones: step -> value."""
+        """Values of each watched series, by step."""
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, values in self._series.items():
@@ -33,7 +33,7 @@ class StopConditions:
                 values[step] = metrics[name]
 
     async def reached(self, job: JobRecord, spec: JobSpec, step: int) -> StatusReason | None:
-        """Why the job ends here, after ``step`` steps; None: it goes on."""
+        """Return why the job ends after ``step`` steps, or None if it continues."""
         if step >= spec.steps:
             return StatusReason("steps_done", f"all {spec.steps} steps are trained")
         stop = spec.stop
@@ -49,7 +49,7 @@ class StopConditions:
         return None
 
     async def _watch(self, wanted: set[str]) -> None:
-        """What was reported of a series before it was watched is in the store."""
+        """Watch the ``wanted`` series, loading their earlier values from the store."""
         if wanted == self._series.keys():
             return
         rows = await self._store.metrics.read(self._job)
@@ -71,7 +71,7 @@ class StopConditions:
         return f"the last {since} values of {condition.series} were not better than {best:g}"
 
     def _values(self, series: str) -> list[float]:
-        """In order of their steps. Raises NotANumber, since a job must not end, or go on, by such a value."""
+        """Return the values in step order. Raises NotANumber, because NaN must not decide whether a job ends."""
         values = [value for _, value in sorted(self._series[series].items())]
         if any(map(math.isnan, values)):
             raise NotANumber(f"{series} holds a value that is not a number: no condition can be judged by it")

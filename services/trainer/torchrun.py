@@ -1,8 +1,8 @@
-"""A trainer of several processes under torchrun: the first rank leads, the others follow it.
+"""Runs a trainer as several processes under torchrun: the first rank leads, the others follow.
 
-The ranks of an attempt have met before there is a job, so all attempts run in the same processes. Rule: nothing of an
-attempt may still be at work when the next one begins. What it has begun in threads is waited for; where that takes too
-long, all processes end and torchrun starts them again.
+The ranks connect before there is a job, so all attempts share the same processes. Rule: an attempt leaves no work
+running when the next one begins. The trainer waits for its threads; if that takes too long, all processes exit and
+torchrun restarts them.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from services.trainer.ranks.lines import Place, meet
 from services.trainer.serving import check_settings, serve
 from services.trainer.telling.failure import RanksLost
 
-# What an attempt that is over has begun may take to its end: a few micro-batches, a file.
+# Time for leftover work of an ended attempt to finish: a few micro-batches, a file.
 LEFT_BEHIND_S = 60.0
 
 
 class RankedAttempts:
-    """In this process and those of the other ranks."""
+    """Runs attempts in this process and those of the other ranks."""
 
     def __init__(self, settings: Settings, place: Place, followers: Followers) -> None:
         self._settings, self._place, self._followers = settings, place, followers
 
     def is_ready(self) -> bool:
-        """Raises RanksLost."""
+        """Return True. Raises RanksLost."""
         self._followers.check()
         return True
 
@@ -67,7 +67,7 @@ class RankedAttempts:
             await self._wait_for(threads)
 
     async def _wait_for(self, threads: ThreadPoolExecutor) -> None:
-        """Whoever cancels this waits too."""
+        """Wait for leftover threads, even if cancelled."""
         waiting = asyncio.ensure_future(in_own_thread(lambda: threads.shutdown(cancel_futures=True)))
         deadline, was_cancelled = asyncio.get_running_loop().time() + LEFT_BEHIND_S, False
         while not waiting.done() and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
@@ -101,12 +101,12 @@ async def lead(place: Place, stop: asyncio.Event) -> None:
 
 
 async def follow(place: Place) -> None:
-    """Signals are left to the first rank, which alone knows when nothing is lost by an end."""
+    """Follow the first rank. It alone handles signals, because only it knows when ending loses nothing."""
     settings = _prepared()
     lines = await in_own_thread(lambda: meet(place, LINES))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, get_logger().info, "left to the first rank")
-    # One probe looks at one file on each machine.
+    # Each machine has one probe, which reads one file.
     async with Health(settings.health_file if place.local_rank == 0 else None, asyncio.Event()) as health:
         health.is_ready = True
         await in_own_thread(Follower(lines, place).follow)
@@ -115,7 +115,7 @@ async def follow(place: Place) -> None:
 def _prepared() -> Settings:
     settings = load_settings()
     configure_logging("trainer", level=settings.log_level, log_format=settings.log_format)
-    # The intra-op threads follow OMP_NUM_THREADS; a second pool would fight it.
+    # OMP_NUM_THREADS sizes the intra-op pool; a second pool would compete with it.
     torch.set_num_interop_threads(1)
     return settings
 
@@ -130,5 +130,5 @@ def run(grace_s: float) -> int:
     except (RanksLost, FirstRankLost) as error:
         get_logger().error("this process ends, for all to be started again", rank=place.rank, message=str(error))
         sys.stderr.flush()
-        # In order it would wait for the threads of the attempt, which may never end.
+        # A clean exit would wait for the attempt's threads, which may never end.
         os._exit(1)

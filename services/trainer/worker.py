@@ -1,8 +1,8 @@
-"""Claims jobs one after the other, has an attempt at each run, and tells Redis how it ended.
+"""Claims jobs one at a time, starts an attempt at each, and reports the outcome to Redis.
 
-Rule: a job that was claimed reaches a terminal state, or its claim lapses and another trainer goes on with it. What
-is away for a while (Redis, room on the disk) never decides that a job has failed, nor counts as a failed attempt, and
-no job ends this process. Where an attempt runs is decided elsewhere: the worker holds the lease and no model.
+Rule: a claimed job reaches a terminal state, or its claim lapses and another trainer continues it. A temporary outage
+(Redis away, disk full) never fails a job or counts as a failed attempt, and no job ends this process. The worker holds
+the lease but no model, and does not decide where an attempt runs.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from services.trainer.telling.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAM
 
 IDLE_POLL_S = 0.3
 BEAT_S = 2.0
-# A beat is at most a fifth of the lease, so that four may be lost.
+# Beat at least five times per lease, so that four heartbeats may be lost.
 BEATS_PER_LEASE = 5
 
 
 class Attempts(Protocol):
-    """Runs attempts, one at a time. When ``run`` has returned or raised, nothing of the attempt is at work any more."""
+    """Runs attempts, one at a time. Once ``run`` returns or raises, the attempt leaves no work running."""
 
     def is_ready(self) -> bool:
-        """Whether one can begin now. Raises what is to end this process."""
+        """Whether an attempt can begin now. Raises errors that must end this process."""
 
     async def run(self, claim: Claim, spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
-        """``stop`` ends the attempt where it is, ``leaving`` at a step boundary, saved."""
+        """``stop`` ends the attempt immediately; ``leaving`` ends it at a step boundary, after saving."""
 
 
 class TrainerWorker:
@@ -57,7 +57,7 @@ class TrainerWorker:
         capabilities: Mapping[str, str | int] = MappingProxyType({}),
         unfit: Callable[[str], str | None] = fits,
     ) -> None:
-        """``unfit`` says why a specification is not for this trainer."""
+        """``unfit`` returns why this trainer cannot run a specification, or None."""
         self._store = store
         self._bus = bus
         self._name = name
@@ -65,12 +65,11 @@ class TrainerWorker:
         self._capabilities = capabilities
         self._unfit = unfit
         self._left: dict[str, tuple[Claim, StatusReason]] = {}
-        """Jobs that are yet to be released, and why."""
+        """Jobs still to be released, with the reason."""
         self.beat_s = min(BEAT_S, lease_s / BEATS_PER_LEASE)
 
     async def run(self, stop: asyncio.Event, leaving: asyncio.Event | None = None) -> None:
-        """Until ``stop`` is set, which ends an attempt where it is, or ``leaving``, which ends it at a step boundary,
-        saved."""
+        """Run until ``stop``, which ends an attempt immediately, or ``leaving``, which saves at a step boundary."""
         leaving = leaving or asyncio.Event()
         announcing = asyncio.create_task(self._announce(), name="announce")
         try:
@@ -88,7 +87,7 @@ class TrainerWorker:
                 await self._store.fleet.remove_trainer(self._name)
 
     async def _announce(self) -> None:
-        """So that people see who trains, also while nothing is to be trained."""
+        """Keep this trainer visible in the fleet, even while idle."""
         record = msgspec.convert({"id": self._name, **self._capabilities}, TrainerRecord)
         while True:
             with contextlib.suppress(Away):
@@ -104,7 +103,7 @@ class TrainerWorker:
             return None
 
     async def _release_what_was_left(self) -> None:
-        """Another trainer may claim it at once then, and the attempt does not count."""
+        """Release jobs so that another trainer can claim them immediately; the attempt does not count."""
         for job, (claim, cause) in list(self._left.items()):
             with contextlib.suppress(Fenced, JobNotFound):
                 await self._store.jobs.release(job, claim.token, cause)
@@ -118,7 +117,7 @@ class TrainerWorker:
                 await self._tell(claim, await self._attempt(claim, stop, leaving))
         except RanksLost:
             raise
-        except (Fenced, JobNotFound):  # a server that was wiped knows neither
+        except (Fenced, JobNotFound):  # a wiped server has neither the claim nor the job
             log.warning("the claim was lost; what this process did since then has no effect")
         except (Away, NoRoom) as error:
             self._left[claim.job_id] = claim, AWAY if isinstance(error, Away) else NO_ROOM
@@ -145,7 +144,7 @@ class TrainerWorker:
         return ends[0]
 
     async def _tell(self, claim: Claim, end: AttemptEnd) -> None:
-        """The one place where the end of an attempt becomes a state of its job."""
+        """Turn the end of an attempt into a job state; nothing else does."""
         job, token, store = claim.job_id, claim.token, self._store
         log = get_logger().bind(job=job, epoch=claim.epoch, code=end.code, message=end.message)
         match end.how:
@@ -170,7 +169,7 @@ class TrainerWorker:
                 log.info(end.how)
 
     async def _discard_queue(self, claim: Claim) -> None:
-        """What will never be trained leaves Redis. Whatever is wrong with the queue must not hide why the job ended."""
+        """Remove untrained groups from Redis; a broken queue must not hide why the job ended."""
         try:
             if groups := await self._bus.open_groups(claim.job_id):
                 await self._bus.commit(claim.job_id, claim.token, 0, groups, reason="dropped_job_over")
@@ -185,13 +184,13 @@ class TrainerWorker:
             await asyncio.sleep(self.beat_s)
 
     async def _free_what_the_lost_held(self, claim: Claim) -> None:
-        """Above all the engines of a job whose trainer died while all others are busy: this job may wait for them."""
+        """Give up lost jobs, mainly to free their engines while all other trainers are busy: this job may need them."""
         while True:
             try:
                 for job in await self._store.jobs.give_up_lost(claim.job_id):
                     get_logger().warning("the trainer of another job was lost; that job waits for one", job=job)
             except Away:
                 pass
-            except Exception as error:  # trouble of another job is no reason to end this one
+            except Exception as error:  # trouble with another job must not end this one
                 get_logger().warning("other jobs could not be looked at", error=f"{type(error).__name__}: {error}")
             await asyncio.sleep(self.beat_s)

@@ -1,1 +1,1 @@
-"""Groups on their way into a batch: admitted, taken in, selected, made into sequences."""
+"""The path of a group into a batch: admission, intake, selection, sequences."""

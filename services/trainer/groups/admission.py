@@ -1,7 +1,7 @@
-"""Starting groups: as many as pacing allows, no more than the job will train, within its bytes in the queue.
+"""Starts groups: as many as pacing allows, no more than the job will train, within its byte budget in the queue.
 
-The rule kept here: at most ``(max_staleness + 1) * groups_per_step`` groups are under way whose step is not yet
-published, after any crash as well; what the run so far owes is started again before anything new.
+Rule: at most ``(max_staleness + 1) * groups_per_step`` unpublished groups are in flight, even after a crash. Groups
+that the lineage still owes are restarted before any new one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.run_context import RunContext
 
 RETRY_S = 2.0
-# Of an encoded segment: id, log-prob and mask of a token, and its share of the header.
+# Encoded size: id, log-prob and mask of a token, plus its share of the segment header.
 BYTES_PER_TOKEN = 10
 
 
 class Admission:
-    """Of one job. ``schedule``, which says what task a group plays, is set once the environments are known."""
+    """Admits the groups of one job. Set ``schedule``, which maps groups to tasks, once the environments are known."""
 
     schedule: TaskSchedule
 
@@ -30,20 +30,20 @@ class Admission:
         self._lineage = context.lineage
         self._admitting = asyncio.Lock()
         self.dispatched_steps: dict[int, int] = {}
-        """Of open groups: the step whose weights were published when it was dispatched by this process."""
+        """Open groups that this process dispatched, with the published step at that time."""
 
     async def admit(self) -> None:
-        """Start as many groups as pacing allows, and no more than the job will train."""
+        """Start as many groups as pacing allows, but no more than the job will train."""
         async with self._admitting:
             await self._admit()
 
     async def dispatch_again(self) -> None:
-        """Groups that the lineage owes; those that are still in the queue stay as they are."""
+        """Restart the groups that the lineage owes, leaving those still in the queue as they are."""
         for group in list(self._lineage.owed()):
             await self._dispatch_when_there_is_room(group)
 
     def forget(self, groups: list[int]) -> None:
-        """They are settled."""
+        """Drop the dispatch steps of settled groups."""
         for group in groups:
             self.dispatched_steps.pop(group, None)
 
@@ -63,7 +63,7 @@ class Admission:
             await services.engines.wait_for(self._context.newest)
         for _ in range(min(allowed, still_needed)):
             try:
-                # A step's worth of groups is always admitted: with less the job would wait for ever.
+                # Always admit one step's worth of groups: with fewer, the job would wait forever.
                 if self._context.fills_step:
                     await self._dispatch(lineage.num_dispatched, services.budget_bytes)
                 else:
@@ -73,7 +73,7 @@ class Admission:
             lineage.num_dispatched += 1
 
     async def _dispatch_when_there_is_room(self, group: int) -> None:
-        """In the server's memory, which others may have filled."""
+        """Dispatch ``group``, retrying while the Redis server is out of memory, which other jobs may have filled."""
         is_told = False
         while True:
             try:

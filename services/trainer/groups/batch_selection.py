@@ -1,7 +1,7 @@
-"""Taking groups from the queue and settling them: trained or dropped.
+"""Takes groups from the queue and settles each as trained or dropped.
 
-The rule kept here: a batch passes the parity gate, is written to the batch log and committed, in this order, before it
-is trained; so what was taken can always be found again, and what is in a log is trained without asking again.
+Rule: before training, a batch passes the parity gate, goes into the batch log, and is committed, in that order. A batch
+taken from the queue is therefore always recoverable, and a logged batch is trained without further checks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from services.trainer.groups.selection_bias import SelectionBias
 from services.trainer.groups.tasks import FIRST_EVAL_GROUP
 from services.trainer.run_context import RunContext
 
-# So many batches' worth of groups dropped one after the other: what comes next would be no better.
+# Fail the job after dropping this many batches' worth of groups in a row: later groups would fare no better.
 MAX_BATCHES_DROPPED_IN_A_ROW = 8
 
 
 class BatchSelection:
-    """Of one job. ``stops_waiting`` says that something else comes before the next batch; it raises what went wrong
-    meanwhile."""
+    """Selects the batches of one job. ``stops_waiting`` returns True when something else must come before the next
+    batch, and raises errors from background work."""
 
     def __init__(
         self, context: RunContext, admission: Admission, gate: ParityGate, stops_waiting: Callable[[], bool]
@@ -36,16 +36,16 @@ class BatchSelection:
         self._selection_bias = SelectionBias(self._intake, context.job)
         self._dropped_in_a_row: Counter[str] = Counter()
         self._dropped_since: dict[str, list[int]] = {}
-        """Groups by reason, since the last batch."""
+        """Groups dropped since the last batch, by reason."""
         self._num_dropped: dict[str, float] = {}
-        """The same in numbers, as the last batch was logged."""
+        """The counts by reason that went into the last logged batch."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call."""
+        """Return selection-bias metrics since the last call, with the drop counts of the last batch."""
         return self._selection_bias.take_metrics() | self._num_dropped
 
     async def batch(self, learner: ScoringLearner, held: Held) -> list[Group] | None:
-        """The groups that are to be trained next, logged and committed; None: something else comes first."""
+        """Return the next groups to train, logged and committed, or None if something else comes first."""
         chosen = await self._choose(learner, held)
         if chosen is None:
             return None
@@ -85,7 +85,7 @@ class BatchSelection:
                 await self._gate.check(learner, chosen, held)
                 if not any(self._gate.refusal(group) for group in chosen):
                     break
-                continue  # an engine was found wrong meanwhile
+                continue  # the check just found a bad engine
             if choice.drop:
                 await self._admission.admit()
             closing = selection.to_close(list(lineage.owed()), ready)
@@ -97,7 +97,7 @@ class BatchSelection:
         return chosen
 
     async def _trainable(self) -> dict[int, Group]:
-        """Complete groups; those that will never be trained are dropped, and others started in their place."""
+        """Return the complete groups that can be trained; drop the others and start replacements."""
         owed = set(self._lineage.owed())
         complete = await self._intake.complete(Split.TRAIN, among=owed)
         refused = [(number, "dropped_unreadable") for number in await self._intake.unreadable(among=owed)]
@@ -132,8 +132,8 @@ class BatchSelection:
         self._admission.forget(groups)
 
     async def commit_again(self) -> None:
-        """What was logged leaves the queue: the trainer before may have died between the log and the commit. So do the
-        rounds of evaluation that it has begun, whose answers nobody waits for."""
+        """Clear leftovers of the previous trainer from the queue: groups that it logged but may have died before
+        committing, and its abandoned evaluation rounds."""
         job = self._context.job
         found = await self._bus.open_groups(job)
         orphans = [group for group in found if group >= FIRST_EVAL_GROUP]

@@ -1,4 +1,4 @@
-"""Held-out episodes: dispatched like others, measured, never trained; tagged with the versions that played them."""
+"""Runs held-out episodes: dispatches, measures, and tags them with the versions that sampled them; never trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.trainer.groups.tasks import evaluation_group, evaluation_tasks
 
 
 class Evaluator:
-    """Plays the same held-out tasks in every round. Does nothing when the job asks for no evaluation."""
+    """Plays the same held-out tasks every round; does nothing if the job asks for no evaluation."""
 
     def __init__(
         self,
@@ -39,23 +39,23 @@ class Evaluator:
         self._pending: set[asyncio.Task[None]] = set()
 
     async def play(self, step: int, version: int) -> None:
-        """One round, to its end."""
+        """Run one round and wait for its result."""
         groups = await self._dispatch()
         if groups:
             await self._collect(groups, step, version)
 
     async def start(self, step: int, version: int) -> None:
-        """One round beside the training; its result arrives when it is complete."""
+        """Start one round alongside training and report its result once complete."""
         groups = await self._dispatch()
         if groups:
             self._pending.add(asyncio.create_task(self._collect(groups, step, version)))
 
     async def finish(self) -> None:
-        """Wait for the rounds that were started; errors of theirs rise here."""
+        """Wait for all running rounds and raise their errors."""
         await asyncio.gather(*self._pending)
 
     def cancel(self) -> None:
-        """Give up the rounds that were started."""
+        """Abandon all running rounds."""
         for task in self._pending:
             task.cancel()
 
@@ -92,7 +92,7 @@ class Evaluator:
         get_logger().info("evaluation", **record)
 
     async def _played(self, numbers: list[int], step: int) -> list[Group]:
-        """Those that can be read, when all have ended: one with a segment of another release never becomes complete."""
+        """Wait for all groups to end; return those without a refused segment, e.g. one from another release."""
         while True:
             num_segments = self._intake.num_segments
             groups = await self._intake.complete(Split.EVAL, among=numbers)

@@ -1,7 +1,7 @@
-"""Segments as they arrive, assembled into groups: the trainer's view of every unfinished episode at every moment.
+"""Assembles arriving segments into groups: the trainer's live view of every unfinished episode.
 
-A segment that cannot be decoded is refused, counted and logged, with the reason. Its group never completes here, and
-``unreadable`` names it once it is ready: better another group than training on something else than what was sampled.
+Rule: refuse, count and log a segment that cannot be decoded. Its group never completes here, and ``unreadable`` lists
+it once it is ready: replacing a group beats training on data that differs from the sampled data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gspo_core.types import EpisodeKey, Group, Split, Trajectory
 from services.process.telemetry import get_logger
 from services.state.queue import Bus, ReadyGroup
 
-# A group also becomes ready without a segment: when its last open episode is given up.
+# A group can become ready without a new segment: when its last open episode is given up.
 LOOK_AGAIN_S = 1.0
 
 
@@ -30,14 +30,14 @@ class Intake:
         self._assembler = Assembler()
         self._progress = asyncio.Condition()
         self.num_segments = 0
-        """Read so far."""
+        """Segments read so far."""
         self._taken: set[int] = set()
         self.rejected: Counter[str] = Counter()
         self.refusals: dict[str, str] = {}
-        """What was said of the first one of each reason, until somebody takes it."""
+        """The first error message for each reason, until a caller removes it."""
 
     async def run(self) -> None:
-        """Read until cancelled."""
+        """Read segments until cancelled."""
         position = "0"
         while True:
             entries = await self._bus.read_segments(self._job, position)
@@ -59,7 +59,7 @@ class Intake:
             get_logger().warning("segment refused", reason=reason, error=str(error))
 
     async def wait_for(self, split: Split, count: int, *, among: Collection[int] | None = None) -> list[Group]:
-        """``count`` complete groups of ``split``, in the order of dispatch; they are not handed out again."""
+        """Wait for ``count`` complete groups of ``split``, in dispatch order; return each group only once."""
         while True:
             num_segments = self.num_segments
             groups = [group for group in await self.complete(split, among=among) if group.group not in self._taken]
@@ -70,10 +70,9 @@ class Intake:
             await self.progress(num_segments)
 
     async def progress(self, num_segments: int) -> None:
-        """Until more than ``num_segments`` were read, or for a moment: it is time to look again.
+        """Wait until ``num_segments`` has grown past the given count, or ``LOOK_AGAIN_S`` has passed.
 
-        Take the number before asking anything: what arrives while the question is on its way may be the last that
-        ever does.
+        Read the count before querying the queue: a segment that arrives during the query may be the last one.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_AGAIN_S), self._progress:
@@ -81,7 +80,7 @@ class Intake:
                     await self._progress.wait()
 
     async def complete(self, split: Split, *, among: Collection[int] | None = None) -> list[Group]:
-        """Groups of ``split`` whose episodes have all ended, in the order of dispatch."""
+        """Return groups of ``split`` whose episodes have all ended, in dispatch order."""
         ready = await self._bus.ready_groups(self._job)
         wanted = [one for one in ready if one.split == split and (among is None or one.group in among)]
         wanted.sort(key=lambda one: one.group)
@@ -89,7 +88,7 @@ class Intake:
         return [group for group in groups if group is not None]
 
     async def unreadable(self, *, among: Collection[int]) -> list[int]:
-        """Ready groups with a segment that was refused, as of another release: they never become complete."""
+        """Return ready groups that never complete because a segment was refused, e.g. one from another release."""
         if not self.rejected:
             return []
         ready = await self._bus.ready_groups(self._job)
@@ -106,32 +105,32 @@ class Intake:
         return False
 
     def versions(self, group: int) -> frozenset[int]:
-        """Those that sampled what has arrived of ``group``, finished or not."""
+        """Return the versions that sampled the segments of ``group`` received so far, finished or not."""
         return self._assembler.versions(group)
 
     def unfinished(self, group: int) -> tuple[EpisodeKey, ...]:
-        """Episodes of ``group`` of which something has arrived, but not the end."""
+        """Return the episodes of ``group`` that have segments but no end yet."""
         return self._assembler.unfinished(group)
 
     def trajectory(self, key: EpisodeKey) -> Trajectory | None:
-        """An episode that has come to its end."""
+        """Return the episode if it has ended, else None."""
         return self._assembler.trajectory(key)
 
     def num_actions(self, key: EpisodeKey) -> int:
-        """Tokens that an episode has sampled so far."""
+        """Count the tokens that an episode has sampled so far."""
         return sum(segment.num_actions for segment in self._assembler.prefix(key))
 
     def rewards(self, group: int, size: int) -> list[float]:
-        """Of the members of ``group`` that have come to an end with one."""
+        """Return the rewards of the members of ``group`` that ended with one."""
         ended = (self.trajectory(EpisodeKey(self._job, group, member)) for member in range(size))
         return [one.reward for one in ended if one is not None and one.reward is not None]
 
     def _assemble(self, one: ReadyGroup) -> Group | None:
-        """None while segments of it are still on their way. Members that were given up are left out."""
+        """Assemble a group without its given-up members; return None while segments are missing."""
         return self._assembler.group(self._job, one.group, one.split, one.task_index, one.size, missing=one.dead)
 
     def forget(self, groups: Collection[int]) -> None:
-        """After a commit: their segments are gone, and so is what was remembered of them."""
+        """Drop all state of committed groups, whose segments have left the queue."""
         for group in groups:
             self._assembler.forget(group)
         self._taken.difference_update(groups)

@@ -1,7 +1,6 @@
-"""Which groups make the next batch: what is asked of ``choose_groups``, and what is told while one is waited for.
+"""Selects the groups of the next batch: gathers the input of ``choose_groups`` and explains why a batch waits.
 
-The rule kept here: whoever decides about groups is a pure function; this module gathers what it must know, and the
-trainer does what it answers.
+Rule: only pure functions decide about groups. This module collects their input; the trainer carries out their answer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from services.trainer.telling.status import JobStatusBoard
 
 
 def refusal(group: Group, spec: JobSpec) -> str | None:
-    """Why a complete group is not trained, whenever that would be; None: it may be trained."""
+    """Return why a complete group can never be trained, or None if it can."""
     rollout, rewards = spec.rollout, [reward for reward in group.rewards if reward is not None]
     if not rewards or (rollout.on_partial_group != "all" and len(rewards) < rollout.min_group_size):
         return "dropped_partial"
@@ -33,7 +32,7 @@ def refusal(group: Group, spec: JobSpec) -> str | None:
 
 
 def nothing_to_train(dropped: Counter[str]) -> JobFailure:
-    """What the reasons of a long row of dropped groups say about the job."""
+    """Build the job failure that best explains a long run of dropped groups."""
     code = {
         "dropped_partial": "env_unhealthy",
         "dropped_zero_variance": "all_rewards_equal",
@@ -54,10 +53,10 @@ def nothing_to_train(dropped: Counter[str]) -> JobFailure:
 
 
 def groups_to_close(num_rewarded: Mapping[int, int], *, min_group_size: int, num_missing: int) -> list[int]:
-    """Unfinished groups that are trained without their stragglers: the oldest of those with members enough.
+    """Return the unfinished groups to train without their stragglers: the oldest ones with enough members.
 
-    ``num_rewarded`` counts, of each unfinished group, the members that have ended with a reward. Never more groups than
-    the batch lacks: who is not in its way may finish.
+    ``num_rewarded`` maps each unfinished group to its number of members that ended with a reward. Returns at most
+    ``num_missing`` groups, so that all others can finish.
     """
     viable = sorted(group for group, count in num_rewarded.items() if count >= min_group_size)
     return viable[: max(0, num_missing)]
@@ -65,14 +64,14 @@ def groups_to_close(num_rewarded: Mapping[int, int], *, min_group_size: int, num
 
 @dataclass
 class Selection:
-    """Chooses among the groups that a job has open. One for each batch: its patience ends with the batch."""
+    """Chooses among the open groups of a job. Use a new one for each batch: the wait limit applies per batch."""
 
     spec: JobSpec
     intake: Intake
     status: JobStatusBoard
     clock: Callable[[], float]
     dispatched_steps: Mapping[int, int]
-    """The step that was published when a group was dispatched."""
+    """The published step at the time each group was dispatched."""
     _waiting_since: float | None = field(default=None, init=False)
 
     def choose(self, owed: Collection[int], ready: Collection[int], step: int, staleness_of: StalenessOf) -> Choice:
@@ -93,19 +92,19 @@ class Selection:
         return OpenGroup(group, is_ready, oldest, self.dispatched_steps.get(group, step))
 
     def to_close(self, owed: Collection[int], ready: Collection[int]) -> list[int]:
-        """Groups whose stragglers are cancelled, because the batch lacks groups and the job does not wait for them."""
+        """Return groups whose stragglers to cancel: the batch lacks groups and the job does not wait for stragglers."""
         rollout = self.spec.rollout
         if rollout.on_stragglers == "wait":
             return []
         rewards = {group: self.intake.rewards(group, rollout.group_size) for group in owed if group not in ready}
-        # Closed, a group without variance would be dropped: its stragglers are what may still make it worth something.
+        # Closing a group without variance would drop it; its stragglers may still add some.
         advantage = self.spec.objective.advantage
         counts = {group: len(of) for group, of in rewards.items() if not judge_group(of, advantage).dropped}
         num_missing = self.spec.groups_per_step - len(ready)
         return groups_to_close(counts, min_group_size=rollout.min_group_size, num_missing=num_missing)
 
     async def explain(self, choice: Choice, step: int) -> None:
-        """Say which episodes a batch that is there waits for; nothing where it waits for nobody."""
+        """Report, once, which episodes an otherwise complete batch waits for, if any."""
         if not choice.wait_for or self._waiting_since is not None:
             return
         self._waiting_since = self.clock()
@@ -117,6 +116,6 @@ class Selection:
         )
 
     async def is_over(self) -> None:
-        """A batch was taken."""
+        """Clear the reported wait after a batch was taken."""
         if self._waiting_since is not None:
             await self.status.goes_on()

@@ -1,7 +1,7 @@
-"""Who is trained and who is not: length and reward of the episodes that were dispatched beside those that were trained.
+"""Measures selection bias: compares length and reward of all dispatched episodes with those of the trained ones.
 
-Rule: an episode counts when its group is settled, whatever became of it; one that was cut off counts with the tokens
-that it had sampled by then, so that a policy which prefers short episodes shows. Evaluation is no part of it.
+Rule: every episode counts once its group is settled, whatever its outcome. A cut-off episode counts with the tokens
+sampled so far, which exposes a bias towards short episodes. Evaluation is not included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from services.trainer.groups.intake import Intake
 
 
 class SelectionBias:
-    """Of the groups that were settled since the last step."""
+    """Covers the groups settled since the last call of ``take_metrics``."""
 
     def __init__(self, intake: Intake, job: str) -> None:
         self._intake = intake
@@ -24,10 +24,10 @@ class SelectionBias:
         self._trained: list[Trajectory] = []
         self._others: list[Trajectory] = []
         self._cut_off: list[int] = []
-        """Tokens of those that came to no end."""
+        """Sampled tokens of each episode that did not end."""
 
     def settle(self, group: int, size: int, *, is_trained: bool) -> None:
-        """Before the group is forgotten."""
+        """Record the episodes of ``group``; call this before the intake forgets it."""
         for member in range(size):
             key = EpisodeKey(self._job, group, member)
             trajectory = self._intake.trajectory(key)
@@ -39,7 +39,7 @@ class SelectionBias:
                 self._others.append(trajectory)
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call. Rewards are those of the episodes that have one."""
+        """Return the metrics since the last call; reward means skip episodes without a reward."""
         ended = [*self._trained, *self._others]
         lengths = [one.num_actions for one in ended] + self._cut_off
         trained = [one.num_actions for one in self._trained]

@@ -1,8 +1,8 @@
-"""Turns groups into training sequences, and counts what a person wants to know about them: pure functions.
+"""Turns groups into training sequences and computes their metrics: pure functions.
 
-Failed episodes and ragged groups are data: an episode without a reward is left out of the baseline and of the batch,
-never treated as reward 0. An episode has one advantage unless turn rewards act, because losses over whole sequences
-take nothing else.
+Rule: failed episodes and ragged groups are normal input. An episode without a reward stays out of the baseline and the
+batch; it never counts as reward 0. An episode has a single advantage, as sequence-level losses require, unless the job
+uses turn rewards.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from gspo_core.batch import TrainSequence
 from gspo_core.objective_config import AdvantageConfig
 from gspo_core.types import EpisodeKey, Group, Trajectory
 
-# The staleness in steps of tokens, given their versions.
+# Maps the versions of tokens to their staleness in steps.
 StalenessOf = Callable[[NDArray[np.int32]], NDArray[np.int32]]
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What a step trains."""
+    """The training input of one step."""
 
     sequences: list[TrainSequence]
-    """One for each branch of each episode."""
+    """One per branch of each episode."""
     episodes: list[Trajectory]
-    """Those that have a place in the batch; the sequences come in their order."""
+    """The episodes in the batch, in the same order as ``sequences``."""
     metrics: dict[str, float]
-    """How many groups were of which kind."""
+    """Number of groups of each kind."""
 
     def by_episode(self, values: Sequence[NDArray[np.float32]]) -> dict[EpisodeKey, NDArray[np.float32]]:
-        """``values`` of the sampled tokens, one array for each sequence, episode by episode."""
+        """Regroup ``values`` of the sampled tokens, one array per sequence, by episode."""
         rest, nothing = iter(values), np.zeros(0, np.float32)
         return {one.key: np.concatenate([nothing, *(next(rest) for _ in one.branches)]) for one in self.episodes}
 
 
 def train_batch(groups: Sequence[Group], staleness_of: StalenessOf, config: AdvantageConfig) -> TrainBatch:
-    """The sequences of every episode that has a reward and belongs to a group that is kept."""
+    """Build the sequences of every rewarded episode in a kept group."""
     trajectories = [trajectory for group in groups for trajectory in group]
     batch = advantages_of(groups, config)
     by_turn = _advantages_by_turn(groups, config) if config.turn_reward_weight else None
@@ -55,7 +55,7 @@ def train_batch(groups: Sequence[Group], staleness_of: StalenessOf, config: Adva
 
 
 def _advantages_by_turn(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float]]:
-    """For each episode of the batch in order, an advantage for each of its turns."""
+    """Return one list of turn advantages per episode, in batch order."""
     return [
         advantages
         for group in groups
@@ -74,7 +74,7 @@ def _turn_rewards(trajectory: Trajectory) -> list[float | None]:
 def _episode_sequences(
     trajectory: Trajectory, advantages: float | Sequence[float], staleness_of: StalenessOf
 ) -> list[TrainSequence]:
-    """``advantages`` is that of the episode, or one for each of its turns."""
+    """``advantages`` is one value for the episode, or one per turn."""
     branches = trajectory.branches
     weights = branch_weights([branch.num_actions for branch in branches]) if branches else []
     return [
@@ -95,7 +95,7 @@ def _episode_sequences(
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, lengths, stop reasons, and how many episodes went on under new weights."""
+    """Summarise rewards, lengths, stop reasons, and the share of episodes that span several versions."""
     trajectories = [trajectory for group in groups for trajectory in group]
     rewards = np.array([t.reward for t in trajectories if t.reward is not None])
     stops = Counter(t.outcome.stop_reason.value for t in trajectories)
@@ -119,14 +119,14 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _times(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Where the seconds of an episode went on average, among those that have told."""
+    """Average the time split of an episode, over the episodes that report one."""
     told = [one.outcome.metrics for one in trajectories if "model_s" in one.outcome.metrics]
     named = {"engine": "model_s", "env": "env_s", "queue": "queue_s"}
     return {f"time/episode_{to}_s": _mean([one.get(name, 0.0) for one in told]) for to, name in named.items() if told}
 
 
 def staleness_metrics(sequences: Sequence[TrainSequence], cap: int) -> dict[str, float]:
-    """Of all sampled tokens; those beyond ``cap`` are not trained."""
+    """Summarise the staleness of all sampled tokens; tokens beyond ``cap`` are not trained."""
     ages = [sequence.staleness[sequence.action_mask] for sequence in sequences]
     tokens = np.concatenate(ages) if ages else np.zeros(0)
     return {
@@ -138,7 +138,7 @@ def staleness_metrics(sequences: Sequence[TrainSequence], cap: int) -> dict[str,
 
 
 def _entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Of the distribution that a token was drawn from, on average; estimated from the tokens that were drawn."""
+    """Estimate the mean entropy of the sampling distribution from the sampled tokens."""
     drawn = [one.behavior_logprobs[one.action_mask] for episode in trajectories for one in episode.segments]
     values = np.concatenate(drawn) if drawn else np.zeros(0)
     return -float(values.mean(dtype=np.float64)) if values.size else 0.0

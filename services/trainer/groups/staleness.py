@@ -1,6 +1,6 @@
-"""How old tokens are: the table from versions to where they stand in the run so far.
+"""Computes the age of tokens from a table that maps each version to its position in the run.
 
-The rule kept here: a version is in the table before anyone can sample from it, so every token has an age.
+Rule: a version enters the table before any engine can sample from it, so every token has an age.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from gspo_core.types import Group, WeightsManifest
 
 
 class StalenessTable:
-    """Of one epoch of a job, at the step that its lineage has reached."""
+    """Measures ages for one epoch of a job, relative to the current step of its lineage."""
 
     def __init__(self, epoch: int, lineage: Lineage) -> None:
         self._epoch = epoch
         self._lineage = lineage
         self._positions: dict[int, Position] = {}
-        """Of every version that may have sampled a token."""
+        """Position of every version that may have sampled a token."""
         self.forks: Mapping[int, Position] = {}
-        """Where each epoch forked off."""
+        """The position at which each epoch forked off."""
 
     def recall(self, manifests: Iterable[WeightsManifest]) -> None:
-        """What was published before."""
+        """Load the versions published before this attempt."""
         self._positions = {one.version: Position(one.epoch, one.step) for one in manifests}
 
     def add(self, version: int, step: int) -> None:
         self._positions[version] = Position(self._epoch, step)
 
     def newest(self, count: int) -> list[int]:
-        """Versions."""
         return sorted(self._positions)[-count:]
 
     def of(self, versions: NDArray[np.int32]) -> NDArray[np.int32]:
-        """In steps."""
+        """Return the staleness of ``versions`` in steps."""
         return token_staleness(versions, self._positions, Position(self._epoch, self._lineage.step), self.forks)
 
     def table(self, groups: Iterable[Group]) -> dict[str, int]:
-        """Of the versions in a batch, for whoever reads its log without our tables."""
+        """Map the versions in a batch to their ages, so that its log can be read without this table."""
         versions = sorted({one.version for group in groups for episode in group for one in episode.segments})
         ages = self.of(np.array(versions, dtype=np.int32))
         return {str(version): int(age) for version, age in zip(versions, ages, strict=True)}

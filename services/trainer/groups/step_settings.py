@@ -1,8 +1,7 @@
-"""The settings that hold for a step: those that the job was submitted with, and what was changed since.
+"""Holds the settings of a step: the submitted ones plus later changes by the user.
 
-The rule kept here: what holds changes between two steps and nowhere else, and is written into the batch log of the
-step, so that a step that is trained again is trained with the same. Which settings may change is decided in
-``gspo_core.live_settings``.
+Rule: settings change only between two steps, and the batch log of each step records them, so a replayed step uses the
+same ones. ``gspo_core.live_settings`` decides which settings may change.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ def learner_config(spec: JobSpec) -> LearnerConfig:
 
 
 class Tuning:
-    """What holds now. Starts with the submitted specification."""
+    """The current settings, starting from the submitted specification."""
 
     def __init__(self, submitted: JobSpec) -> None:
         self._submitted = submitted
         self._values: Mapping[str, Any] = {}
         self.spec = submitted
         self.version = 0
-        """How many changes are in it."""
+        """Number of changes applied."""
 
     def logged(self) -> LoggedSettings:
-        """For the batch log of a step."""
+        """Return the settings to record in the batch log of a step."""
         return {"version": self.version, "values": dict(self._values)}
 
     def recall(self, learner: Tunable, logged: LoggedSettings) -> None:
-        """What held when the step was logged. Logs of before there were live settings say nothing."""
+        """Restore the settings logged with a step; logs older than live settings contain none."""
         self.apply(learner, int(logged.get("version", 0)), logged.get("values", {}))
 
     def apply(self, learner: Tunable, version: int, values: Mapping[str, Any]) -> bool:
-        """Whether something changes with it."""
+        """Apply ``values`` and return whether anything changed."""
         self.version = version
         if values == self._values:
             return False

@@ -1,4 +1,4 @@
-"""Which task a group is about: a pure function of the job's seed and the group's id.
+"""Maps a group to its task: a pure function of the job's seed and the group's id.
 
 Dispatch therefore needs no environment code, and a restarted trainer hands out the same tasks again.
 Training groups count from 0; evaluation groups count from ``FIRST_EVAL_GROUP``, so that evaluating more or less often
@@ -27,7 +27,7 @@ class Task:
 
 
 class TaskSchedule:
-    """Training tasks: environments interleaved by weight, each one's tasks in an order reshuffled every pass."""
+    """Training tasks: interleaves environments by weight and reshuffles the tasks of each on every pass."""
 
     def __init__(self, seed: int, num_tasks: Sequence[int], weights: Sequence[float]) -> None:
         if len(num_tasks) != len(weights) or not num_tasks or min(num_tasks) < 1 or min(weights) <= 0:
@@ -45,7 +45,7 @@ class TaskSchedule:
         return self._tasks[group]
 
     def _next(self) -> Task:
-        """Give the turn to the environment that is furthest behind its share."""
+        """Draw from the environment furthest behind its share."""
         for environment, share in enumerate(self._shares):
             self._credit[environment] += share
         environment = max(range(len(self._credit)), key=self._credit.__getitem__)
@@ -56,7 +56,7 @@ class TaskSchedule:
 
 
 def evaluation_tasks(num_tasks: Sequence[int], wanted: int) -> list[Task]:
-    """The held-out tasks of one evaluation: the first ones of each environment in turn, the same in every round."""
+    """Return the held-out tasks: the first ones of each environment in turn, the same in every round."""
     rows = [[Task(environment, index) for index in range(count)] for environment, count in enumerate(num_tasks)]
     longest = max(num_tasks, default=0)
     interleaved = [row[index] for index in range(longest) for row in rows if index < len(row)]
@@ -64,7 +64,7 @@ def evaluation_tasks(num_tasks: Sequence[int], wanted: int) -> list[Task]:
 
 
 def evaluation_group(epoch: int, round_number: int, num_tasks: int, position: int) -> int:
-    """Apart for each epoch: a trainer that takes over must not count the rounds that its predecessor began."""
+    """Return an id unique to the epoch, so a successor trainer never counts its predecessor's rounds."""
     return FIRST_EVAL_GROUP * (1 + epoch) + round_number * num_tasks + position
 
 

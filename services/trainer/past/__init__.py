@@ -1,1 +1,1 @@
-"""What is kept of a run and taken up again: background writing, recovery, replay."""
+"""Persists a run and resumes it: background writing, recovery, replay."""

@@ -1,7 +1,6 @@
-"""Work that goes on while the next step is trained: writing and publishing weights, saving a checkpoint.
+"""Runs work alongside the next training step: writing and publishing weights, saving a checkpoint.
 
-The rule kept here: one piece at a time and in order, and no error is lost: what goes wrong rises in the step loop when
-it looks or waits the next time.
+Rule: one piece of work at a time, in order, and no error is lost: the step loop gets it at its next check or wait.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class BackgroundWriter:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin ``work`` once what was begun before is done."""
+        """Wait for the previous work, then start ``work``."""
         try:
             await self.finish()
         except BaseException:
@@ -27,18 +26,18 @@ class BackgroundWriter:
         self._task = asyncio.create_task(work)
 
     async def finish(self) -> None:
-        """Until what was begun is done; raises what it raised."""
+        """Wait for the current work and raise its error, if any."""
         if self._task is not None:
             await self._task
             self._task = None
 
     def check(self) -> None:
-        """Raises what has gone wrong so far."""
+        """Raise the error of finished work, if any, without waiting."""
         if self._task is not None and self._task.done():
             self._task.result()
 
     async def end(self) -> None:
-        """Give up what is under way; writing that a thread has begun leaves nothing behind that looks whole."""
+        """Cancel the current work; a write interrupted in a thread leaves nothing that looks complete."""
         if self._task is not None:
             await cancel_all([self._task])
         self._task = None

@@ -1,8 +1,8 @@
-"""Where a trainer goes on: the newest intact checkpoint of the run so far, and what was logged after it trained again.
+"""Resumes a run: loads its newest intact checkpoint and replays the steps logged after it.
 
-The rule kept here: it reads files alone, and whatever it passes over it says. What is damaged is passed over for the
-next older one, whose logs lead to the same weights; what a dead epoch wrote never counts; what another release wrote,
-or what cannot be read just now, is no damage, because going on without it would quietly throw the run away.
+Rule: read files only, and report everything skipped. Skip a damaged checkpoint for the next older one, whose logs lead
+to the same weights, and ignore files from a dead epoch. Files from another release, or temporarily unreadable, are not
+damaged: resuming without them would silently discard the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.trainer.telling.failure import AttemptFailed, JobFailure
 
 @dataclass(frozen=True)
 class Remark:
-    """Something that was passed over, for the owner of the job."""
+    """A skipped file, reported to the owner of the job."""
 
     kind: str
     message: str
@@ -32,13 +32,13 @@ class Remark:
 
 @dataclass
 class Recovered:
-    """What a learner holds now."""
+    """The state of a learner after recovery."""
 
     lineage: Lineage
     saved: Position
-    """The checkpoint that was loaded; step 0 of the epoch before if there was none."""
+    """The loaded checkpoint, or step 0 of the previous epoch if there was none."""
     reached: Position
-    """After what was logged behind it."""
+    """The position after replaying the logs that follow it."""
     remarks: list[Remark] = field(default_factory=list)
 
 
@@ -51,10 +51,10 @@ def recover(
     *,
     checkpoint_every: int | None = None,
 ) -> Recovered:
-    """Bring ``learner`` to where the epochs before ``epoch`` have come. Raises JobFailure, AttemptFailed.
+    """Bring ``learner`` to the point that the epochs before ``epoch`` reached. Raises JobFailure, AttemptFailed.
 
-    A way of more than ``checkpoint_every`` steps is saved in between, under the names that these steps have: trainers
-    that are lost more often than it takes to go all of it would else begin it for ever.
+    Saves a checkpoint every ``checkpoint_every`` replayed steps, under the usual names. Otherwise trainers that die
+    before a long replay ends would restart it forever.
     """
     found = Recovered(Lineage(), Position(epoch - 1, 0), Position(epoch - 1, 0))
     try:
@@ -74,7 +74,7 @@ def recover(
 
 
 class _Keeping:
-    """Saves on the way. What cannot be saved there is only trained once more."""
+    """Saves checkpoints during replay. A failed save only costs another replay."""
 
     def __init__(self, found: Recovered, learner: AnyLearner, checkpoints: CheckpointStore, every: int | None) -> None:
         self._found, self._learner, self._checkpoints, self._every = found, learner, checkpoints, every
@@ -99,7 +99,7 @@ def _load(
     newest_epoch: int,
     forks: Mapping[int, Position],
 ) -> None:
-    # Looked for anew each time: a trainer that does not know yet that it has lost the job may remove old ones for new.
+    # List checkpoints again each time: a trainer unaware that it lost the job may still replace old ones.
     tried, told = set[Position](), set[str]()
 
     def skipped(name: str, problem: str) -> None:

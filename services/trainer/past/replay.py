@@ -1,7 +1,7 @@
-"""Steps that were logged and are in no checkpoint: trained again from the batch logs, without Redis and engines.
+"""Replays logged steps that no checkpoint contains, from the batch logs alone, without Redis or engines.
 
-The rule kept here: a step is trained again with exactly what was logged, the age of its tokens and the settings that
-held then included, so that the same weights come out and what was published of them stays true.
+Rule: replay a step with exactly its logged data, token ages and settings, so that it yields the same weights and
+published results stay valid.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def replay(
     tuning: Tuning,
     trained: Callable[[Position], None] = lambda _: None,
 ) -> tuple[Position, str | None]:
-    """Train what follows the checkpoint ``start``; returns the last step of the run so far, and what cut it short.
+    """Train the logged steps after checkpoint ``start``; return the last position and any problem that cut it short.
 
-    ``forks`` is where each epoch that was begun forked off. A damaged log ends the row: the groups of that step and
-    those after it are owed again. ``trained`` is told of every step. Raises UnknownLogSchema.
+    ``forks`` maps each started epoch to its fork position. A damaged log ends the replay: the groups of that step and
+    later ones are owed again. Calls ``trained`` after every step. Raises UnknownLogSchema.
     """
     for position in batches_after(start, log.steps(), max(forks, default=start.epoch), forks):
         try:
