@@ -19,7 +19,7 @@ class EngineFairness:
         self._job = job
         self._num_wanted = num_wanted
         self._wanted: dict[str, int] = {}
-        """Engines each other job asked for."""
+        """Other job -> number of engines it asked for."""
 
     async def others_lack(self, records: Iterable[EngineRecord]) -> int:
         """Number of engines that other jobs asked for and do not hold."""

@@ -125,7 +125,7 @@ async def still_holds(engine: BoundEngine, deadlines: Deadlines) -> bool:
     except EngineError:
         return True  # slow is not gone
     if engine.state is not EngineState.READY or engine.label != label:
-        return True  # already switching to other weights, and the switch verifies it
+        return True  # meanwhile switching to other weights, which the switch verifies
     if held != label:
         engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {label!r}: it was started again")
     return held == label

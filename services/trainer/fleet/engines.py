@@ -185,7 +185,7 @@ class EnginePool:
     async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
         async with slots:
             await self._tell(engine, switching=True)
-            if not engine.label:  # new or restarted: its old transfer group is gone
+            if not engine.label:  # new, or no longer trusted: any group it was in is void
                 await self._transport.forget(engine.client)
             done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
         if engine.state is EngineState.GONE:

@@ -17,7 +17,6 @@ from gspo_core.objective.alarms import PATIENCE
 
 
 class RunAlarm(StrEnum):
-
     ENTROPY_COLLAPSE = "entropy_collapse"
     REWARD_COLLAPSE = "reward_collapse"
     ALL_REWARDS_EQUAL = "all_rewards_equal"
@@ -26,7 +25,7 @@ class RunAlarm(StrEnum):
     NO_PROGRESS = "no_progress"
 
 
-# Baseline: the mean of the first steps reported, so many of them.
+# The baseline is the mean of this many first reported steps.
 BASELINE_STEPS = 5
 # The share of the baseline that must remain.
 MIN_SHARE_LEFT = 0.1
@@ -116,7 +115,7 @@ def _shrunk(metrics: Mapping[str, float], at_first: Mapping[str, float]) -> list
 
 
 def _has_mastered(metrics: Mapping[str, float]) -> bool:
-    """Equal rewards have an alarm of their own."""
+    """Whether the mean is close to the best; equal rewards have an alarm of their own."""
     below_the_best = metrics.get("reward/max", math.inf) - metrics.get("reward/mean", 0.0)
     return below_the_best <= MIN_HEADROOM * metrics.get("reward/std", 0.0)
 

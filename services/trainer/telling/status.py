@@ -48,8 +48,7 @@ class JobStatusBoard:
 
     async def obey_pause(self, is_leaving: Callable[[], bool] = lambda: False) -> bool:
         """Hold the step loop while the user wants the job paused; returns whether it had to wait.
-        A trainer that leaves meanwhile leaves the job paused.
-        """
+        A trainer that leaves meanwhile leaves the job paused."""
         if await self._desired() is not DesiredState.PAUSED:
             return False
         await self._set(JobStatus.PAUSING)
