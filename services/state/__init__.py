@@ -1,1 +1,1 @@
-"""Redis, and nothing else does Redis: connection, roles, the server-side functions, queue and control plane."""
+"""The only package that talks to Redis: connection, roles, server-side functions, queue and control plane."""

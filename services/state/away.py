@@ -1,8 +1,8 @@
-"""How Redis says no: the exceptions that every other room knows it by.
+"""The exceptions that every other module sees when Redis fails.
 
-Duty: ``translate`` turns each error of the Redis library into one of ours. ``Away`` passes, by itself or once an
-operator acts, so the same call may be made again; ``RedisFault`` does not pass. The rule: ``services.state.client``
-translates at the one door, so no other room imports the library or reads its messages. Nothing here waits or retries.
+Duty: ``translate`` maps each error of the Redis library to one of ours. ``Away`` is temporary, perhaps until an
+operator acts, so the call may be repeated; ``RedisFault`` is permanent. The rule: ``services.state.client`` is the one
+place that translates, so no other module imports the library or reads its messages. Nothing here waits or retries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from redis.exceptions import (
 
 
 class AwayReason(StrEnum):
-    """Why Redis is away: the word that its reply begins with, or one of ours where there was no reply."""
+    """Why Redis is away: the first word of its reply, or one of ours if it did not reply."""
 
     UNREACHABLE = "UNREACHABLE"
     """No connection, or no reply in time."""
@@ -48,7 +48,7 @@ class AwayReason(StrEnum):
 
 
 class Away(Exception):
-    """Redis cannot be reached, or refuses for a while. Nothing is known of whether a call without a reply was done."""
+    """Redis is unreachable or refuses for now. A call without a reply may or may not have been executed."""
 
     def __init__(self, reason: AwayReason, detail: str = "") -> None:
         super().__init__(f"{reason} {detail}" if detail else str(reason))
@@ -56,24 +56,24 @@ class Away(Exception):
 
     @property
     def has_answered(self) -> bool:
-        """Whether the server is up and refused this call; otherwise it was not reached or is still starting."""
+        """Whether the server is up and refused this call; otherwise it was unreachable or is still starting."""
         return self.reason not in (AwayReason.UNREACHABLE, AwayReason.NO_CONNECTION, AwayReason.LOADING)
 
 
 class OutOfMemory(Away):
-    """The server has reached its ``maxmemory``; commits free some."""
+    """The server has reached its ``maxmemory``; commits free memory."""
 
 
 class RedisFault(Exception):
-    """Redis rejects a call for good: a mistake in this program or in the server's configuration."""
+    """Redis permanently rejects a call: a bug in this program or in the server's configuration."""
 
 
 class CredentialsRefused(RedisFault):
-    """The name or password in the server's URL is wrong, or missing."""
+    """The name or password in the server's URL is wrong or missing."""
 
 
 class NotPermitted(RedisFault):
-    """The role that we log in as may not do this."""
+    """Our login role lacks permission for this."""
 
 
 # Subclasses first.
@@ -89,22 +89,22 @@ _BY_CLASS: tuple[tuple[type[Exception], AwayReason], ...] = (
     (ClusterDownError, AwayReason.CLUSTERDOWN),
     (TryAgainError, AwayReason.TRYAGAIN),
 )
-# The library has no class for these, and leaves the word in the message.
+# The library has no class for these; the word stays in the message.
 _WORDS = {str(reason): reason for reason in AwayReason if reason not in (kind[1] for kind in _BY_CLASS)}
-# A transaction that is refused as a whole says why only in its message.
+# A transaction refused as a whole gives the reason only in its message.
 _ABORTED = re.compile(r"because of: ([A-Z]+) ?(.*)", re.DOTALL)
 
 
 def translate(error: Exception) -> Away | RedisFault:
-    """Our exception for an error that the Redis library raised."""
+    """Our exception for an error raised by the Redis library."""
     if type(error) is ConnectionError and isinstance(error.__cause__, RedisError):
-        error = error.__cause__  # the greeting on a new connection was refused
+        error = error.__cause__  # the handshake of a new connection was refused
     text = str(error)
     if isinstance(error, AuthenticationError | AuthorizationError):  # subclasses of ConnectionError
         return CredentialsRefused(text)
     if isinstance(error, NoPermissionError):
         return NotPermitted(text)
-    if text == "No connection available.":  # a blocking pool has no class for it
+    if text == "No connection available.":  # a blocking pool raises no class of its own
         return Away(AwayReason.NO_CONNECTION, text)
     for kind, reason in _BY_CLASS:
         if isinstance(error, kind):
@@ -113,7 +113,7 @@ def translate(error: Exception) -> Away | RedisFault:
         word, detail = aborted.groups()
         return _away(AwayReason(word), detail) if word in AwayReason.__members__ else RedisFault(text)
     word, _, detail = text.partition(" ")
-    is_code = getattr(error, "status_code", None) is None  # otherwise the library has taken the code off
+    is_code = getattr(error, "status_code", None) is None  # otherwise the library has stripped the code
     return _away(_WORDS[word], detail) if is_code and word in _WORDS else RedisFault(text)
 
 

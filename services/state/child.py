@@ -1,7 +1,7 @@
-"""A Redis-compatible server as a child of this process: durable, on a unix socket only, gone when we are gone.
+"""A Redis-compatible server as a child process: durable, on a unix socket only, gone when its parent is gone.
 
-Duty: one server process with its directory, its lock and its socket. The rule: one server at a time on a directory, and
-none that outlives the process that started it, however that ends. It does not restart a server that died.
+Duty: one server process with its directory, lock and socket. The rule: one server at a time per directory, and none
+outlives the process that started it, however that process ends. It does not restart a dead server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLL_S = 0.01
 
 
 class RedisUnsuitable(RuntimeError):
-    """No server that can keep our promises; the message says what was tried and what to do."""
+    """No server can keep our promises; the message lists the attempts and the remedy."""
 
 
 class RedisChild:
@@ -47,7 +47,7 @@ class RedisChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._failure: OSError | None = None
         started = threading.Event()
-        # The kernel watches the thread that starts a child, so that thread must live as long as the child does.
+        # The kernel ties the child to the thread that starts it, so that thread must live as long as the child.
         self._thread = threading.Thread(target=self._run, args=(started,), name="redis-server", daemon=True)
         self._thread.start()
         started.wait()
@@ -63,9 +63,9 @@ class RedisChild:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    # A signal from the terminal is for us; we then stop the server last.
+                    # A terminal's signal is meant for us; we stop the server last.
                     start_new_session=True,
-                    # Held by the child too: a server that is still dying keeps its successor out.
+                    # The child holds the lock too: a server still shutting down keeps its successor out.
                     pass_fds=[self._lock.fileno()],
                     preexec_fn=die_with_parent(),
                 )
@@ -86,7 +86,7 @@ class RedisChild:
         return not self._thread.is_alive()
 
     def wait_until_ready(self) -> None:
-        """Until it answers and has read its data back."""
+        """Wait until the server answers and has loaded its data."""
         deadline = time.monotonic() + START_TIMEOUT_S
         client = redis.Redis.from_url(self.url, protocol=2, socket_timeout=5.0, retry=None)
         last: Exception | None = None
@@ -135,7 +135,7 @@ def _configuration(directory: Path, socket: Path) -> list[str]:
 
 
 def _lock(path: Path) -> IO[str]:
-    """The lock file, held. A server that is ending (its parent was killed) gets a moment to let go."""
+    """Acquire the lock file, waiting briefly for a server that is shutting down because its parent was killed."""
     lock = path.open("a+")
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while True:
@@ -158,9 +158,9 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _socket_path(directory: Path) -> Path:
-    """Beside the data; where that is too long a path for a socket, in a short directory that only we can enter.
+    """Next to the data; if that path is too long for a socket, in a short directory that only we can enter.
 
-    The name depends on the data directory alone, so clients find a server again after it was restarted.
+    The name depends only on the data directory, so clients find a restarted server again.
     """
     beside = directory / "redis.sock"
     if len(os.fsencode(beside)) <= MAX_SOCKET_PATH_BYTES:

@@ -1,8 +1,8 @@
-"""The one way to connect to Redis.
+"""The only way to connect to Redis.
 
-Duty: a client with our timeouts, our retries and our errors. The rules: what it sends again after a lost reply must not
-matter twice, so only reads, our functions and single idempotent commands go through it; and it raises nothing but the
-exceptions of ``services.state.away``, after its own retries. It starts and examines no server.
+Duty: a client with our timeouts, retries and errors. The rules: it resends a command after a lost reply, so only reads,
+our functions and single idempotent commands may go through it; and after its own retries it raises only the exceptions
+of ``services.state.away``. It starts and inspects no server.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, Time
 from services.state.away import translate
 
 SOCKET_TIMEOUT_S = 10.0
-# A blocked read that lasts as long as the timeout of its socket is taken for a lost reply.
+# A blocked read as long as its socket's timeout looks like a lost reply.
 MAX_BLOCK_MS = 5000
 
 
 class RedisClient(redis.asyncio.Redis):
-    """Raises Away, or RedisFault, wherever the library raises an error of its own."""
+    """Raises Away or RedisFault wherever the library raises an error of its own."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
@@ -35,7 +35,7 @@ class RedisClient(redis.asyncio.Redis):
         return RedisPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
     def pubsub(self, **options: Any) -> NoReturn:
-        """Its messages would come past the translation; streams do what we need."""
+        """Refused: pub/sub messages would bypass the translation, and streams cover our needs."""
         raise NotImplementedError("use streams")
 
     def monitor(self) -> NoReturn:
@@ -43,7 +43,7 @@ class RedisClient(redis.asyncio.Redis):
 
 
 class RedisPipeline(Pipeline):
-    """Raises as ``RedisClient`` does."""
+    """Raises the same errors as ``RedisClient``."""
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         try:
@@ -59,15 +59,15 @@ class RedisPipeline(Pipeline):
             raise translate(error) from error
 
     def annotate_exception(self, exception: Exception, number: int, command: Any) -> None:
-        """In a note: the library would put it before the word that says what is wrong."""
+        """Add a note; the library would put its text before the word that identifies the error."""
         exception.add_note(f"command {number} of a pipeline: {command[0]}")
 
 
 def connect(url: str, *, max_connections: int = 512, wait_s: float | None = None) -> RedisClient:
     """An asyncio client; replies are bytes. Close it with ``await client.aclose()``.
 
-    A command whose reply is lost is sent again, for about ten seconds. Every blocked read holds one of the connections.
-    Where all are in use, ``wait_s`` is how long one is waited for; without it that is an error at once.
+    It resends a command whose reply is lost, for about ten seconds. Every blocked read holds a connection. When all are
+    in use, a call waits up to ``wait_s`` for one; without ``wait_s`` it fails at once.
     """
     waiting = {} if wait_s is None else {"timeout": wait_s}
     kind = redis.asyncio.ConnectionPool if wait_s is None else redis.asyncio.BlockingConnectionPool

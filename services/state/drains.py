@@ -1,8 +1,8 @@
-"""Processes that are asked to leave. A rollout worker takes no further episodes, hands back what it holds, and ends; a
-trainer ends the step that it is in, saves it, hands its job back, and ends.
+"""Asks processes to leave. A rollout worker stops taking episodes, hands back those it holds, and exits; a trainer
+finishes and saves its current step, hands its job back, and exits.
 
-The rule: a wish is for one process, by its id, which no other ever has; it stays until that process has seen it, so
-asking twice is asking once.
+The rule: a request names one process by its never reused id and stays until that process has seen it, so asking twice
+equals asking once.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Drains:
         return bool(await self._redis.hexists(_WISHES, process))
 
     async def all_asked(self) -> set[str]:
-        """Who has not seen it yet."""
+        """Processes that have not seen their request yet."""
         return {process.decode() for process in await self._redis.hkeys(_WISHES)}
 
     async def wait(self, process: str, stop: asyncio.Event) -> None:
-        """Sets ``stop`` when the process is asked to leave. While Redis is away nobody can ask."""
+        """Set ``stop`` when the process is asked to leave. No request can arrive while Redis is away."""
         while True:
             with contextlib.suppress(Away):
                 if await self.is_asked(process):

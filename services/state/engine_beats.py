@@ -1,8 +1,8 @@
-"""Registers engines for as long as they answer: an engine itself knows nothing of Redis.
+"""Registers engines for as long as they answer; an engine itself does not know Redis.
 
-Rule: only an engine that answered just now is registered, whether it serves a job or not; a silent one gets no beat,
-and whoever watches the beats finds it gone. Several processes may beat for one engine. How an engine is asked is
-given; nothing is bound or routed here.
+Rule: only an engine that has just answered is registered, whether or not it serves a job; a silent one gets no beat, so
+watchers of the beats see that it is gone. Several processes may beat for one engine. The caller supplies the way to
+query an engine; nothing here binds or routes.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from typing import Protocol
 from services.state.away import Away
 from services.state.fleet_records import Described, EngineRecord
 
-# A beat is a tenth of the lease: an engine that loads weights may miss some.
+# A beat is a tenth of the lease, so an engine that is loading weights may miss some.
 BEATS_PER_LEASE = 10
-# For how long an engine may take to answer; one that takes longer gets no beat.
+# Deadline for an engine's answer; a slower engine gets no beat.
 ANSWER_S = 2.0
 
 Ask = Callable[[], Awaitable[Described | None]]
-"""What the engine says of itself, or None when it does not answer within ``ANSWER_S``."""
+"""Returns the engine's description, or None if it does not answer within ``ANSWER_S``."""
 
 
 class EngineRegister(Protocol):
-    """What is used of the fleet."""
+    """The part of the fleet used here."""
 
     async def register_engine(self, record: EngineRecord) -> None: ...
 
 
 class EngineBeats:
-    """``run`` beside whatever else the process does."""
+    """Call ``run`` beside the process's other work."""
 
     def __init__(self, fleet: EngineRegister, engines: Mapping[str, Ask], *, lease_s: float) -> None:
-        """``engines`` by address."""
+        """``engines`` maps addresses to queries."""
         self._fleet = fleet
         self._engines = engines
         self._beat_s = lease_s / BEATS_PER_LEASE
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Beat until cancelled."""
         while True:
             await asyncio.gather(*(self.beat(url) for url in self._engines))
             await asyncio.sleep(self._beat_s)
 
     async def beat(self, url: str) -> None:
-        """Registers the engine if it answers."""
+        """Register the engine if it answers."""
         said = await self._engines[url]()
         if said is not None:
             with contextlib.suppress(Away):

@@ -1,6 +1,6 @@
-"""The environments of a job as rollout workers describe them: the trainer runs no environment code.
+"""The environments of a job as rollout workers describe them, since the trainer runs no environment code.
 
-The rule: the first description holds, since tasks are drawn from its numbers. It does not judge what is said.
+The rule: the first description stands, because tasks are drawn from its numbers. It does not validate descriptions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.state.refusals import Missing
 
 
 class EnvironmentDescriptions:
-    """``jobs_dir``: where the jobs' directories are, if this process writes there."""
+    """``jobs_dir``: the root of the jobs' directories, if this process writes there."""
 
     def __init__(self, functions: Functions, jobs_dir: JobsDir | None, *, waits_for_room: bool) -> None:
         self._functions = functions
@@ -29,7 +29,7 @@ class EnvironmentDescriptions:
         self._to_disk = write_when_there_is_room if waits_for_room else asyncio.to_thread
 
     async def describe(self, job: str, index: int, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the description that holds: the first one, since tasks are drawn from its numbers.
+        """Returns the description that stands: the first one, because tasks are drawn from its numbers.
 
         Raises JobNotFound.
         """
@@ -41,7 +41,7 @@ class EnvironmentDescriptions:
         return _description(held)
 
     async def get(self, job: str, index: int) -> dict[str, Any] | None:
-        """Where this process has the job's directory, what it is told is there too when this returns."""
+        """If this process has the job's directory, the returned description is already saved there."""
         held = await self._functions.redis.hget(job_key(job, "environments"), str(index))
         if held is None:
             return None

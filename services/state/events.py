@@ -1,7 +1,7 @@
-"""The events of a job: a stream that a client follows and resumes without gap or duplicate.
+"""The events of a job: a stream that clients follow and resume without gaps or duplicates.
 
-The rule: only our own function trims, and it notes the last id that it removed, so whoever resumes before it is told
-(an event of type ``gap``). Adding an event twice under one nonce adds it once. It does not say what events mean.
+The rule: only our own function trims, and it records the last id it removed, so a client that resumes before that id
+gets an event of type ``gap``. Adding an event twice under one nonce adds it once. It does not interpret events.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _POSITION = re.compile(r"[0-9]{1,16}(-[0-9]{1,16})?")
 @dataclass(frozen=True, slots=True)
 class JobEvent:
     id: str
-    """Resume after it."""
+    """Resume after this id."""
     type: str
-    """``gap`` says that the events up to this id are gone: data holds resumed_after and first_available."""
+    """``gap`` means that events up to this id are gone; data holds resumed_after and first_available."""
     created_at: str
     data: dict[str, Any]
 
@@ -39,9 +39,9 @@ class EventLog:
         self._redis = functions.redis
 
     async def add(self, job: str, kind: str, data: Mapping[str, Any], *, token: str | None = None) -> str:
-        """Returns the event's id. Events of type ``job.status`` are written by the store itself.
+        """Returns the event's id. The store itself writes events of type ``job.status``.
 
-        With a ``token`` only the owner may (Fenced): what it says of its run must not come from a former one.
+        With a ``token`` only the owner may add (else Fenced), which keeps a former owner from reporting on the run.
         Raises JobNotFound.
         """
         text = json.dumps(dict(data), separators=(",", ":"), allow_nan=False)
@@ -54,7 +54,7 @@ class EventLog:
         return event_id.decode()
 
     async def read(self, job: str, after: str = "0", *, count: int = 100, block_ms: int = 0) -> list[JobEvent]:
-        """Up to ``count`` events after the id ``after``, waiting at most ``block_ms`` for the first (0: not at all).
+        """Up to ``count`` events after the id ``after``, waiting at most ``block_ms`` for the first (0: no wait).
 
         If some of them were trimmed, the first is of type ``gap``. Raises InvalidCursor.
         """
@@ -62,18 +62,18 @@ class EventLog:
             raise InvalidCursor(f"an event id reads MILLISECONDS-NUMBER, not {after!r}")
         events = await self._read(job, after, count)
         if not events and block_ms:
-            # Only to wait: what there is to see, a gap included, is then read at one instant.
+            # Only a wait; the read below sees events and gap at one instant.
             await self._redis.xread({job_key(job, "events"): after}, count=1, block=min(block_ms, MAX_BLOCK_MS))
             events = await self._read(job, after, count)
         return events
 
     async def newest(self, job: str) -> str | None:
-        """The id of the newest event that is kept."""
+        """The id of the newest retained event."""
         found = await self._redis.xrevrange(job_key(job, "events"), count=1)
         return found[0][0].decode() if found else None
 
     async def trim(self, job: str, keep: int) -> None:
-        """Remove all but the newest ``keep`` events now; the store does so by itself beyond ten thousand."""
+        """Remove all but the newest ``keep`` events now; the store trims on its own beyond ten thousand."""
         await self._functions.call("trim_events", job_keys(job), keep)
 
     async def _read(self, job: str, after: str, count: int) -> list[JobEvent]:

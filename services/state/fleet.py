@@ -1,9 +1,9 @@
-"""The engines, trainers and workers that have registered, and which engine serves which job.
+"""The registered engines, trainers and workers, and which engine serves which job.
 
-Rule: an engine serves one job at a time; the binding names job, epoch and token, and is replaced only by the same job's
-newer owner, or when its job is over or has no trainer. Presence is a counter that rises with every registration: watch
-it to know whether a process is alive. A process that was silent while all others registered hundreds of times is
-forgotten. A record that cannot be read is reported once and skipped. It routes nothing.
+Rule: an engine serves one job at a time; its binding names job, epoch and token, and yields only to a newer owner of
+the same job, or once its job is over or has no trainer. Presence is a counter that rises with every registration: watch
+it to see whether a process is alive. A process that stays silent while the others register hundreds of times is
+forgotten. An unreadable record is reported once and skipped. It does not route.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _KINDS: tuple[Kind, ...] = ("engine", "trainer", "worker")
 R = TypeVar("R", bound=ProcessRecord)
 Hash = Mapping[bytes, bytes]
 
-# Unreadable records that were reported: the fleet is read ten times a second.
+# Unreadable records already reported: the fleet is read ten times a second.
 _MAX_REPORTED = 1000
 
 
 @dataclass(frozen=True)
 class Everyone:
-    """All processes that have registered."""
+    """All registered processes."""
 
     trainers: list[TrainerRecord]
     workers: list[WorkerRecord]
@@ -60,7 +60,7 @@ class Fleet:
             await self.drain_engine(name, False)
 
     async def engines(self) -> list[EngineRecord]:
-        """All that have registered, by id."""
+        """All registered engines, by id."""
         records = await self._records("engine", EngineRecord)
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hgetall(service_key("engine_bindings"))
@@ -71,13 +71,13 @@ class Fleet:
         return self._described(records, bound, states, drains)
 
     async def drain_engine(self, engine_id: str, wanted: bool = True) -> None:
-        """It gets no new requests and no new weights; the job that holds it gives it back when it is idle, and no job
-        takes it until this is taken back."""
+        """Stop new requests and weights for the engine; its job gives it back when idle, and no job takes it until
+        this is undone with ``wanted=False``."""
         key = service_key("engine_drains")
         await (self._redis.hset(key, engine_id, 1) if wanted else self._redis.hdel(key, engine_id))
 
     async def everyone(self) -> Everyone:
-        """Trainers, workers and engines, in one look."""
+        """Trainers, workers and engines in one read."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for kind in _KINDS:
                 pipeline.hgetall(service_key(f"{kind}s"))
@@ -95,11 +95,11 @@ class Fleet:
         )
 
     async def trainers(self) -> list[TrainerRecord]:
-        """All that have registered, by id."""
+        """All registered trainers, by id."""
         return await self._records("trainer", TrainerRecord)
 
     async def workers(self) -> list[WorkerRecord]:
-        """All that have registered, by id."""
+        """All registered workers, by id."""
         return await self._records("worker", WorkerRecord)
 
     async def bind(self, job: str, token: str, engine_id: str) -> bool:
@@ -110,28 +110,28 @@ class Fleet:
         return bool(await self._functions.call("bind_engine", service_keys(), engine_id, binding, replaceable))
 
     async def mark(self, job: str, token: str, engine_id: str, report: EngineReport) -> bool:
-        """What the job's owner says of an engine that it holds; False: it does not hold it."""
+        """Store the owner's report on an engine it holds; False if it does not hold it."""
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)
         if held is None or held.decode().split("/")[::2] != [job, token]:
             return False
         return bool(await self._functions.call("mark_engine", service_keys(), engine_id, held, report.to_json()))
 
     async def unbind(self, job: str, token: str, engine_id: str) -> None:
-        """Give an engine back; one that this owner does not hold is left alone."""
+        """Give an engine back; does nothing if this owner does not hold it."""
         held = await self._redis.hget(service_key("engine_bindings"), engine_id)
         if held is not None and held.decode().split("/")[::2] == [job, token]:
             await self._functions.call("unbind_engine", service_keys(), engine_id, held)
 
     async def register_engine(self, record: EngineRecord) -> None:
-        """Repeat it: every call raises the engine's ``beats``."""
+        """Call repeatedly: every call raises the engine's ``beats``."""
         await self.enlist("engine", record)
 
     async def register_trainer(self, record: TrainerRecord) -> None:
-        """Repeat it: every call raises the trainer's ``beats``."""
+        """Call repeatedly: every call raises the trainer's ``beats``."""
         await self.enlist("trainer", record)
 
     async def register_worker(self, record: WorkerRecord) -> None:
-        """Repeat it: every call raises the worker's ``beats``."""
+        """Call repeatedly: every call raises the worker's ``beats``."""
         await self.enlist("worker", record)
 
     async def remove_engine(self, engine_id: str) -> None:
@@ -144,7 +144,7 @@ class Fleet:
         await self.delist("worker", worker)
 
     async def _binding(self, job: str, token: str) -> str:
-        """What the job's owner binds engines by. Raises Fenced for everyone else."""
+        """The binding value of the job's owner. Raises Fenced for any other caller."""
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hget(job_key(job, "trainer"), "token")
             pipeline.hget(job_key(job, "job"), "epoch")
@@ -154,7 +154,7 @@ class Fleet:
         return f"{job}/{int(epoch)}/{token}"
 
     async def _may_be_replaced(self, held: str, wanted: str) -> bool:
-        """Whether the binding is of an earlier owner of the same job, or void."""
+        """Whether the binding belongs to an earlier owner of the same job, or is void."""
         bound_job, bound_epoch, _ = held.split("/")
         job, epoch, _ = wanted.split("/")
         if bound_job == job:
@@ -162,13 +162,13 @@ class Fleet:
         return bound_job in await self._void([bound_job])
 
     async def _without_void(self, bindings: Hash) -> dict[str, str]:
-        """Engine -> job. A trainer that was killed has not given its engines back: those are left out."""
+        """Engine -> job, without the engines that a killed trainer never gave back."""
         jobs = {name.decode(): held.decode().split("/")[0] for name, held in bindings.items()}
         void = await self._void(set(jobs.values()))
         return {name: job for name, job in jobs.items() if job not in void}
 
     async def _void(self, jobs: Collection[str]) -> set[str]:
-        """Jobs whose bindings bind nobody: they are over or gone, or no trainer owns them."""
+        """Jobs with void bindings: those that are over, gone, or without a trainer."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for job in jobs:
                 pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
@@ -185,7 +185,7 @@ class Fleet:
         return self._merged(record_type, records, beats)
 
     def _merged(self, record_type: type[R], records: Hash, beats: Hash) -> list[R]:
-        """By name, each with its beats. A process that registered between two reads has none yet."""
+        """Records by name, each with its beats; zero if the process registered between the two reads."""
         found = []
         for name in sorted(records):
             try:
@@ -199,7 +199,7 @@ class Fleet:
     def _described(
         self, records: Sequence[EngineRecord], bound: Mapping[str, str], states: Hash, drains: Collection[bytes]
     ) -> list[EngineRecord]:
-        """Engines with the job that holds them, what its trainer says of them, and whether they drain."""
+        """Engines with their job, their trainer's report, and whether they drain."""
         return [
             msgspec.structs.replace(
                 record,
@@ -220,7 +220,7 @@ class Fleet:
             return None
 
     def _report(self, name: bytes, error: UnreadableRecord) -> None:
-        """Once for every text."""
+        """Report each distinct text once."""
         if str(error) not in self._reported and len(self._reported) < _MAX_REPORTED:
             self._reported.add(str(error))
             get_logger().warning("a record in Redis cannot be read and is skipped", name=repr(name), error=str(error))

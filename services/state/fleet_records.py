@@ -1,8 +1,8 @@
-"""What Redis holds of engines, trainers and rollout workers: one frozen record each, written and read by ``fleet``.
+"""Redis records of engines, trainers and rollout workers: frozen, written and read by ``fleet``.
 
-Rule: fields that a record does not know are ignored and fields that it lacks have defaults, so that releases can run
-side by side. A record that cannot be read at all raises ``UnreadableRecord``; ``fleet`` reports and skips it.
-Which process is alive, and which engine to ask, is decided elsewhere.
+Rule: unknown fields are ignored and missing fields have defaults, so releases can run side by side. A record that
+cannot be read at all raises ``UnreadableRecord``; ``fleet`` reports and skips it. It does not decide which process is
+alive or which engine to use.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ class UnreadableRecord(ValueError):
 
 
 class EngineState(StrEnum):
-    """What the trainer that holds an engine says of it. An engine that no trainer holds has no state.
+    """An engine's state according to the trainer that holds it. An unheld engine has no state.
 
-    ``JOINING -> PAUSING -> LOADING -> RESUMING -> READY`` is the way of one engine to new weights (``switch`` in
-    `trainer.engine_switch`); SWITCHING and DRAINING are how the trainer's pool tells other processes of it.
+    ``JOINING -> PAUSING -> LOADING -> RESUMING -> READY`` is an engine's path to new weights (``switch`` in
+    `trainer.engine_switch`); the trainer's pool publishes SWITCHING and DRAINING to other processes.
     """
 
     JOINING = "joining"
-    """Bound a moment ago, holds no weights of the job yet. Set when the pool binds it."""
+    """Just bound, without weights of the job yet. Set when the pool binds it."""
     PAUSING = "pausing"
     """Asked to pause for new weights. Set by the switch."""
     LOADING = "loading"
-    """Paused, new weights are on their way in. Set by the switch."""
+    """Paused while new weights load. Set by the switch."""
     RESUMING = "resuming"
-    """Holds the new weights, asked to go on. Set by the switch."""
+    """Holds the new weights and was asked to resume. Set by the switch."""
     READY = "ready"
-    """Samples under its label. Set by the switch when the label is verified."""
+    """Samples under its label. Set by the switch once the label is verified."""
     DIRTY = "dirty"
-    """May hold any weights; paused or about to be loaded anew. Set by the switch, the watch and the parity gate."""
+    """May hold any weights; paused or about to be reloaded. Set by the switch, the watch and the parity gate."""
     GONE = "gone"
-    """No connection; about to be given back. Set by the switch and the watch."""
+    """Not reachable; about to be given back. Set by the switch and the watch."""
     SWITCHING = "switching"
-    """Between two versions: requests on it wait. Told by the pool instead of the four states of a switch."""
+    """Between two versions; its requests wait. Published by the pool in place of the four states of a switch."""
     DRAINING = "draining"
-    """Gets nothing new and is given back once nothing runs on it. Told by the pool of an engine asked to drain."""
+    """Gets nothing new and goes back once idle. Published by the pool for an engine asked to drain."""
 
     @property
     def may_be_asked(self) -> bool:
-        """Whether requests may be sent there; in a pause they wait."""
+        """Whether it accepts requests; during a pause they wait."""
         return self not in (EngineState.JOINING, EngineState.DIRTY, EngineState.GONE)
 
 
 class EngineReport(msgspec.Struct, frozen=True):
-    """What the trainer that holds an engine says of it, and what its switches have cost."""
+    """A trainer's report on an engine it holds, with the cost of its switches."""
 
     state: EngineState
     label: str = ""
-    """Of the weights that it holds for certain; empty while that is unknown."""
+    """Label of the weights it certainly holds; empty while unknown."""
     reason: str = ""
     """Why it is not ready."""
     num_switches: int = 0
@@ -75,21 +75,21 @@ class EngineReport(msgspec.Struct, frozen=True):
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One that registers, again and again for as long as it lives."""
+    """A process that registers repeatedly while it lives."""
 
     id: str
     beats: int = 0
-    """How often it has registered. Counted by the server."""
+    """Number of registrations, counted by the server."""
 
     read_elsewhere: ClassVar[tuple[str, ...]] = ("beats",)
-    """Fields that Redis keeps beside the record; they are not written with it."""
+    """Fields that Redis keeps beside the record and that are not written with it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"the record of a process has a text under 'id', not {self.id!r}")
 
     def to_json(self) -> bytes:
-        """As Redis holds it."""
+        """The form stored in Redis."""
         fields = msgspec.structs.asdict(self)
         return msgspec.json.encode({name: value for name, value in fields.items() if name not in self.read_elsewhere})
 
@@ -100,7 +100,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerRecord(ProcessRecord, frozen=True, kw_only=True):
-    """A trainer, and what its process can do."""
+    """A trainer and its process's capabilities."""
 
     kind: str = "trainer"
     host: str = ""
@@ -113,27 +113,27 @@ class TrainerRecord(ProcessRecord, frozen=True, kw_only=True):
 
 
 class WorkerRecord(ProcessRecord, frozen=True, kw_only=True):
-    """A rollout worker, and what it is doing."""
+    """A rollout worker and its current work."""
 
     kind: str = "rollout"
     host: str = ""
     pid: int = 0
     draining: bool = False
-    """It takes no more episodes and ends when it holds none."""
+    """It takes no more episodes and exits when it holds none."""
     jobs: tuple[str, ...] = ()
     num_episodes: int = 0
     max_episodes: int = 0
     environment_capacity: dict[str, int] = {}
-    """By job: episodes that find a place in their environment at once."""
+    """Job -> number of episodes its environment can run at once."""
     engine_requests: dict[str, int] = {}
-    """By address of the engine."""
+    """By engine address."""
     ill_environments: dict[str, dict[str, str]] = {}
-    """By job: environments in quarantine, with the last error."""
+    """Job -> quarantined environments, each with its last error."""
     counters: dict[str, int | float] = {}
 
 
 class Described(Protocol):
-    """What an engine says of itself."""
+    """An engine's description of itself."""
 
     @property
     def label(self) -> str: ...
@@ -149,26 +149,26 @@ class Described(Protocol):
 
 
 class EngineRecord(ProcessRecord, frozen=True, kw_only=True):
-    """An engine: what it said when it was last seen, which job holds it, and what that job's trainer says of it."""
+    """An engine: its last description, the job that holds it, and that job's trainer's report."""
 
     url: str = ""
     model_path: str | None = None
     weight_version: str | None = None
-    """What it called its weights then."""
+    """Its own name for its weights at that time."""
     model_type: str | None = None
     architectures: tuple[str, ...] | None = None
     job: str | None = None
-    """The job that it is bound to."""
+    """The job it is bound to."""
     draining: bool = False
-    """It was asked to be left alone: it gets no new requests and no new weights."""
+    """Asked to drain: it gets no new requests and no new weights."""
     report: EngineReport | None = None
-    """Only while it is bound."""
+    """Present only while bound."""
 
     read_elsewhere: ClassVar[tuple[str, ...]] = ("beats", "job", "draining", "report")
 
     @classmethod
     def of(cls, url: str, said: Described) -> EngineRecord:
-        """An engine is named by its address. Keys and other paths of its server stay out."""
+        """Names an engine by its address. Keys and other paths of its server stay out."""
         return cls(
             id=url,
             url=url,
@@ -184,7 +184,7 @@ class EngineRecord(ProcessRecord, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """Of the weights that its trainer knows it to hold; empty while that is unknown."""
+        """Label of the weights its trainer knows it to hold; empty while unknown."""
         return self.report.label if self.report else ""
 
 

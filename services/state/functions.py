@@ -1,7 +1,7 @@
-"""Our library of server-side functions: built from the .lua files, loaded when the server lacks it, called.
+"""Our library of server-side functions: built from the .lua files, loaded if the server lacks it, called.
 
-The rule: a process never replaces a newer library by an older one, so a rolling upgrade goes one way. All functions are
-idempotent, hence what the client library sends again after a lost reply changes nothing. It knows no queue and no job.
+The rule: a process never replaces a newer library with an older one, so a rolling upgrade only moves forward. All
+functions are idempotent, so the client library may resend after a lost reply. It knows neither queue nor jobs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.state.client import RedisClient
 from services.state.keys import BUS_KEYS, JOB_KEYS, SERVICE_KEYS
 from services.state.refusals import BY_WORD, Damaged
 
-# Servers keep the highest version that they were given. A text that was released never changes under its number: a test
+# Servers keep the highest version they were given. Released text never changes under its version number: a test
 # compares the digests.
 LIBRARY_VERSION = 2
 LUA = Path(__file__).with_name("lua")
@@ -45,11 +45,11 @@ class Functions:
     """Calls functions by name and turns error replies into ``Refused`` errors."""
 
     def __init__(self, redis: RedisClient) -> None:
-        # The types of its replies allow for every protocol and decoding; ours are bytes.
+        # The library's reply types allow for every protocol and decoding; ours are bytes.
         self.redis: Any = redis
 
     async def load(self) -> None:
-        """Make sure that the server holds this library; safe to call from many processes at once."""
+        """Make sure the server holds this library; safe to call from many processes at once."""
         source, digest = library()
         held = await self._held_version()
         if held is not None and held[0] > LIBRARY_VERSION:
@@ -61,7 +61,7 @@ class Functions:
             await self.redis.function_load(source, replace=True)
 
     async def call(self, name: str, keys: Sequence[str | bytes], *args: str | bytes | int | float) -> Any:
-        """The reply of ``gspo_<name>``. A server that lost the library (a new one, say) is given it again."""
+        """The reply of ``gspo_<name>``. Reloads the library if the server lost it (say, a new server)."""
         try:
             return await self._fcall(name, keys, args)
         except RedisFault as error:
@@ -89,7 +89,7 @@ class Functions:
 
 
 def library() -> tuple[str, str]:
-    """The source of the library and its digest."""
+    """The library's source and its digest."""
     parts = [(LUA / name).read_text(encoding="utf-8") for name in SOURCES]
     keys = [
         _lua_names("BUS_KEYS", BUS_KEYS),
@@ -112,5 +112,5 @@ def _refusal(error: RedisFault) -> Exception:
     word, _, detail = text.partition(" ")
     if kind := BY_WORD.get(word):
         return kind(detail)
-    # What a function stumbled over is always something that it read.
+    # A function only ever fails on data it read.
     return Damaged(text) if "user_function" in text else error

@@ -1,8 +1,8 @@
 """Jobs and the trainers' leases on them: created once, moved along the ONE table of transitions, owned by one trainer.
 
-The rule: a state changes by compare-and-set in one function that also writes the event ``job.status``, so what a client
-sees in the event stream is exactly what happened. Where the table has the jobs' directories, what it acknowledges is
-written down there first. It does not know what a specification says.
+The rule: one function changes a state by compare-and-set and writes the event ``job.status``, so the event stream shows
+exactly what happened. If the table has the jobs' directories, it saves each change there before acknowledging it. It
+does not interpret specifications.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from services.state.leases import BeatWatch
 from services.state.rebuild import Rebuild
 from services.state.refusals import Conflict, Fenced, Forbidden, Missing
 
-# What is written down of a job's record with every change. Progress is not: checkpoints and versions tell it.
+# The fields of a job's record saved with every change. Progress is left out: checkpoints and versions record it.
 _STATUS_FIELDS = (
     *("status", "desired_state", "attempt", "epoch", "created_at", "started_at", "finished_at"),
     *("reason_code", "reason_message", "reason_since"),
     *("settings_version", "settings", "cancel_manner", "attempts"),
 )
 
-# States in which a trainer that is lost has failed; who is paused or ends was not training.
+# A trainer lost in one of these states counts as a failure; in paused or ending states it was not training.
 _COUNTING = [status for status in sources_of(JobStatus.FAILED) if status is not JobStatus.CANCELLING]
 _WITHOUT_TRAINING = (JobStatus.PAUSED, JobStatus.CANCELLING)
 _TERMINAL = [status for status in JobStatus if status.is_terminal]
@@ -61,16 +61,16 @@ _TERMINAL = [status for status in JobStatus if status.is_terminal]
 
 class _Owner(NamedTuple):
     token: str | bytes
-    """Empty where nobody owns the job."""
+    """Empty for an unowned job."""
     beat: str | bytes
     job_is_queued: bool
-    """Nobody's, and it has not begun or was left before it ran."""
+    """Unowned, and either not begun or released before it ran."""
 
 
 class JobTable:
     """``now`` is the time of day in seconds, shown to people; no lease depends on it.
 
-    ``max_attempts``: so many trainers in a row may be lost without a new step before the job has failed.
+    ``max_attempts``: a job fails after losing this many trainers in a row without a new step.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class JobTable:
         self._redis = functions.redis
         self._watch = watch
         self._now = now
-        # A claim whose answer never came is made again with the same token, so it is not lost for a whole lease.
+        # A claim whose reply was lost is repeated with the same token, so it is not lost for a whole lease.
         self._unanswered: dict[str, str] = {}
-        # One claim at a time: two that share a token would both believe that they own the job.
+        # One claim at a time: two claims sharing a token would both believe they own the job.
         self._claiming = asyncio.Lock()
 
     async def create(
         self, spec: BaseModel | str, *, idempotency_key: str | None = None, job_id: str | None = None, owner: str = ""
     ) -> JobRecord:
-        """Accept a job. The same key (or the same ``job_id``) with the same body is the same job; JobConflict else.
+        """Accept a job. The same key (or ``job_id``) and body give the same job, another body JobConflict.
 
-        Put what tells credentials apart into the key.
+        Include in the key anything that distinguishes credentials.
         """
         text, digest = _canonical(spec)
         job = job_id or new_job_id(self._now())
@@ -119,12 +119,12 @@ class JobTable:
             await self._functions.call("create", job_keys(job), *written)
         except Conflict:
             raise JobConflict(job) from None
-        # Last, so that who finds it in the list finds it whole. Until here nothing was acknowledged.
+        # Last, so that a listed job is complete. Nothing has been acknowledged before this point.
         await self._functions.call("announce", service_keys(), job)
         return await self._written_down(job)
 
     async def under(self, idempotency_key: str) -> str | None:
-        """The id that was given out under this key; a job need not have come of it."""
+        """The id handed out under this key; its job may not exist."""
         await self._ensure_rebuilt()
         found = await self._redis.hget(service_key("idempotency"), _digest_of_key(idempotency_key))
         return None if found is None else found.decode()
@@ -146,7 +146,7 @@ class JobTable:
             raise JobNotFound(job)
         return fields
 
-    # What is written down before it is acknowledged
+    # Saving changes before acknowledging them
 
     async def _ensure_rebuilt(self) -> None:
         if self._rebuild is not None:
@@ -165,14 +165,14 @@ class JobTable:
         return accepted
 
     async def _written_down(self, job: str) -> JobRecord:
-        """The job as it is now. Whatever changed it, this state (or a newer one) is on disk when this returns."""
+        """The job's current state. On return this state (or a newer one) is on disk, whatever changed it."""
         fields = await self._fields(job)
         directory = self._directory(job)
         while directory is not None:
             record = {name: fields[name.encode()].decode() for name in _STATUS_FIELDS if name.encode() in fields}
             if await self._to_disk(directory.write_status, int(fields[b"revision"]), record):
                 break
-            # The server went back in time and counts again what is on disk with another content.
+            # The server was rolled back and reuses a revision that is on disk with other content.
             highest, _ = await asyncio.to_thread(directory.newest_status)
             await self._functions.call("pass_revision", job_keys(job), highest)
             fields = await self._fields(job)
@@ -181,7 +181,7 @@ class JobTable:
     async def page(
         self, limit: int = 20, after: str | None = None, *, before: str | None = None, order: str = "asc"
     ) -> list[JobRecord]:
-        """Jobs by id, which is by time of creation; ``after`` and ``before`` are exclusive. Raises InvalidCursor."""
+        """Jobs by id, i.e. in order of creation; ``after`` and ``before`` are exclusive. Raises InvalidCursor."""
         if order not in ("asc", "desc"):
             raise ValueError(f"order is asc or desc, not {order!r}")
         await self._ensure_rebuilt()
@@ -203,17 +203,17 @@ class JobTable:
         return await self._get_many([job.decode() for job in ids])
 
     async def served(self) -> list[str]:
-        """Jobs that rollout workers serve, the oldest first."""
+        """Jobs that rollout workers serve, oldest first."""
         jobs = await self._get_many(await self._open())
         return [job.id for job in jobs if job.status.is_served]
 
     async def set_status(
         self, job: str, status: JobStatus | str, *, token: str | None = None, reason: StatusReason | None = None
     ) -> JobRecord:
-        """Move a job; in the state that it is in already, only the reason may change.
+        """Move a job to ``target``; if it is already there, only the reason may change.
 
-        With a ``token`` only the owner may. Without a reason the state's usual one is given. The event ``job.status``
-        is written by the same atomic call. Raises JobNotFound, IllegalTransition, Fenced.
+        With a ``token`` only the owner may. The reason defaults to the state's usual one. The same atomic call writes
+        the event ``job.status``. Raises JobNotFound, IllegalTransition, Fenced.
         """
         status = JobStatus(status)
         entering = default_reason(status)
@@ -236,10 +236,10 @@ class JobTable:
     async def set_desired_state(
         self, job: str, desired: DesiredState | str, manner: CancelManner = CancelManner.NOW
     ) -> JobRecord:
-        """Say what the user wants; the owner brings it about. A queued job is cancelled at once.
+        """Record the user's wish; the owner carries it out. A queued job is cancelled at once.
 
-        What holds already is no error; a cancelled wish cannot be taken back, only its ``manner`` can change, and a job
-        that is over has no other wish (IllegalTransition). Raises JobNotFound.
+        Repeating a wish is no error; a cancellation cannot be undone, only its ``manner`` can change, and a finished
+        job accepts no other wish (IllegalTransition). Raises JobNotFound.
         """
         desired = DesiredState(desired)
         at_once = default_reason(JobStatus.CANCELLED)
@@ -260,9 +260,9 @@ class JobTable:
     async def change_settings(
         self, job: str, seen_version: int, values: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> JobRecord:
-        """Say what holds of a job in place of its specification: all of it, and what of it is new, for the event.
+        """Replace a job's live settings, which override its specification; the event carries the new ones.
 
-        Raises JobNotFound, IllegalTransition (the job is over) and Conflict, if ``seen_version`` is not the newest.
+        Raises JobNotFound, IllegalTransition (the job is over) and Conflict if ``seen_version`` is not the newest.
         """
         texts = [json.dumps(dict(some), sort_keys=True, allow_nan=False) for some in (values, changes)]
         try:
@@ -280,16 +280,16 @@ class JobTable:
     async def claim(
         self, trainer: str, *, unfit: Callable[[str], str | None] = fits, lost_first: bool = False
     ) -> Claim | None:
-        """A job that waits, or whose trainer's beat stood still for a whole lease; None when there is none.
+        """Claim a waiting job, or one whose trainer's beat stood still for a whole lease; None if there is none.
 
-        ``unfit`` says of a specification why this trainer cannot train it: it is left to others, and told so while it
-        is queued. Say the same on all trainers. Whoever comes may end what its user has cancelled.
+        ``unfit`` returns why this trainer cannot train a specification: others may take the job, and it shows
+        that reason while queued. All trainers must say the same. Any trainer may end a job its user cancelled.
 
-        ``lost_first``: jobs of dead trainers come first, and one that waits is left waiting while it is not known yet
-        whether another's trainer is dead. A trainer that starts again goes on with what it had.
+        ``lost_first``: jobs of dead trainers come first, and waiting jobs are left alone while another job's trainer
+        may turn out dead. A restarted trainer thus continues what it had.
 
         Idle trainers call this at least twice per lease: a beat must be watched before it counts as standing still.
-        A taken-over job has one attempt and one epoch more, and starts again, unless it is paused or cancelling.
+        A takeover raises attempt and epoch by one and starts the job again, unless it is paused or cancelling.
         """
         async with self._claiming:
             await self._ensure_rebuilt()
@@ -299,7 +299,7 @@ class JobTable:
                         continue
                     claim = await self._claim(job, trainer, seen)
                 except (Missing, JobNotFound, Fenced):
-                    # The server was wiped between two of these calls: nobody has the job, perhaps soon somebody else.
+                    # The server was wiped between two calls: the job is unowned, and another trainer may claim it soon.
                     self._unanswered.pop(job, None)
                     continue
                 if claim is not None:
@@ -307,8 +307,8 @@ class JobTable:
         return None
 
     async def _to_be_had(self, lost_first: bool) -> list[tuple[str, _Owner]]:
-        """Jobs without an owner and those whose owner is dead, oldest first. Or those first that have begun, and no
-        others while another job's owner may be dead."""
+        """Jobs without an owner or with a dead one, oldest first. With ``lost_first``, begun jobs come first, and only
+        they are listed while another job's owner may be dead."""
         looked_at = {job: await self._seen(job) for job in await self._open()}
         found = [(job, owner) for job, owner in looked_at.items() if owner is not None]
         if not lost_first:
@@ -319,8 +319,8 @@ class JobTable:
         return lost + [(job, owner) for job, owner in found if owner.job_is_queued]
 
     async def give_up_lost(self, own: str) -> list[str]:
-        """Jobs other than ``own`` whose trainer's beat stood still for a whole lease have none from now on: they wait
-        for one, and hold no engine. Busy trainers call this at least twice per lease; idle ones claim such jobs."""
+        """Drop dead owners of jobs other than ``own`` (beat still for a whole lease): such a job waits for a trainer
+        and holds no engine. Busy trainers call this at least twice per lease; idle ones claim such jobs instead."""
         given_up = []
         for job in await self._open():
             owner = await self._seen(job) if job != own else None
@@ -330,7 +330,7 @@ class JobTable:
 
     async def _lose(self, job: str, owner: _Owner) -> bool:
         said = (owner.token, owner.beat, self._time(), LOST.code, LOST.message, *_WITHOUT_TRAINING)
-        # A server that was wiped meanwhile has forgotten the job.
+        # A server wiped meanwhile has forgotten the job.
         with contextlib.suppress(Missing, JobNotFound):
             if await self._functions.call("lose", job_keys(job), *said):
                 await self._written_down(job)
@@ -344,7 +344,7 @@ class JobTable:
             return False
         queued, entering = JobStatus.QUEUED, default_reason(JobStatus.QUEUED)
         said = (str(queued), "", self._time(), "capacity", problem, entering.code, entering.message, 0)
-        with contextlib.suppress(Forbidden):  # it may be entered from nowhere: only the reason of a queued job changes
+        with contextlib.suppress(Forbidden):  # no state leads here: only the reason of a queued job changes
             await self._functions.call("set_status", job_keys(job), *said)
         return True
 
@@ -369,7 +369,7 @@ class JobTable:
         return Claim(job, token, epoch, attempt=int(reply[1]))
 
     async def _own_epoch(self, job: str, token: str, epoch: int) -> int:
-        """A server that lost its newest writes may hand out an epoch a second time; the directory knows better."""
+        """A server that lost its latest writes may hand out an epoch twice; the directory knows better."""
         directory = self._directory(job)
         if directory is None:
             return epoch
@@ -377,13 +377,13 @@ class JobTable:
         return epoch if epoch > highest else await self.raise_epoch(job, token, highest + 1)
 
     async def _seen(self, job: str) -> _Owner | None:
-        """Who owns the job, if it may be had. None: leave it alone."""
+        """The job's owner if the job may be claimed. None: leave it alone."""
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hmget(job_key(job, "job"), ["status", "finished_at"])
             pipeline.hmget(job_key(job, "trainer"), ["token", "beat"])
             (status, finished_at), (token, beat) = await pipeline.execute()
         if finished_at is not None:
-            # Jobs leave the set of open ones here, since it lies in another slot than the job.
+            # Finished jobs leave the open set here, because that set lives in another slot than the job.
             await self._redis.srem(service_key("open_jobs"), job)
             self._watch.forget(job)
             return None
@@ -400,7 +400,7 @@ class JobTable:
 
     async def release(self, job: str, token: str, cause: StatusReason = HANDED_OVER) -> None:
         """Give the job up in an orderly way: another trainer may claim it at once, and the attempt does not count.
-        ``cause`` is listed with it. Raises Fenced."""
+        ``cause`` is recorded with it. Raises Fenced."""
         reason = default_reason(JobStatus.QUEUED)
         await self._functions.call(
             "release",
@@ -411,12 +411,12 @@ class JobTable:
         await self._written_down(job)
 
     async def end_attempt(self, job: str, token: str, cause: StatusReason) -> None:
-        """Give the job up because this attempt failed: it counts, and its cause is listed. Raises Fenced."""
+        """Give the job up because this attempt failed: it counts, with its cause on record. Raises Fenced."""
         await self._functions.call("end_attempt", job_keys(job), token, self._time(), cause.code, cause.message)
         await self._written_down(job)
 
     async def raise_epoch(self, job: str, token: str, epoch: int) -> int:
-        """Never lower than ``epoch`` (the highest on disk plus one) from now on; returns the epoch that holds."""
+        """Raise the epoch to at least ``epoch`` (the highest on disk plus one); returns the resulting epoch."""
         held = int(await self._functions.call("raise_epoch", job_keys(job), token, epoch))
         await self._written_down(job)
         return held
@@ -447,7 +447,7 @@ def _digest_of_key(idempotency_key: str) -> str:
 
 
 def _canonical(spec: BaseModel | str) -> tuple[str, str]:
-    """The specification as JSON text, and a digest that no blank and no order of keys changes."""
+    """The specification as JSON text, and a digest that ignores whitespace and key order."""
     data: Any = json.loads(spec) if isinstance(spec, str) else spec.model_dump(mode="json")
     if not isinstance(data, dict):
         raise TypeError("a job's specification is a JSON object")

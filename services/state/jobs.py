@@ -1,6 +1,6 @@
-"""What a job is to the control plane: its record, its states, and the ONE table of transitions between them.
+"""A job in the control plane: its record, its states, and the ONE table of transitions between them.
 
-The rule: a transition that is not in TRANSITIONS does not exist; the server compares with what this table allows.
+The rule: a transition missing from TRANSITIONS does not exist; the server enforces this table.
 It stores nothing.
 """
 
@@ -32,12 +32,12 @@ class JobStatus(StrEnum):
 
     @property
     def is_served(self) -> bool:
-        """Whether rollout workers work for a job in this state (a pausing job drains its open episodes)."""
+        """Whether rollout workers serve a job in this state (a pausing job drains its open episodes)."""
         return self in _SERVED
 
 
 class DesiredState(StrEnum):
-    """What the user asked for; the owner of the job brings it about."""
+    """The user's wish; the job's owner carries it out."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -45,13 +45,13 @@ class DesiredState(StrEnum):
 
 
 class CancelManner(StrEnum):
-    """How a job is to be cancelled."""
+    """How to cancel a job."""
 
     NOW = "now"
     NOW_WITH_CHECKPOINT = "now+checkpoint"
-    """After the step that it is in."""
+    """After the current step."""
     DRAIN = "drain"
-    """Nothing new is started; what is under way is played and trained, as far as it fills steps."""
+    """Start nothing new; finish and train the work in progress, as far as it fills steps."""
     DRAIN_WITH_CHECKPOINT = "drain+checkpoint"
 
     @classmethod
@@ -88,11 +88,11 @@ _SERVED = frozenset({JobStatus.STARTING, JobStatus.RUNNING, JobStatus.PAUSING, J
 
 
 def sources_of(target: JobStatus) -> list[JobStatus]:
-    """The states from which ``target`` may be entered."""
+    """The states that may move to ``target``."""
     return [source for source, targets in TRANSITIONS.items() if target in targets]
 
 
-# What a person is told on entering a state, unless the caller knows better.
+# The reason shown on entering a state, unless the caller supplies a better one.
 _DEFAULT_REASONS = {
     JobStatus.QUEUED: ("waiting_for_workers", "no trainer has taken the job yet; each trains one at a time"),
     JobStatus.STARTING: ("loading_model", "a trainer has taken the job and loads the model"),
@@ -106,12 +106,12 @@ _DEFAULT_REASONS = {
 
 
 def default_reason(status: JobStatus) -> StatusReason:
-    """An empty code where a state needs no reason."""
+    """The code is empty for a state that needs no reason."""
     return StatusReason(*_DEFAULT_REASONS.get(status, ("", "")))
 
 
 class InvalidCursor(ValueError):
-    """A position that is no id of the list or stream it is used on."""
+    """The position is not an id of the list or stream it is used on."""
 
 
 class JobNotFound(LookupError):
@@ -123,7 +123,7 @@ class JobNotFound(LookupError):
 
 
 class JobConflict(Exception):
-    """The idempotency key, or the id, belongs to a job with another body."""
+    """The idempotency key or the id belongs to a job with another body."""
 
     def __init__(self, job: str) -> None:
         super().__init__(f"the same key or id was used for job {job!r} with another body; send a fresh key")
@@ -131,7 +131,7 @@ class JobConflict(Exception):
 
 
 class IllegalTransition(Exception):
-    """The table of transitions does not lead from where the job is to where the caller wants it."""
+    """The table of transitions has no way from the job's state to the wanted one."""
 
     def __init__(self, job: str, current: str, wanted: str) -> None:
         super().__init__(f"job {job} is {current}; it cannot become {wanted}")
@@ -143,17 +143,17 @@ class StatusReason:
     code: str
     message: str
     since: str | None = None
-    """UTC, RFC 3339; set by the store: since when this code holds."""
+    """When this code took effect: UTC, RFC 3339; set by the store."""
 
 
 def fits(_spec: str) -> str | None:
-    """Why a trainer cannot train a job of this specification, where nobody says any."""
+    """The default check, under which every trainer fits every specification."""
     return None
 
 
 HANDED_OVER = StatusReason("handed_over", "its trainer was asked to stop")
 LOST = StatusReason("trainer_lost", "its sign of life stood still for a whole lease")
-"""Why an attempt ended, where nothing else is said."""
+"""The default reason for the end of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +166,11 @@ class JobAttempt:
     began_at: str
     ended_at: str | None = None
     code: str | None = None
-    """What ended it: ``trainer_lost``, ``process_lost``, ``rank_lost``, ``handed_over``, ``no_progress``,
+    """Why it ended: ``trainer_lost``, ``process_lost``, ``rank_lost``, ``handed_over``, ``no_progress``,
     ``data_unreadable``, ``redis_unavailable``, ``disk_full``, or the reason of the job's end."""
     message: str | None = None
     step: int | None = None
-    """Where the job was then."""
+    """The job's step at that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class JobRecord:
     desired_state: DesiredState
     status_reason: StatusReason | None
     attempt: int
-    """How many trainers have owned the job."""
+    """Number of trainers that have owned the job."""
     epoch: int
     step: int
     policy_version: int | None
@@ -190,15 +190,15 @@ class JobRecord:
     started_at: str | None
     finished_at: str | None
     owner: str = ""
-    """Who submitted it; empty where nobody had to say."""
+    """Who submitted it; empty without authentication."""
     settings_version: int = 0
-    """How often its live settings were changed."""
+    """Number of changes to its live settings."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What is said of it in place of its specification, by key: ``{"optimizer.lr": 1e-6}``."""
+    """Live settings that override the specification, by key: ``{"optimizer.lr": 1e-6}``."""
     cancel_manner: CancelManner | None = None
-    """Where it was asked to be cancelled."""
+    """Set once cancellation is requested."""
     attempts: tuple[JobAttempt, ...] = ()
-    """The last trainers that owned it, each with what ended it."""
+    """The most recent owners, each with the reason its attempt ended."""
 
     @property
     def spec_data(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class JobRecord:
         return data
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, the specification parsed."""
+        """Plain values, with the specification parsed."""
         return asdict(self) | {
             "status": str(self.status),
             "desired_state": str(self.desired_state),
@@ -216,7 +216,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A trainer's lease on a job; ``token`` fences everything that it writes."""
+    """A trainer's lease on a job; ``token`` fences everything the trainer writes."""
 
     job_id: str
     token: str

@@ -1,8 +1,8 @@
-"""Answers that are kept for a while, so that a request that is sent again is answered and not done again.
+"""Keeps replies for a while, so that a resent request gets the first reply instead of repeating the work.
 
-The rule: of all who begin the same work under one name, one at a time is told to do it, and it is done by nobody else
-once its answer is kept; who falls silent in the middle loses it after a while. What is kept is bounded in number, bytes
-and age (`functions_replies.lua`). It knows no HTTP.
+The rule: one caller at a time does the work under a name, and none does it again once its reply is kept; a caller that
+falls silent midway loses it after a while. Number, bytes and age of kept replies are bounded
+(`functions_replies.lua`). It does not know HTTP.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ LEASE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What somebody else has begun, or done, under the same name."""
+    """Work that another caller began or finished under the same name."""
 
     request: str
-    """Digest of what was asked then."""
+    """Digest of that request."""
     reply: bytes | None
-    """None: it is still being done."""
+    """None: still in progress."""
 
 
 class KeptReplies:
-    """``now`` is in seconds and the same for all processes, more or less."""
+    """``now`` is in seconds, roughly equal on all processes."""
 
     def __init__(self, redis: RedisClient, now: Callable[[], float] = time.time) -> None:
         self._functions = Functions(redis)
@@ -38,7 +38,7 @@ class KeptReplies:
         self._now = now
 
     async def begin(self, name: str, request: str, owner: str) -> Begun | None:
-        """None: do it, ``renew`` meanwhile, then ``keep`` the answer or ``drop`` the name."""
+        """None: do the work, calling ``renew`` meanwhile, then ``keep`` the reply or ``drop`` the name."""
         now = self._now()
         times = (_ms(now), _ms(now + LEASE_S), _ms(now - KEPT_S))
         held = await self._functions.call("begin_reply", self._keys, name, request, owner, *times)

@@ -1,8 +1,8 @@
-"""Who is dead: judged by the claimant's own clock, from a beat counter that stands still.
+"""Decides which lease holders are dead: by the claimant's own clock, from a beat counter that stands still.
 
-The rule: no clock of a server and no clock of another machine decides. Only what was watched counts: when the watcher
-itself did not look for a while (it was stopped, the server was away) the time starts anew, so an outage does not take
-every lease at once. It takes nothing away itself; the compare-and-set on what it saw does.
+The rule: neither the server's clock nor another machine's decides. Only watched time counts: after a gap in watching
+(the watcher was stopped, the server was away) the time starts over, so an outage does not void every lease at once. It
+takes nothing away itself; the caller's compare-and-set on the observed beat does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class _Sighting:
     since: float
     last_look: float
     has_moved: bool = False
-    """Whether the beat was seen to change, without a gap in the looking."""
+    """Whether the beat changed during gapless watching."""
 
 
 class BeatWatch:
-    """Look at every holder at least every ``patience_s / 2`` seconds, else a dead one is never found."""
+    """Check every holder at least every ``patience_s / 2`` seconds, or dead ones are never found."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
         self._patience_s = patience_s
@@ -29,7 +29,7 @@ class BeatWatch:
         self._sightings: dict[Hashable, _Sighting] = {}
 
     def stands_still(self, holder: Hashable, beat: Hashable) -> bool:
-        """Whether ``beat`` (token and counter) of ``holder`` was seen unchanged for the whole patience."""
+        """Whether the ``beat`` (token and counter) of ``holder`` stayed unchanged for the whole patience."""
         now = self._clock()
         seen = self._sightings.get(holder)
         was_watched = seen is not None and now - seen.last_look <= self._patience_s / 2
@@ -40,7 +40,7 @@ class BeatWatch:
         return now - seen.since >= self._patience_s
 
     def is_undecided(self, holder: Hashable) -> bool:
-        """Whether it was looked at, and has neither moved yet nor stood still for long enough."""
+        """Whether it is being watched and has neither moved nor stood still long enough."""
         seen = self._sightings.get(holder)
         return seen is not None and not seen.has_moved and seen.last_look - seen.since < self._patience_s
 

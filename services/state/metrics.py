@@ -1,7 +1,7 @@
-"""The metrics of a job by step, bounded in number of steps.
+"""The metrics of a job by step, with a bounded number of steps.
 
-The rule: a step has one value per name, the one written last (a step that is run again after a crash replaces what it
-reported before). It computes and names no metric.
+The rule: a step has one value per name, the last one written, so a step repeated after a crash replaces its earlier
+values. It neither computes nor names metrics.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class MetricSeries:
         self._functions = functions
 
     async def add(self, job: str, step: int, metrics: Mapping[str, float], *, token: str | None = None) -> None:
-        """Add values to a step; a name that it has already gets the new value. All numbers are finite.
+        """Add values to a step, overwriting existing names. All values must be finite.
 
-        With a ``token`` only the owner may (Fenced). Raises JobNotFound.
+        With a ``token`` only the owner may add (else Fenced). Raises JobNotFound.
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -36,7 +36,7 @@ class MetricSeries:
             raise JobNotFound(job) from None
 
     async def read(self, job: str, from_step: int = 0) -> list[dict[str, Any]]:
-        """One dict per step in order: ``{"step": n, name: value, ...}``."""
+        """One dict per step, in order: ``{"step": n, name: value, ...}``."""
         rows = await self._functions.call("read_metrics", job_keys(job), from_step)
         return [_row(row) for row in rows]
 
@@ -49,6 +49,6 @@ def _row(row: list[bytes]) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _layout(names: tuple[bytes, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The names in order, and where the value of each is: the steps of a job have the same ones."""
+    """The sorted names and the position of each value; the steps of a job share them."""
     order = sorted(range(len(names)), key=lambda place: names[place].decode())
     return tuple(names[place].decode() for place in order), tuple(order)

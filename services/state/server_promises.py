@@ -1,7 +1,7 @@
-"""The promises that a Redis server must keep for us: acknowledged means durable, and nothing is ever evicted.
+"""The promises a Redis server must keep for us: acknowledged means durable, and nothing is ever evicted.
 
-The rule: a server that promises less is reported and used as it is; no setting of it is changed. Starting a server, or
-refusing one, is the work of ``server``.
+The rule: a server with weaker promises is reported and used as it is; its settings stay unchanged. ``server`` starts
+and refuses servers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNREADABLE = "its configuration cannot be read ({error}): make sure of appendfsy
 
 
 async def warn_if_weaker(client: RedisClient) -> list[str]:
-    """Check the server of a running process once, at its start: log and return what it does not promise."""
+    """Check the server once, when a process starts: log and return the promises it does not keep."""
     try:
         found = weaknesses_in({name: (await client.config_get(name)).get(name) for name in EXAMINED})
     except RedisFault as error:

@@ -1,11 +1,11 @@
-"""The control plane's state, one door to its parts: jobs and leases on them, events, versions, fleet, metrics.
+"""The control plane's state behind one object: jobs and leases on them, events, versions, fleet, metrics.
 
-Duty: builds the parts on one connection; users take the part that they need (``store.jobs``, ``store.fleet``). The rule
-that all parts keep: whatever a client sends again changes nothing, and what an owner writes is fenced by its token.
-It knows nothing of what a specification says.
+Duty: build the parts on one connection; callers take the part they need (``store.jobs``, ``store.fleet``). The rule for
+all parts: a resend changes nothing, and an owner's writes are fenced by its token.
+It does not interpret specifications.
 
-With ``jobs_dir`` the jobs' directories are the truth and Redis may be lost: what is acknowledged is written down there
-first, and a server that was wiped is given it back by the first process that notices (``rebuild``).
+With ``jobs_dir`` the jobs' directories are the truth and Redis may be lost: changes are saved there before they are
+acknowledged, and the first process to notice a wiped server restores it (``rebuild``).
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ __all__ = [
 
 
 class Store:
-    """``lease_s``: a trainer whose beat stands still for so long loses its job. ``now`` is shown to people only.
+    """``lease_s``: a trainer whose beat stands still this long loses its job. ``now`` is only shown to people.
 
-    ``max_attempts``: so many trainers in a row may be lost without a new step, then the job has failed.
-    ``waits_for_room``: what is to be written down where the disk is full is waited for, instead of raising.
+    ``max_attempts``: a job fails after losing this many trainers in a row without a new step.
+    ``waits_for_room``: a write to a full disk waits for room instead of raising.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Store:
         self.environments = EnvironmentDescriptions(self._functions, jobs_dir, waits_for_room=waits_for_room)
 
     async def load_functions(self) -> None:
-        """Make sure that the server has our functions; raises LibraryTooOld, LibraryTooNew."""
+        """Make sure the server has our functions; raises LibraryTooOld, LibraryTooNew."""
         await self._functions.load()
 
     async def rebuild(self) -> int:
-        """Give the server what it does not know, or knows an older state of; returns how many jobs that were.
+        """Restore jobs that the server lacks or knows in an older state; returns how many.
 
-        Processes with ``jobs_dir`` call it when they start. Later a wiped server is noticed by listing, claiming,
-        creating and not finding jobs.
+        Processes with ``jobs_dir`` call it when they start. Later, listing, claiming, creating and failing
+        to find jobs detect a wiped server.
         """
         return 0 if self._rebuild is None else await self._rebuild.run()

@@ -1,7 +1,7 @@
-"""The version table of a job: what was published, by which epoch, at which step.
+"""The version table of a job: each published version with its epoch and step.
 
-The rule: a version is a publish counter that is never handed out twice, also not by a server that lost its memory: the
-job's directory knows what was used. A published one never changes. It holds manifests, not weights.
+The rule: a version is a publish counter that is never handed out twice, even by a server that lost its memory, because
+the job's directory knows the used numbers. A published version never changes. It holds manifests, not weights.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Version:
     epoch: int
     step: int
     parent: int | None
-    """The version whose weights these were trained from, or are; None for the first."""
+    """The version whose weights this one was trained from or equals; None for the first."""
 
 
 class VersionTable:
-    """``jobs_dir``: where the jobs' directories are, if this process writes there."""
+    """``jobs_dir``: the root of the jobs' directories, if this process writes there."""
 
     def __init__(self, functions: Functions, jobs_dir: JobsDir | None) -> None:
         self._functions = functions
         self._jobs_dir = jobs_dir
         self._asked: set[str] = set()
-        """Owners for whom the directory was looked at: after that the server's counter is above it."""
+        """Owners whose directory was checked; since then the server's counter is above it."""
 
     async def next(self, job: str, token: str, *, at_least: int = 0) -> int:
-        """A publish number that was never handed out, from 0, not below ``at_least``. Raises Fenced."""
+        """A publish number never handed out before, from 0, at least ``at_least``. Raises Fenced."""
         if self._jobs_dir is not None and token not in self._asked:
             highest = await asyncio.to_thread(JobRecords(self._jobs_dir.job(job)).highest_version)
             at_least = max(at_least, highest + 1)
@@ -54,7 +54,7 @@ class VersionTable:
         text = encode_row(manifest)
         await self._functions.call("publish_version", job_keys(job), token, manifest.version, text)
         if self._jobs_dir is not None:
-            # After the server, so that a fenced trainer leaves nothing; before anyone is told.
+            # After the server, so a fenced trainer leaves no trace; before anyone is told.
             record = VersionRecord(manifest.version, manifest.step, text)
             try:
                 await asyncio.to_thread(JobRecords(self._jobs_dir.job(job)).write_version, record)
@@ -66,12 +66,12 @@ class VersionTable:
         return None if text is None else decode_row(text)
 
     async def all(self, job: str) -> list[WeightsManifest]:
-        """All that were published, in order."""
+        """All published manifests, in order."""
         texts = await self._functions.redis.hvals(job_key(job, "versions"))
         return sorted((decode_row(text) for text in texts), key=lambda manifest: manifest.version)
 
     async def table(self, job: str) -> list[Version]:
-        """Epoch, step and parent of all that were published, in order."""
+        """Epoch, step and parent of all published versions, in order."""
         rows: list[Version] = []
         for manifest in await self.all(job):
             parent = _parent(rows, manifest)
@@ -80,7 +80,7 @@ class VersionTable:
 
 
 def _parent(earlier: list[Version], manifest: WeightsManifest) -> int | None:
-    """The one before in the same epoch. The first of an epoch holds the weights that the epoch forked off."""
+    """The previous version of the same epoch; for an epoch's first version, the one the epoch forked from."""
     if earlier and earlier[-1].epoch == manifest.epoch:
         return earlier[-1].version
     same = [one.version for one in earlier if one.step == manifest.step]

@@ -1,7 +1,7 @@
-"""What the API asks of rollout workers, since it runs no code of environments itself: an order, an answer.
+"""The API's requests to rollout workers, since the API runs no environment code itself: an order, an answer.
 
-The rule: a request is taken by one worker, and lost with it; whoever asked is told that no answer came and may ask
-again, since requests change nothing that asking twice would spoil. What nobody waits for is removed by the next asker.
+The rule: one worker takes a request, and the request dies with it; the asker learns that no answer came and may ask
+again, since requests are safe to repeat. The next asker removes requests that have outlived their asker's wait.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from services.state.client import MAX_BLOCK_MS, RedisClient
 from services.state.keys import service_key
 
-# A stream of orders; who has taken which; what came back.
+# A stream of orders, the worker that took each, and the answers.
 _ORDERS, _CLAIMS, _ANSWERS = (service_key(name) for name in ("errands", "errand_claims", "errand_answers"))
 LOOK_S = 0.05
-# How long a worker that is there needs at most to take an order that waits.
+# The longest a live worker takes to pick up a waiting order.
 TAKEN_WITHIN_S = 10.0
 MAX_AGE_MS = 15 * 60 * 1000
 MAX_OPEN = 256
@@ -29,15 +29,15 @@ class NoWorkerThere(Exception):
 
 
 class NoAnswer(Exception):
-    """A worker took it and said nothing in time."""
+    """A worker took the request but did not answer in time."""
 
 
 class TooManyRequests(Exception):
-    """So many requests wait that this one was not added."""
+    """Too many requests are waiting, so this one was not added."""
 
 
 class WorkerRequestFailed(Exception):
-    """The worker says why it could not be done."""
+    """The worker's reason for failing the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class WorkerRequests:
         return request.decode()
 
     async def ask(self, order: Mapping[str, Any], timeout_s: float) -> Any:
-        """What came back. Raises TooManyRequests, NoWorkerThere, NoAnswer, WorkerRequestFailed."""
+        """The worker's answer. Raises TooManyRequests, NoWorkerThere, NoAnswer, WorkerRequestFailed."""
         request = await self.send(order)
         try:
             answer = await self._wait(request, timeout_s)
@@ -75,7 +75,7 @@ class WorkerRequests:
         return answer["result"]
 
     async def next(self, after: str, worker: str, *, block_ms: int = 1000) -> tuple[str, WorkerRequest | None]:
-        """The position to go on from, and a request that is this worker's now, if there was one."""
+        """The position to continue from, and the request this worker has now taken, if any."""
         reply = await self._redis.xread({_ORDERS: after}, count=1, block=min(block_ms, MAX_BLOCK_MS))
         if not reply:
             return after, None
@@ -91,7 +91,7 @@ class WorkerRequests:
             await self._forget(request.id)
             return
         await self._redis.hset(_ANSWERS, request.id, json.dumps(dict(answer), allow_nan=False))
-        # Who asked may have gone meanwhile, and then nobody else would remove the answer.
+        # The asker may be gone, and then nothing else would remove the answer.
         if not await self._redis.xrange(_ORDERS, request.id, request.id):
             await self._forget(request.id)
 
@@ -116,7 +116,7 @@ class WorkerRequests:
         await self._redis.hdel(_ANSWERS, *worker_requests)
 
     async def _sweep(self, newest: str | None) -> None:
-        """Remove what is older than anybody waits."""
+        """Remove requests older than the longest wait."""
         if newest is None:
             last = await self._redis.xrevrange(_ORDERS, count=1)
             newest = last[0][0].decode() if last else "0-0"

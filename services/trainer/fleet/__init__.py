@@ -1,1 +1,1 @@
-"""The engines that sample for the job of this trainer, and how weights come to them."""
+"""The engines that sample for this trainer's job, and how weights reach them."""

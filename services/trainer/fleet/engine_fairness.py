@@ -1,7 +1,7 @@
-"""Sharing engines between jobs: who has more than it asked for gives to who has less.
+"""Shares engines between jobs: a job with more than it asked for gives to a job with less.
 
-Rule: a job that lacks engines is served before one takes more than it asked for. Each job decides for itself what it
-gives, from what all can see; who is given an engine is decided by who binds it first.
+Rule: no job gets more than it asked for while another lacks engines. Each job decides on its own what to give, from
+shared state. It does not choose the receiver: the first job to bind a free engine gets it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class EngineFairness:
         self._job = job
         self._num_wanted = num_wanted
         self._wanted: dict[str, int] = {}
-        """By the other jobs."""
+        """Other job -> number of engines it asked for."""
 
     async def others_lack(self, records: Iterable[EngineRecord]) -> int:
-        """Engines that other jobs have asked for and do not hold."""
+        """Number of engines that other jobs asked for and do not hold."""
         records = list(records)
         others = [job for job in await self._store.jobs.served() if job != self._job]
         return sum([max(0, await self._of(job) - _num_bound(records, job)) for job in others])
 
     async def surplus(self, records: Sequence[EngineRecord], mine: Sequence[str]) -> list[str]:
-        """Which of ``mine`` to give away now: no more than is lacked elsewhere and not free already."""
+        """The engines of ``mine`` to give away now: at most what other jobs lack beyond the free engines."""
         spare = len(mine) - self._num_wanted
         if spare <= 0:
             return []

@@ -1,11 +1,11 @@
-"""One engine on its way from one version to the next: pause, load, verify, resume, each with a deadline.
+"""Moves one engine from one version to the next: pause, load, verify, resume, each with a deadline.
 
-    JOINING -> PAUSING -> LOADING -> RESUMING -> READY    a load verifies the label that the engine then names
-    unknown weights -> DIRTY                              paused, routed nowhere, loaded anew
-    no connection   -> GONE                               started again it would hold other weights
+    JOINING -> PAUSING -> LOADING -> RESUMING -> READY    a load verifies the label the engine then reports
+    unknown weights -> DIRTY                              paused, gets no requests, loaded again
+    no connection   -> GONE                               after a restart it would hold other weights
 
-Rule: ``continue`` is only sent to an engine that holds what its label says. DIRTY is left by a full, verified load and
-by nothing else. Which engine is to hold what is decided in `engines`.
+Rule: send ``continue`` only to an engine that holds what its label says; only a full, verified load leaves DIRTY.
+`engines` decides which engine should hold what.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WeightSync = Literal["retract", "in_place"]
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds. Generous: an engine that misses one is given up for the moment, with all that it holds."""
+    """Seconds, set generously: missing one means giving up the engine for now, with all it holds."""
 
     answer_s: float = 30.0
     pause_s: float = 30.0
@@ -39,25 +39,25 @@ class Deadlines:
 
 @dataclass
 class SwitchCosts:
-    """What all switches of one engine have cost."""
+    """Total cost of one engine's switches."""
 
     num_switches: int = 0
     paused_s: float = 0.0
     last_paused_s: float = 0.0
     tokens_prefilled_again: int = 0
-    """Tokens whose keys and values were dropped by pauses, as far as the engine's snapshot knew."""
+    """Tokens whose keys and values pauses dropped, according to the engine's snapshots."""
     tokens_lost: int = 0
-    """Held by requests that a pause had to end."""
+    """Tokens of requests that a pause had to abort."""
 
 
 @dataclass(eq=False)
 class BoundEngine:
-    """An engine that this job holds."""
+    """An engine this job holds."""
 
     client: Engine
     state: EngineState = EngineState.JOINING
     label: str = ""
-    """Of the weights that it holds for certain; empty while that is unknown."""
+    """Label of the weights it certainly holds; empty while unknown."""
     reason: str = ""
     """Why it is not READY."""
     costs: SwitchCosts = field(default_factory=SwitchCosts)
@@ -68,11 +68,11 @@ class BoundEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights that it holds; only where that is known."""
+        """Version of the weights it holds; call only while that is known."""
         return EngineLabel.parse(self.label).version
 
     def distrust(self, state: EngineState, reason: str) -> None:
-        """What it holds is unknown from now on."""
+        """Treat the engine's weights as unknown from now on."""
         if self.state is not state:
             get_logger().warning("engine", engine=self.url, state=state.value, label=self.label, reason=reason)
         self.state, self.reason, self.label = state, reason, ""
@@ -86,7 +86,7 @@ async def switch(
     deadlines: Deadlines,
     transport: WeightTransport,
 ) -> bool:
-    """Whether the engine holds ``label`` now and is READY. The path and the label are of one staged version."""
+    """Whether the engine now holds ``label`` and is READY. ``path`` and ``label`` belong to one staged version."""
     before = engine.label
     try:
         mode = await _mode(engine, label, sync, deadlines)
@@ -100,7 +100,7 @@ async def switch(
         engine.state = EngineState.RESUMING
         await _within(deadlines.answer_s, engine.client.resume(), "resume")
     except EngineRejected as refusal:
-        # Nothing was replaced: it goes on with what it held, if that was known.
+        # Nothing was replaced: resume with the old weights if they were known.
         return await _go_on(engine, before, str(refusal), deadlines)
     except EngineUnavailable as lost:
         engine.distrust(EngineState.GONE, str(lost))
@@ -115,7 +115,7 @@ async def switch(
 
 
 async def still_holds(engine: BoundEngine, deadlines: Deadlines) -> bool:
-    """Asks a READY engine whether it is still what it was: one that was restarted holds its first weights again."""
+    """Check that a READY engine still holds its weights: a restarted engine is back at its first ones."""
     label = engine.label
     try:
         held = (await _within(deadlines.answer_s, engine.client.info(), "info")).label
@@ -125,14 +125,14 @@ async def still_holds(engine: BoundEngine, deadlines: Deadlines) -> bool:
     except EngineError:
         return True  # slow is not gone
     if engine.state is not EngineState.READY or engine.label != label:
-        return True  # on its way to other weights meanwhile, which verifies it
+        return True  # meanwhile switching to other weights, which the switch verifies
     if held != label:
         engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {label!r}: it was started again")
     return held == label
 
 
 async def _mode(engine: BoundEngine, label: str, sync: WeightSync, deadlines: Deadlines) -> PauseMode:
-    """How to pause: requests of this job survive, those of another one are ended."""
+    """How to pause: keep requests of this job, abort those of another job."""
     if engine.state is EngineState.READY:
         return sync
     held = EngineLabel.parse_or_none((await _within(deadlines.answer_s, engine.client.info(), "info")).label)
@@ -170,7 +170,7 @@ def _count(costs: SwitchCosts, mode: PauseMode, held_tokens: int, paused_s: floa
 
 
 async def _within(seconds: float, call: Awaitable[T], what: str) -> T:
-    """After a deadline has passed it is unknown what the engine did."""
+    """Run ``call`` with a deadline; once it passes, the engine's state is unknown."""
     try:
         async with asyncio.timeout(seconds):
             return await call

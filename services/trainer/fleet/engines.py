@@ -1,11 +1,10 @@
-"""The engines that sample for a job, and with which weights: found, bound, kept at the newest version, given back.
+"""Finds and binds the engines that sample for a job, keeps them at the newest version, and gives them back.
 
-Rule: a job holds an engine by a binding that is fenced by its claim; what it says of an engine it says under that
-binding, and other processes route by it. It takes every engine that is free and fits its model, and gives back what
-another job lacks. One that drains gets no further version, and is given back when nothing runs on it. A version is
-staged (checked on disk, beside the running engines) before any engine is paused for it, and at most half of the engines
-are paused at a time. How one engine is switched is the business of `engine_switch`, how the tensors come to it that of
-`weight_transport`.
+Rule: a binding fenced by the job's claim holds an engine; the job reports the engine's state under it, and other
+processes route by that. The job takes every free engine that fits its model and gives back what another job lacks. A
+draining engine gets no further version and goes back once idle. A version is staged (checked on disk while the engines
+run) before any engine pauses for it, and at most half of the engines pause at a time. `engine_switch` switches one
+engine; `weight_transport` moves the tensors.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from services.trainer.fleet.staging import Staging
 from services.trainer.fleet.weight_transport import FromDisk, WeightTransport
 
 RETRY_S = 1.0
-# How often engines are looked for, asked whether they are still what they were, and shared with other jobs.
+# How often to look for engines, check that they still hold their weights, and share with other jobs.
 WATCH_S = 2.0
 _ANSWER_S = 5.0
-# For the self-test of an engine that is new: a few tokens, on an engine that may be busy.
+# Deadline for the self-test of a new engine: a few tokens, on an engine that may be busy.
 PROBE_S = 20.0
-# How often it is said what engines a job waits for.
+# How often to repeat which engines a job waits for.
 EXPLAIN_S = 3.0
 
 Explain = Callable[[str, str], Awaitable[None]]
-"""Is given the code and the text of a reason."""
+"""Takes the code and the text of a reason."""
 
 
 class EnginePool:
-    """The engines of one job. ``run`` keeps them; the step loop publishes, waits and asks."""
+    """The engines of one job. ``run`` maintains them; the step loop publishes, waits and queries."""
 
     def __init__(
         self,
@@ -79,10 +78,10 @@ class EnginePool:
         self._fairness = EngineFairness(store, job, num_wanted)
         self._bound: dict[str, BoundEngine] = {}
         self._unfit: dict[str, str] = {}
-        """Why an engine cannot serve this model."""
+        """Engine -> why it cannot serve this model."""
         self._target: WeightsManifest | None = None
         self._draining: set[str] = set()
-        """Engines that are to be left alone."""
+        """Engines asked to drain."""
         self._changed = asyncio.Condition()
         self._told: dict[str, EngineReport] = {}
 
@@ -95,9 +94,9 @@ class EnginePool:
     async def wait_for(
         self, manifest: WeightsManifest, *, num_engines: int = 1, explain: Explain | None = None
     ) -> None:
-        """Until every serving engine, and at least ``num_engines``, hold ``manifest`` or something newer.
+        """Wait until every serving engine, and at least ``num_engines``, hold ``manifest`` or something newer.
 
-        ``explain`` is told again and again why that is not so yet.
+        Calls ``explain`` repeatedly with the reason for the wait.
         """
         while True:
             if explain is not None:
@@ -120,24 +119,24 @@ class EnginePool:
         return [engine for engine in self._serving() if engine.state is EngineState.READY]
 
     def _serving(self) -> list[BoundEngine]:
-        """Bound, and to go on."""
+        """Bound engines that are not draining."""
         return [engine for engine in self._bound.values() if engine.url not in self._draining]
 
     def bound(self) -> list[str]:
-        """Addresses of the engines that the job holds, whatever their state."""
+        """Addresses of all engines the job holds, in any state."""
         return list(self._bound)
 
     def versions_in_use(self) -> set[int]:
-        """Held by an engine, or on the way into one."""
+        """Versions that an engine holds or is loading."""
         on_the_way = () if self._target is None else (self._target.version,)
         return {*(engine.version for engine in self._bound.values() if engine.label), *on_the_way}
 
     def unfit(self) -> Mapping[str, str]:
-        """Engines that were looked at and cannot serve the job's model, with the reason."""
+        """Engine -> why it cannot serve the job's model."""
         return dict(self._unfit)
 
     def last_switch_s(self) -> float:
-        """The longest pause of the newest switch."""
+        """The longest pause of the latest switch."""
         return max((engine.costs.last_paused_s for engine in self._bound.values()), default=0.0)
 
     def metrics(self) -> dict[str, float]:
@@ -150,11 +149,11 @@ class EnginePool:
         }
 
     def _versions(self) -> list[int]:
-        """One per engine that serves."""
+        """One version per serving engine."""
         return [engine.version for engine in self.ready()]
 
     async def distrust(self, url: str, reason: str) -> None:
-        """Its log-probs are not those of its label: it is loaded anew before it serves again."""
+        """Reload an engine whose log-probs do not match its label before it serves again."""
         if engine := self._bound.get(url):
             engine.distrust(EngineState.DIRTY, reason)
             await self._tell(engine)
@@ -162,7 +161,7 @@ class EnginePool:
                 self._changed.notify_all()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Maintain the engines until cancelled."""
         await first_to_end(self._keep_up(), self._watch())
 
     async def _keep_up(self) -> None:
@@ -179,14 +178,14 @@ class EnginePool:
                 await asyncio.sleep(RETRY_S)
 
     async def release(self) -> None:
-        """Give the engines back, so that they can serve another job."""
+        """Give the engines back for other jobs."""
         for url in list(self._bound):
             await self._give_back(url)
 
     async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
         async with slots:
             await self._tell(engine, switching=True)
-            if not engine.label:  # new here, or not what it was: a group that it was in is none any more
+            if not engine.label:  # new, or no longer trusted: any group it was in is void
                 await self._transport.forget(engine.client)
             done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
         if engine.state is EngineState.GONE:
@@ -199,7 +198,7 @@ class EnginePool:
         return [engine for engine in self._serving() if engine.label != target.label]
 
     async def _next_target(self) -> WeightsManifest:
-        """What some engine does not hold yet."""
+        """Wait for a version that some engine does not hold yet."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._target is not None and bool(self._outdated(self._target)))
             assert self._target is not None
@@ -207,12 +206,12 @@ class EnginePool:
 
     async def _watch(self) -> None:
         while True:
-            if self._target is not None:  # before, there is nothing to give to an engine
+            if self._target is not None:  # until then there is nothing to load
                 await self._look()
             await asyncio.sleep(WATCH_S if self._bound else min(WATCH_S, RETRY_S))
 
     async def _look(self) -> None:
-        """One round: lose what is lost, share, find what is new."""
+        """One round: drop lost engines, share, find new ones."""
         ready = self.ready()
         held = await asyncio.gather(*(still_holds(engine, self._deadlines) for engine in ready))
         for engine, is_fine in zip(ready, held, strict=True):
@@ -231,7 +230,7 @@ class EnginePool:
             self._changed.notify_all()
 
     async def _drain(self, draining: set[str]) -> None:
-        """What was draining a round ago, so that all have heard of it, is given back once nothing runs on it."""
+        """Give back idle engines that were already draining a round ago, so every process knows."""
         for url in draining & self._draining & self._bound.keys():
             if await _is_idle(self._bound[url].client):
                 get_logger().info("engine drained", engine=url)
@@ -241,7 +240,7 @@ class EnginePool:
             await self._tell(self._bound[url])
 
     async def _free(self, records: Iterable[EngineRecord]) -> list[str]:
-        """Engines that live and are bound to nobody else, in an order that differs between jobs."""
+        """Live, unbound engines, in an order that differs between jobs."""
         known = {record.id: record for record in records if record.url}
         urls = {*self._static_urls, *(url for url, record in known.items() if self._lives(url, record))}
         urls -= self._draining
@@ -285,7 +284,7 @@ class EnginePool:
         if problem := await self._staging.unfit(self._target, info):
             return problem
         if not await client.is_ready():
-            return None  # paused by who held it before, and asked by that one
+            return None  # paused by its previous holder, who tested it
         try:
             async with asyncio.timeout(PROBE_S):
                 return await problem_of(client)
@@ -301,7 +300,7 @@ class EnginePool:
         await self._store.fleet.unbind(self._job, self._token, url)
 
     async def _tell(self, engine: BoundEngine, *, switching: bool = False) -> None:
-        """Publishes how it is, when that has changed."""
+        """Publish the engine's state if it changed."""
         is_draining = engine.url in self._draining
         state = EngineState.SWITCHING if switching else EngineState.DRAINING if is_draining else engine.state
         said = EngineReport(state, engine.label, engine.reason, **asdict(engine.costs))
@@ -311,7 +310,7 @@ class EnginePool:
 
 
 async def _is_idle(client: Engine) -> bool:
-    """One that is gone has nothing to do either; one that does not say is not idle."""
+    """A lost engine counts as idle; one that does not report its load does not."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             load = await client.load()

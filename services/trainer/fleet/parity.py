@@ -1,13 +1,13 @@
-"""Do the engines compute what the trainer computes? Asked on real tokens before the first step, and of every version.
+"""Checks that the engines compute what the trainer computes, on real tokens: before step one and per version.
 
-Two checks, because each sees what the other cannot. On the tokens of a batch that the newest version sampled, the
-recorded log-probs are compared with the learner's: that covers template, temperature and the way in which the engine
-decodes; it is made before the first step and whenever an engine appears for the first time. Beside the training, each
-engine scores real tokens under each version that it is given, and must say what the learner said when it published that
-version: that finds wrong weights under a right label, whatever the pace of the job.
+Two checks, because each catches what the other misses. The first compares recorded log-probs, on tokens of a batch that
+the newest version sampled, with the learner's: it covers template, temperature and decoding, and runs before the first
+step and whenever a new engine appears. The second runs beside training: each engine scores real tokens under each
+version it gets and must match what the learner computed when it published that version. It catches wrong weights under
+a right label, whatever the pace of the job.
 
-Rule: nothing is trained beyond the bound. An engine that fails a scoring is loaded anew once, and the groups that it
-took part in meanwhile are dropped; when it fails again, or recorded tokens do not agree, the job ends and says why.
+Rule: never train beyond the bound. An engine that fails a scoring is reloaded once, and the groups it contributed to
+meanwhile are dropped; if it fails again, or recorded tokens disagree, the job ends with the reason.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from services.process.telemetry import get_logger
 from services.trainer.fleet.engine_switch import BoundEngine
 from services.trainer.telling.failure import JobFailure
 
-# Real tokens that are scored for every version: enough for a mean, too few to cost a job anything.
+# Real tokens to score per version: enough for a mean, too few to slow a job down.
 NUM_PROBES = 4
 PROBE_TOKENS = 256
-# Branches whose recorded log-probs are compared, for each engine that is new.
+# Branches to compare recorded log-probs on, per new engine.
 MAX_BRANCHES = 16
 LOOK_S = 0.1
 SCORE_TIMEOUT_S = 30.0
@@ -45,26 +45,26 @@ def engine_mismatch(message: str) -> JobFailure:
 
 
 def learner_diverged(message: str) -> JobFailure:
-    """The trainer's own numbers are not finite: no engine can agree with them, and none is to blame."""
+    """The trainer's own numbers are not finite, so no engine can match them and none is at fault."""
     return JobFailure("learner_diverged", message)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the weights of a learner are published as."""
+    """Identifies a learner's weights as published."""
 
     version: int
     label: str
 
 
 class ScoringLearner(Protocol):
-    """What is used of the learner."""
+    """The part of the learner used here."""
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]: ...
 
 
 class ProbedEngines(Protocol):
-    """What is used of the pool."""
+    """The part of the pool used here."""
 
     def ready(self) -> list[BoundEngine]: ...
 
@@ -74,8 +74,8 @@ class ProbedEngines(Protocol):
 def k3(trainer: NDArray[np.float32], engine: NDArray[np.float32]) -> float:
     """Mean of r - 1 - log r with r = trainer / engine: 0 where they agree, never negative.
 
-    NaN where the engine says NaN: a comparison with a bound must be written so that it fails then. Raises ValueError
-    where there is nothing to compare, because the mean of nothing would look like an engine at fault.
+    NaN if the engine reports NaN, so write any comparison with a bound such that NaN fails it. Raises ValueError on
+    empty input: the mean of nothing would look like an engine at fault.
     """
     if not len(trainer):
         raise ValueError("k3 needs at least one token")
@@ -84,38 +84,38 @@ def k3(trainer: NDArray[np.float32], engine: NDArray[np.float32]) -> float:
 
 
 class ParityGate:
-    """Of one job. ``check`` and ``remember`` are called between the learner's updates, ``run`` beside them."""
+    """One job's gate. Call ``check`` and ``remember`` between the learner's updates, ``run`` beside them."""
 
     def __init__(self, engines: ProbedEngines, max_k3: float) -> None:
         self._engines = engines
         self._max_k3 = max_k3
         self._known: set[str] = set()
-        """Engines whose recorded tokens were found true."""
+        """Engines whose recorded tokens passed."""
         self._probes: list[TrainSequence] = []
         self._label = ""
         self._expected: list[NDArray[np.float32]] = []
-        """Log-probs of the probes under ``label``, by the learner."""
+        """The learner's log-probs of the probes under ``label``."""
         self._judged: dict[str, str] = {}
-        """Engine -> the label under which it was last found true."""
+        """Engine -> the label under which it last passed."""
         self._suspects: set[str] = set()
-        """Loaded anew because of a failed scoring, not found true since."""
+        """Engines reloaded after a failed scoring that have not passed since."""
         self._distrusted: set[tuple[str, int]] = set()
-        """Engine and version whose tokens are not trained."""
+        """(Engine, version) pairs whose tokens are not trained on."""
         self._largest: dict[str, float] = {}
-        """k3 of each engine at its last scoring."""
+        """Engine -> k3 at its last scoring."""
 
     def metrics(self) -> dict[str, float]:
         return {"engine/k3": max(self._largest.values())} if self._largest else {}
 
     def refusal(self, group: Group) -> str | None:
-        """Why a group is not trained, if one of its tokens comes from weights that were not what they were called."""
+        """Why a group is not trained on, if any of its tokens comes from mislabelled weights."""
         if not self._distrusted:
             return None
         sources = {(one.engine_id, one.version) for trajectory in group for one in trajectory.segments}
         return "dropped_mismatch" if sources & self._distrusted else None
 
     async def check(self, learner: ScoringLearner, groups: Sequence[Group], held: Held) -> None:
-        """Raises JobFailure before anything is trained on tokens whose log-probs are not true."""
+        """Raises JobFailure before any training on tokens with wrong log-probs."""
         branches = [branch for group in groups for trajectory in group for branch in trajectory.branches]
         for url, of_engine in _fresh_by_engine(branches, held.version).items():
             if url not in self._known:
@@ -126,14 +126,14 @@ class ParityGate:
             await self.remember(learner, held)
 
     async def remember(self, learner: ScoringLearner, held: Held) -> None:
-        """What engines have to say under this version, which the learner holds now."""
+        """Record the log-probs engines must report under the version the learner holds now."""
         if self._probes:
             self._expected = await asyncio.to_thread(learner.logprobs, self._probes)
             _require_finite(self._expected, held.label)
             self._label = held.label
 
     async def run(self) -> None:
-        """Until cancelled. Raises JobFailure."""
+        """Score engines until cancelled. Raises JobFailure."""
         while True:
             due = [engine for engine in self._engines.ready() if self._is_due(engine)]
             await asyncio.gather(*(self._judge(engine) for engine in due))
@@ -169,7 +169,7 @@ class ParityGate:
             get_logger().warning("engine not scored", engine=engine.url, error=str(error))
             return
         if {held for _, held in answers} != {label}:
-            return  # it has moved on meanwhile
+            return  # it switched meanwhile
         masks = [probe.action_mask[1:] for probe in probes]
         theirs = [np.asarray(values, np.float32)[mask] for (values, _), mask in zip(answers, masks, strict=True)]
         ours = [values[1:][mask] for values, mask in zip(expected, masks, strict=True)]
@@ -193,7 +193,7 @@ class ParityGate:
 
 
 def _fresh_by_engine(branches: Sequence[Branch], version: int) -> Mapping[str, list[tuple[Branch, NDArray[np.bool_]]]]:
-    """For each engine the branches with actions that it sampled under ``version``, and which those are."""
+    """For each engine, the branches with actions it sampled under ``version``, and which actions those are."""
     found: dict[str, list[tuple[Branch, NDArray[np.bool_]]]] = defaultdict(list)
     for branch in branches:
         masks: dict[str, NDArray[np.bool_]] = {}
@@ -218,10 +218,10 @@ def _require_finite(logprobs: Sequence[NDArray[np.float32]], label: str) -> None
 
 
 def _probe(branch: Branch) -> TrainSequence:
-    """The window of a branch that holds the most sampled tokens, the earliest of equals.
+    """The window of a branch that holds the most sampled tokens; the earliest on a tie.
 
-    Engine and trainer score the same ids from the window's first one, so a window says as much as the whole branch and
-    costs the same whatever the length of the prompt. The first token of a window has no prefix and is not scored.
+    Engine and trainer score the same ids from the window's start, so a window tells as much as the whole branch at a
+    cost that does not grow with the prompt. The first token of a window has no prefix and is not scored.
     """
     mask = branch.action_mask
     num_starts = max(1, len(mask) - PROBE_TOKENS + 1)
@@ -233,7 +233,7 @@ def _probe(branch: Branch) -> TrainSequence:
 
 
 def _sequence(branch: Branch, temperature: float, window: slice = slice(None)) -> TrainSequence:
-    """To be scored only: advantages and staleness carry no meaning."""
+    """For scoring only: advantages and staleness carry no meaning."""
     token_ids, action_mask = branch.token_ids[window], branch.action_mask[window].copy()
     action_mask[0] = False
     nothing = np.zeros(len(token_ids), np.int32)

@@ -1,8 +1,8 @@
-"""Making sure of a version before an engine is paused for it, and of an engine before it is given a version.
+"""Checks a version before any engine pauses for it, and an engine before it gets a version.
 
-Rule: an engine is only told to load what was read completely and compared with its manifest, and what has the shapes of
-the model that the engine was started with: a real engine ends when it is given others. Reading a version also brings
-it into the page cache, so that the paused part is short. It pauses and loads nothing.
+Rule: an engine only loads a version that was read completely, matches its manifest, and has the shapes of the model
+the engine started with, since a real engine dies on others. Reading also warms the page cache, which shortens the
+pause. This module pauses and loads nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gspo_core.types import WeightsManifest
 from services.engines.protocol import EngineInfo
 from services.files.weights import WeightStore
 
-# What of a config.json decides the shapes of the tensors.
+# The entries of config.json that determine tensor shapes.
 _SHAPES = (
     *("architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "moe_intermediate_size"),
@@ -29,16 +29,16 @@ class Staging:
         self._staged: tuple[str, Path] | None = None
 
     async def stage(self, manifest: WeightsManifest) -> Path:
-        """Where the version lies, whole. Raises ``DamagedVersion``."""
+        """Path of the verified version. Raises ``DamagedVersion``."""
         if self._staged is None or self._staged[0] != manifest.label:
             await asyncio.to_thread(self._weights.verify, manifest)
             self._staged = manifest.label, self._weights.path(manifest.version)
         return self._staged[1]
 
     async def unfit(self, manifest: WeightsManifest, info: EngineInfo) -> str | None:
-        """Why the engine cannot take this version, as far as can be seen from here; None if nothing speaks against it.
+        """Why the engine cannot take this version, as far as this machine can tell; None if it can.
 
-        An engine elsewhere may name a folder that is not here: then only its architecture is compared.
+        A remote engine may name a folder that does not exist here; then only its architecture is compared.
         """
         return await asyncio.to_thread(self._unfit, manifest, info)
 

@@ -1,9 +1,9 @@
-"""How the tensors of a version come to an engine: read by it from a volume that it shares, or sent through a group.
+"""How a version's tensors reach an engine: read from a shared volume, or sent through a process group.
 
-Rule: a version is on the trainer's disk, whole and verified, before it goes anywhere; what is sent is read from there.
-Each engine has a group of its own, so that one that is lost costs the others nothing. After a failed sending nobody
-knows what the engine holds: its group is given up, and the next attempt is a full load from disk where the engine finds
-the folder, and a new group where it does not. When to load is not decided here.
+Rule: a version is whole and verified on the trainer's disk before it goes anywhere, and sending reads it from there.
+Each engine has its own group, so losing one does not affect the others. After a failed send the engine's weights are
+unknown: its group is dropped, and the next attempt is a full load from disk if the engine finds the folder, else a new
+group. This module does not decide when to load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.engines.protocol import Engine
 from services.engines.weight_group import WeightGroup
 from services.process.telemetry import get_logger
 
-# To meet, and for each tensor: the largest one of a large model takes half a minute over a slow network.
+# Timeout for joining and per tensor: a large model's largest takes half a minute over a slow network.
 _TIMEOUT_S = 120.0
 
 
@@ -31,14 +31,14 @@ class WeightTransport(Protocol):
         """None: as many as the pool allows."""
 
     async def load(self, engine: Engine, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
-        """As ``Engine.load_weights``, on a paused engine."""
+        """Like ``Engine.load_weights``, on a paused engine."""
 
     async def forget(self, engine: Engine) -> None:
-        """It left, or was started again."""
+        """Call when the engine has left or restarted."""
 
 
 class FromDisk:
-    """The engine sees the folder under the path that it has here."""
+    """For engines that see the folder under the same path."""
 
     max_engines_at_once: int | None = None
 
@@ -53,7 +53,7 @@ class ThroughGroup:
     """gloo from the CPU, NCCL from a GPU."""
 
     max_engines_at_once: int | None = 1
-    """The sender has one network; an engine that waits for its turn should not be paused for it."""
+    """The sender has one network link; an engine should not stay paused while it waits for its turn."""
 
     def __init__(self, *, device: str = "cpu") -> None:
         self._device = device
@@ -90,12 +90,12 @@ class ThroughGroup:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Mapped, not copied: pages come in as they are sent."""
+    """Memory-mapped, not copied: pages load as they are sent."""
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def _address_towards(url: str) -> str:
-    """Under which address this machine talks to that host; nothing is sent."""
+    """This machine's address on the route to that host; sends nothing."""
     host = httpx.URL(url).host
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -1,1 +1,1 @@
-"""A trainer of several processes: the first rank speaks, the others follow."""
+"""A trainer of several processes: the first rank leads, the others follow."""

@@ -1,6 +1,6 @@
-"""What the first rank asks of the others, as bytes: msgpack, arrays as their buffers.
+"""The first rank's calls to the others, as bytes: msgpack, with arrays as raw buffers.
 
-The rule kept here: a message says all that is needed to do the same as the first rank, and nothing in it can be run.
+Rule: a message carries everything a rank needs to do the same as the first, and nothing executable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gspo_core.batch import TrainSequence
 
 COMMANDS, WEIGHTS, STATE = "commands", "weights", "state"
 LINES = (COMMANDS, WEIGHTS, STATE)
-"""What all compute together; what each writes of weights, and of a state, while they go on computing."""
+"""One line for collective compute, and one each for writing weights and state meanwhile."""
 
 _ARRAYS = {
     "token_ids": np.int32,
@@ -27,7 +27,7 @@ _ARRAYS = {
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True):
-    """A ``TrainSequence`` as it travels."""
+    """A ``TrainSequence`` in wire form."""
 
     arrays: dict[str, bytes]
     advantages: float | bytes
@@ -36,25 +36,25 @@ class Wire(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankCall(msgspec.Struct, tag=True):
-    """Everything that is said on a line."""
+    """Base of every message on a line."""
 
 
 class Beat(RankCall):
-    """Nothing is to do, and the first rank lives. Not answered."""
+    """Keep-alive with nothing to do. Not answered."""
 
 
 class End(RankCall):
-    """Of the processes. Not answered."""
+    """Ends the process. Not answered."""
 
 
 class Look(RankCall):
-    """Whether a file is seen here that the first rank has written."""
+    """Check that this rank sees a file the first rank wrote."""
 
     path: str
 
 
 class Build(RankCall):
-    """A learner; the one before is given up."""
+    """Build a learner, replacing the previous one."""
 
     model: str
     config: bytes
@@ -77,7 +77,7 @@ class Retune(RankCall):
 
 
 class Keep(RankCall):
-    """Make a copy of this rank's share of the weights or of the state. ``dropped`` are copies that nobody needs."""
+    """Copy this rank's share of the weights or the state. ``dropped`` lists copies to free."""
 
     kind: str
     number: int
@@ -85,7 +85,7 @@ class Keep(RankCall):
 
 
 class Prepare(RankCall):
-    """Read this rank's share of a state and check that it fits; ``Load`` follows when all ranks could."""
+    """Read and check this rank's share of a state; ``Load`` follows once every rank succeeds."""
 
     directory: str
 
@@ -94,11 +94,11 @@ class Load(RankCall): ...
 
 
 class Close(RankCall):
-    """The job is over: nothing of its learner is kept."""
+    """The job is over: drop its learner."""
 
 
 class Write(RankCall):
-    """This rank's share of a copy into a directory."""
+    """Write this rank's share of a copy into a directory."""
 
     number: int
     directory: str

@@ -1,7 +1,7 @@
 """Any rank but the first: holds its part of the learner and does what the first rank says.
 
-The rule kept here: it talks to nobody else, neither Redis nor engines, and decides nothing. It ends when the first rank
-says so, and with an error when the first rank is gone or it could not do what all others did.
+Rule: it talks only to the first rank, never to Redis or engines, and decides nothing. It ends when the first rank says
+so, and with an error if the first rank is gone or this rank alone failed a call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from services.trainer.ranks.lines import Place, RankLine, RankProblem
 
 
 class FirstRankLost(Exception):
-    """The first rank is gone, or has nothing more to say to this one."""
+    """The first rank is gone, or has dropped this one."""
 
 
 class Follower:
@@ -50,7 +50,7 @@ class Follower:
         self._copies: dict[int, Copy] = {}
 
     def follow(self) -> None:
-        """Until the first rank ends all. Raises FirstRankLost."""
+        """Run until the first rank ends it. Raises FirstRankLost."""
         writing = [
             threading.Thread(target=self._write_along, args=(line,), name=name, daemon=True)
             for name, line in self._lines.items()
@@ -63,7 +63,7 @@ class Follower:
             if not isinstance(call, Beat):
                 problem = self._attempt(self._obey, call)
                 self._answer(problem)
-                # Where this rank alone has failed, the first one waits in vain while this one lives.
+                # If only this rank failed, the first rank would wait in vain while this process lives.
                 patience_s = PATIENCE_S if problem is None or isinstance(call, Prepare) else 2 * AFTER_FAILURE_S
             else:
                 patience_s = PATIENCE_S
@@ -91,7 +91,7 @@ class Follower:
         return None
 
     def _write_along(self, line: RankLine) -> None:
-        """What is lost is noticed by the thread that hears commands."""
+        """Ignores a lost line: the command thread notices it."""
         try:
             while isinstance(call := decode(line.hear()), Write):
                 line.answer(self._attempt(self._write, call))

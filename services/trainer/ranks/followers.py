@@ -1,9 +1,9 @@
-"""The first rank's view of the others: what it says to them, and what it makes of their answers.
+"""The first rank's side of the others: sends them calls and interprets their answers.
 
-The rule kept here: all ranks do the same calls in the same order, so that the collective ones inside meet. One thread
-says them all; each is over when every rank has answered. When a rank has done something else than the others, or is
-gone, or what they compute together did not come about, nothing can be computed together any more: ``RanksLost``, and
-all processes are to be started again. Only what all say alike of the work itself is an answer.
+Rule: all ranks make the same calls in the same order, so that the collectives inside match. One thread sends them all,
+and a call is over when every rank has answered. If a rank diverges or is gone, or a collective computation fails,
+nothing can be computed together any more: ``RanksLost``, and all processes must restart. A problem with the work
+itself is a valid answer only if all ranks report it alike.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from services.trainer.ranks.lines import COLLECTIVE_TIMEOUT_S, RankLine, RankPro
 from services.trainer.telling.failure import RanksLost
 
 T = TypeVar("T")
-# Others that hear nothing for ``PATIENCE_S`` take the first rank for lost.
+# Followers that hear nothing for ``PATIENCE_S`` consider the first rank lost.
 BEAT_S = 10.0
 PATIENCE_S = 3600.0
-# Others may still be in a collective call that the first rank has left with an error.
+# Followers may still be in a collective that the first rank left with an error.
 AFTER_FAILURE_S = 60.0
 
 
 class ShareNotWritten(Exception):
-    """A rank could not write its files; the message is what it was told by its system."""
+    """A rank could not write its files; carries the message from its system."""
 
 
 class Followers:
-    """All ranks but the first one. ``run`` and ``write`` may be called from any thread."""
+    """All ranks but the first. Call ``run`` and ``write`` from any thread."""
 
     def __init__(self, lines: Mapping[str, RankLine], *, beat_s: float = BEAT_S) -> None:
         self._lines = lines
@@ -44,7 +44,7 @@ class Followers:
         self._writing = {name: threading.Lock() for name in lines}
         self._lost: RanksLost | None = None
         self._has_ended = False
-        # Not waited for at the end of the process: a rank that hangs must not keep the first one.
+        # Not joined at exit: a hanging rank must not hold up the first one.
         self._thread = threading.Thread(target=self._serve, name="ranks", daemon=True)
         self._thread.start()
 
@@ -54,14 +54,14 @@ class Followers:
             raise self._lost
 
     def give_up(self, message: str) -> RanksLost:
-        """From now on nothing can be computed together; returns what ``check`` raises."""
+        """Mark the ranks as lost; returns the exception that ``check`` raises from now on."""
         return self._lose(message)
 
     def run(self, call: RankCall, own: Callable[[], T], *, together: bool = True) -> T:
-        """``own`` on this rank while the others do what ``call`` says; its result.
+        """Run ``own`` here while the others execute ``call``; returns the result of ``own``.
 
-        Where it is not done ``together``, a rank that cannot leaves the others as they are: its problem is raised here
-        as a ValueError, or as an OSError if its system said so.
+        Unless ``together``, a failing rank leaves the others as they are, and its problem is raised here as a
+        ValueError, or an OSError if its system reported it.
         """
         done: Future[T] = Future()
         self.check()
@@ -69,11 +69,11 @@ class Followers:
         return done.result()
 
     def send(self, call: RankCall, own: Callable[[], None]) -> None:
-        """As ``run``, and nobody waits for it."""
+        """Like ``run``, without waiting."""
         self._calls.put((call, own, True, Future()))
 
     def write(self, line: str, call: Write, own: Callable[[], None]) -> None:
-        """All write their files, whatever is computed meanwhile. Raises OSError, ShareNotWritten."""
+        """All ranks write their files, concurrently with computation. Raises OSError, ShareNotWritten."""
         with self._writing[line]:
             self.check()
             try:
@@ -94,7 +94,7 @@ class Followers:
                 raise ShareNotWritten(message) if problem.errno is None else OSError(problem.errno, message)
 
     def look(self, data_dir: DataDir) -> None:
-        """Whether all see the directory that is to be shared. Raises RanksLost."""
+        """Check that every rank sees the shared directory. Raises RanksLost."""
         witness = data_dir.witness()
         data_dir.path.mkdir(parents=True, exist_ok=True)
         witness.touch()
@@ -104,7 +104,7 @@ class Followers:
             witness.unlink()
 
     def end(self) -> None:
-        """The others end, if they are still there."""
+        """End the other ranks that are still there."""
         if self._has_ended or self._lost is not None:
             return
         with contextlib.suppress(RanksLost):
@@ -119,7 +119,7 @@ class Followers:
                 continue
             try:
                 done.set_result(self._do(call, own, together))
-            except BaseException as error:  # raised where the result is waited for
+            except BaseException as error:  # re-raised where the result is awaited
                 done.set_exception(error)
 
     def _beat(self) -> None:
@@ -154,7 +154,7 @@ class Followers:
         problems = {rank: problem for rank, problem in answers.items() if problem is not None}
         is_alike = len(problems) == len(answers) and not any(one.is_of_the_lines for one in problems.values())
         if failure is not None and (not together or (is_alike and not is_of_the_lines(failure))):
-            raise failure  # alike on all ranks, or of no consequence to them
+            raise failure  # the same on all ranks, or harmless to them
         if failure is not None:
             raise self._lose(f"rank 0 on {socket.gethostname()} alone: {failure}") from failure
         if problems and not together:

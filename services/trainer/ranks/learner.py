@@ -1,7 +1,7 @@
-"""A learner of which every rank holds a part, behind the calls of a whole one.
+"""A learner sharded over all ranks, behind the interface of a whole one.
 
-The rule kept here: what is asked of it on the first rank is announced to the others before the first rank takes part,
-and once it is built no rank holds the model whole. It decides nothing about when.
+Rule: the first rank announces each call to the others before taking part itself, and once built, no rank holds the
+whole model. It does not decide when to do anything.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Written(Protocol):
 
 
 class AnyLearner(Protocol):
-    """What the trainer asks of a learner, on one rank or several."""
+    """What the trainer needs of a learner, on one rank or several."""
 
     @property
     def alarms(self) -> list[Alarm]: ...
@@ -61,7 +61,7 @@ class AnyLearner(Protocol):
 
 
 class RankedCopy:
-    """Of weights or of a state; each rank keeps its share of it."""
+    """A copy of weights or state; each rank keeps its share."""
 
     def __init__(self, followers: Followers, kind: str, number: int, own: Copy) -> None:
         self._followers, self._kind, self._number, self._own = followers, kind, number, own
@@ -73,7 +73,7 @@ class RankedCopy:
 
 
 class RankedLearner:
-    """Only on the first rank. Its calls may come from any thread, one after the other."""
+    """First rank only. Call from any thread, one call at a time."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RankedLearner:
         self._followers = followers
         self._numbers = itertools.count()
         self._dropped: list[int] = []
-        """Copies that nobody here holds any more."""
+        """Copies no longer referenced here."""
         self._own: Learner
         call = Build(str(model_dir), _bytes(config), _bytes(objective), seed, device)
 
@@ -123,7 +123,7 @@ class RankedLearner:
         return self._copy(STATE)
 
     def load_state(self, directory: Path) -> None:
-        """All ranks or none: first each reads and checks its share."""
+        """All ranks or none: each reads and checks its share first."""
         prepared: list[Callable[[], None]] = []
 
         def prepare() -> None:
@@ -133,7 +133,7 @@ class RankedLearner:
         self._followers.run(Load(), lambda: prepared[0]())
 
     def close(self) -> None:
-        """Returns at once; what is under way is finished first."""
+        """Returns at once; work in progress finishes first."""
 
         def drop() -> None:
             del self._own

@@ -1,8 +1,8 @@
-"""Bytes between the ranks of one trainer: the first one speaks, the others hear and answer.
+"""Bytes between the ranks of one trainer: the first rank speaks, the others listen and answer.
 
-The rule kept here: what travels are bytes in tensors on the CPU, never objects, which torch would pickle. A line is a
-gloo group of its own beside the default one, used by one thread of each rank at a time, so that what is said on one
-line waits for nothing that happens on another. What a message means is not known here.
+Rule: only bytes in CPU tensors travel, never objects, which torch would pickle. A line is a gloo group of its own
+beside the default one, used by one thread per rank at a time, so lines never wait for each other. This module does not
+interpret messages.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-# Of a collective call: the slowest rank may come so much later than the first. Loading a model is the longest wait.
+# Timeout of a collective: how far the slowest rank may lag behind the first. Loading a model is the longest wait.
 COLLECTIVE_TIMEOUT_S = 1800.0
-# On a line on which nothing is said while nothing is to do, and on which a rank that is gone is noticed by its socket.
+# Timeout of an idle line, where a closed socket reveals a lost rank.
 SILENT_TIMEOUT_S = 365 * 24 * 3600.0
 _ANSWER_BYTES = 4096
 _LOOK_S = 0.1
@@ -33,16 +33,16 @@ _MAX_MESSAGE = 2000
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the processes that torchrun has started this is."""
+    """This process's place among those torchrun started."""
 
     rank: int
     local_rank: int
-    """On this machine."""
+    """Rank on this machine."""
     num_ranks: int
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """As torchrun says; the only one where there is none."""
+        """From torchrun's environment; a single process without it."""
         said = (os.environ.get(name, default) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
         return cls(*map(int, said))
 
@@ -51,7 +51,7 @@ class Place:
         return self.rank == 0
 
     def enter(self, kind: str) -> str:
-        """The device of this rank, which is that of the calling thread from now on."""
+        """Make this rank's device the calling thread's current one and return its name."""
         if kind != "cuda":
             return kind
         torch.cuda.set_device(self.local_rank)
@@ -59,13 +59,13 @@ class Place:
 
 
 class RankProblem(msgspec.Struct, frozen=True):
-    """Why a rank has not done what was asked."""
+    """Why a rank did not do what it was asked."""
 
     kind: str
     message: str
     errno: int | None = None
     is_of_the_lines: bool = False
-    """It says nothing of what was asked: the others could not be reached in time, on this rank or on all."""
+    """A communication timeout, on this rank or on all, rather than a problem with the call."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -74,26 +74,26 @@ class RankProblem(msgspec.Struct, frozen=True):
 
 
 def is_of_the_lines(error: BaseException) -> bool:
-    """Whether ranks could not reach each other. gloo says that by RuntimeErrors that name its own source files."""
+    """Whether ranks failed to reach each other. gloo reports that as RuntimeErrors naming its own source files."""
     if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo/" in str(error)):
         return True
     return error.__cause__ is not None and is_of_the_lines(error.__cause__)
 
 
 class RankLine:
-    """Raises RuntimeErrors of torch where a rank is gone or does not answer in time; then it is of no more use."""
+    """Raises torch RuntimeErrors if a rank is gone or does not answer in time; the line is then unusable."""
 
     def __init__(self, group: Any, num_ranks: int) -> None:
         self._group = group
         self._num_ranks = num_ranks
 
     def say(self, message: bytes) -> None:
-        """On the first rank, to all others."""
+        """On the first rank: send to all others."""
         dist.broadcast(torch.tensor([len(message)]), src=0, group=self._group)
         dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), src=0, group=self._group)
 
     def hear(self, timeout_s: float | None = None) -> bytes:
-        """On the others."""
+        """On the others: receive."""
         length = torch.zeros(1, dtype=torch.int64)
         _wait(dist.broadcast(length, src=0, group=self._group, async_op=True), timeout_s)
         message = torch.empty(int(length), dtype=torch.uint8)
@@ -101,11 +101,11 @@ class RankLine:
         return message.numpy().tobytes()
 
     def answer(self, problem: RankProblem | None) -> None:
-        """On the others; None: it is done."""
+        """On the others: answer; None means done."""
         dist.gather(_padded(msgspec.msgpack.encode(problem)), dst=0, group=self._group)
 
     def answers(self, timeout_s: float | None = None) -> dict[int, RankProblem | None]:
-        """On the first rank: those of the others."""
+        """On the first rank: the others' answers."""
         found = [torch.zeros(_ANSWER_BYTES, dtype=torch.uint8) for _ in range(self._num_ranks)]
         own = _padded(msgspec.msgpack.encode(None))
         _wait(dist.gather(own, found, dst=0, group=self._group, async_op=True), timeout_s)
@@ -130,10 +130,10 @@ def _read(answer: Tensor) -> RankProblem | None:
 
 
 def agree_on_round(store: Any, rank: int, num_ranks: int) -> str:
-    """A name that is the same on all ranks and that no ranks before these have used.
+    """A name shared by all ranks that no earlier ranks have used.
 
-    The store outlives ranks that are started again, with all that they have written into it. The first rank names a
-    round; who sees it signs it, with a signature of its own process; it counts once the first rank has confirmed it.
+    The store and its contents outlive restarted ranks. The first rank names a round; each rank that sees it signs it
+    with its process's own signature; the round counts once the first rank has confirmed it.
     """
     signature = uuid.uuid4().hex
     if rank == 0:
@@ -151,7 +151,7 @@ def agree_on_round(store: Any, rank: int, num_ranks: int) -> str:
 
 
 def meet(place: Place, names: Iterable[str]) -> dict[str, RankLine]:
-    """The default group, through which the learner computes, and a line of each name. Returns when all have come."""
+    """Set up the learner's default group and one line per name. Returns when all ranks have joined."""
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(place.local_rank)

@@ -1,1 +1,1 @@
-"""What a run says of itself and of what goes wrong: status, reports, alarms, failures."""
+"""How a run reports on itself and its problems: status, reports, alarms, failures."""

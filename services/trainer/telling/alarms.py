@@ -1,7 +1,7 @@
-"""What about a run is going wrong, beside its loss: as alarms, each with what to do about it.
+"""Alarms for problems of a run other than its loss, each with advice on what to do.
 
-The rule kept here: an alarm compares numbers of a step with a bound, or with how the job began, and says both. Alarms
-of the loss are those of ``gspo_core.objective``; how long something must last is counted there too. It stops nothing.
+Rule: an alarm compares a step's metrics with a bound, or with the job's first steps, and states both numbers. Alarms on
+the loss live in ``gspo_core.objective``, which also counts how long a problem must last. Alarms stop nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from gspo_core.objective.alarms import PATIENCE
 
 
 class RunAlarm(StrEnum):
-    """What is wrong."""
-
     ENTROPY_COLLAPSE = "entropy_collapse"
     REWARD_COLLAPSE = "reward_collapse"
     ALL_REWARDS_EQUAL = "all_rewards_equal"
@@ -27,18 +25,18 @@ class RunAlarm(StrEnum):
     NO_PROGRESS = "no_progress"
 
 
-# What the job was like when it began: the mean of the first so many steps that were reported.
+# The baseline is the mean of this many first reported steps.
 BASELINE_STEPS = 5
-# Of that, what must be left.
+# The share of the baseline that must remain.
 MIN_SHARE_LEFT = 0.1
-# How far the mean reward is below the best of the batch, in standard deviations (of rewards 0 and 1: four of five are
-# 1). A policy that is nearly always as good as its best has good reason to be sure of itself.
+# How far the mean reward is below the best of the batch, in standard deviations (with rewards 0 and 1: four of five are
+# 1). A policy that is nearly always as good as its best is rightly confident.
 MIN_HEADROOM = 0.5
 MAX_BEYOND_CAP = 0.2
 MIN_DISK_FREE = 0.05
-# A checkpoint holds the weights and two moments in float32, and a version is written beside it.
+# A checkpoint holds the weights and two moments in float32, with a version written beside it.
 VERSIONS_THAT_MUST_FIT = 8
-# Steps in a row.
+# Consecutive steps.
 RUN_PATIENCE: Mapping[StrEnum, int] = {
     **PATIENCE,
     RunAlarm.ENTROPY_COLLAPSE: 3,
@@ -66,19 +64,19 @@ ADVICE: Mapping[StrEnum, str] = {
 
 
 class Alarms:
-    """Of one run; is given the metrics of every step."""
+    """The alarms of one run, fed with the metrics of every step."""
 
     def __init__(self) -> None:
         self._first: dict[int, Mapping[str, float]] = {}
         self._patience = AlarmPatience(patience=RUN_PATIENCE)
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """What was reported before this trainer took the job."""
+        """Load what earlier trainers of the job reported."""
         for row in rows:
             self._note(int(row["step"]), row)
 
     def due(self, step: int, metrics: Mapping[str, float], of_the_loss: Sequence[Alarm]) -> list[Alarm]:
-        """Those that have lasted long enough to be told."""
+        """Alarms that have lasted long enough to raise."""
         self._note(step, metrics)
         found = [*_shrunk(metrics, self._at_first(step)), *_rewards(metrics), *_backlog(metrics), *_disk(metrics)]
         if _has_mastered(metrics):
@@ -86,7 +84,7 @@ class Alarms:
         return self._patience.ripe([*of_the_loss, *group_alarms(metrics), *found])
 
     def _note(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Of the first steps that were reported: one whose trainer was lost before it reported it never is."""
+        """Record the first steps reported; a step whose trainer died before reporting it stays missing."""
         if step < 1 or "reward/std" not in metrics:
             return
         self._first[step] = {name: float(metrics[name]) for name in _COMPARED if name in metrics}
@@ -94,7 +92,7 @@ class Alarms:
             del self._first[later]
 
     def _at_first(self, step: int) -> Mapping[str, float]:
-        """Empty until the job is old enough to be compared with its beginning."""
+        """The baseline; empty until the job is old enough to compare with it."""
         if step in self._first or len(self._first) < BASELINE_STEPS:
             return {}
         return {name: sum(one.get(name, 0.0) for one in self._first.values()) / len(self._first) for name in _COMPARED}
@@ -117,7 +115,7 @@ def _shrunk(metrics: Mapping[str, float], at_first: Mapping[str, float]) -> list
 
 
 def _has_mastered(metrics: Mapping[str, float]) -> bool:
-    """Where all rewards are equal, another alarm says so."""
+    """Whether the mean is close to the best; equal rewards have an alarm of their own."""
     below_the_best = metrics.get("reward/max", math.inf) - metrics.get("reward/mean", 0.0)
     return below_the_best <= MIN_HEADROOM * metrics.get("reward/std", 0.0)
 

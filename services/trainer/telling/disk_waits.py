@@ -1,7 +1,7 @@
-"""Writing where the disk may be full: told once, tried again until there is room, never a reason for a job to end.
+"""Writes to a disk that may be full: reports it once and retries until there is room, so a full disk never ends a job.
 
-The rule kept here: only a lack of room is waited for; any other failure rises. What is tried again must leave nothing
-behind when it fails, which every write-once file of a job keeps.
+Rule: it waits only for room; any other failure propagates. A retried write must leave nothing behind when it fails,
+which holds for every write-once file of a job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 RETRY_S = 2.0
 
 Tell = Callable[[str, str], Awaitable[None]]
-"""Is given a kind (``disk_full``, ``disk_has_room``) and a message."""
+"""Takes a kind (``disk_full``, ``disk_has_room``) and a message."""
 
 
 class DiskWaits:
@@ -26,7 +26,7 @@ class DiskWaits:
         self._tell = tell
 
     async def wait_for_room(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``attempt``, which is made again for as long as the disk is full."""
+        """The result of ``attempt``, retried while the disk is full."""
         is_told = False
         while True:
             try:
@@ -45,9 +45,9 @@ class DiskWaits:
                 return result
 
     async def write(self, what: str, function: Callable[..., T], *args: object) -> T:
-        """In a thread of its own."""
+        """Like ``wait_for_room``, for a blocking function in a thread."""
         return await self.wait_for_room(what, lambda: asyncio.to_thread(function, *args))
 
     async def _say(self, kind: str, message: str) -> None:
-        with contextlib.suppress(OSError):  # what tells it may need the same disk
+        with contextlib.suppress(OSError):  # reporting may need the same disk
             await self._tell(kind, message)

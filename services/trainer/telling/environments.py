@@ -1,8 +1,8 @@
-"""What rollout workers say of a job's environments: how many tasks there are, or why they cannot be loaded.
+"""Rollout workers' descriptions of a job's environments: the number of tasks, or why loading failed.
 
-No environment code runs in the trainer. A complaint is shown at once as the reason why the job does not move; when
-nobody can load the environments for ``PATIENCE_S`` after the first one, the job ends with it, instead of keeping the
-trainer from the jobs behind it.
+No environment code runs in the trainer. A complaint immediately becomes the reason why the job is stuck; if no worker
+can load the environments within ``PATIENCE_S`` of the first complaint, the job fails with it and frees the trainer for
+the jobs behind it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from services.trainer.telling.failure import JobFailure
 from services.trainer.telling.status import JobStatusBoard
 
 POLL_S = 0.2
-# A worker tries again every ten seconds, and another one may have what the first one lacks.
+# A worker retries every ten seconds, and another worker may have what the first one lacks.
 PATIENCE_S = 30.0
 
 
 class DescribedEnvironments:
-    """The descriptions of one job, awaited."""
+    """Waits for the descriptions of one job."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class DescribedEnvironments:
         self._complained_at: float | None = None
 
     async def num_tasks(self, num_environments: int) -> dict[Split, list[int]]:
-        """Of each environment. Raises ``JobFailure`` when no worker can load one."""
+        """Task counts per environment. Raises ``JobFailure`` if no worker can load one."""
         await self._status.explain("waiting_for_workers", "no rollout worker has described the environments yet")
         counts = []
         for index in range(num_environments):

@@ -1,7 +1,7 @@
-"""Scalars as TensorBoard reads them: one append-only file of framed records for each trainer that had the job.
+"""Scalars in TensorBoard's format: one append-only file of framed records per trainer that had the job.
 
-The rule kept here: records are only added, and what a crash has cut off is passed over by readers, who check each one.
-The format is a few dozen bytes a value; a library for it would bring a protocol compiler along.
+Rule: records are only appended; readers check each record and skip one cut off by a crash. The format takes a few dozen
+bytes per value; a library for it would bring a protocol compiler along.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.files.durable import append
 
-# Reflected polynomial of CRC-32C, which the framing uses.
+# Reflected polynomial of CRC-32C, used by the framing.
 _POLYNOMIAL = 0x82F63B78
 _MASK_DELTA = 0xA282EAD8
 _FILE_VERSION = b"brain.Event:2"
@@ -39,7 +39,7 @@ def crc32c(data: bytes) -> int:
 
 
 class EventFile:
-    """``name`` tells the files of a directory apart; it is made by the first write."""
+    """``name`` distinguishes the files of a directory; the first write creates the file."""
 
     def __init__(self, directory: Path, name: str, now: Callable[[], float] = time.time) -> None:
         self._path = directory / f"events.out.tfevents.{name}"
@@ -64,7 +64,7 @@ def _masked(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF)
 
 
-# Protocol buffers: a field is its number and kind, then its value.
+# Protocol buffers: a field is its number and kind, followed by its value.
 
 
 def _event(wall_time: float, step: int, what: bytes) -> bytes:

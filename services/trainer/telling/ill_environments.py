@@ -1,7 +1,7 @@
-"""Says of a running job that one of its environments is ill, for as long as a living rollout worker says so.
+"""Reports on a running job that one of its environments is ill, for as long as a live rollout worker reports it.
 
-Rule: it changes the reason of a running job and nothing else. Workers play no such environment but to see whether it is
-well again; what they have in hand waits for that.
+Rule: it changes only the reason of a running job. Workers play an ill environment only to test whether it has
+recovered; the episodes they hold wait for that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CODE = "env_unhealthy"
 
 
 class IllEnvironments:
-    """``run`` until cancelled."""
+    """Call ``run``; it lasts until cancelled."""
 
     def __init__(self, store: Store, claim: Claim, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -36,7 +36,7 @@ class IllEnvironments:
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:
-        """Once."""
+        """One round."""
         workers = [one for one in await self._store.fleet.workers() if not self._watch.stands_still(one.id, one.beats)]
         complaint = complaint_of(self._claim.job_id, workers)
         job = await self._store.jobs.get(self._claim.job_id)
@@ -50,12 +50,12 @@ class IllEnvironments:
 
     async def _say(self, reason: StatusReason | None) -> None:
         job, token = self._claim.job_id, self._claim.token
-        with contextlib.suppress(IllegalTransition):  # it runs no more
+        with contextlib.suppress(IllegalTransition):  # no longer running
             await self._store.jobs.set_status(job, JobStatus.RUNNING, token=token, reason=reason)
 
 
 def complaint_of(job: str, workers: Iterable[WorkerRecord]) -> str | None:
-    """What the first worker that complains says of ``job``."""
+    """The first complaint by a worker about ``job``."""
     serving = [one for one in workers if job in one.jobs]
     complaining = [(one.id, ill) for one in serving if (ill := one.ill_environments.get(job))]
     if not complaining:

@@ -1,8 +1,8 @@
-"""What a run says of itself: metrics, events, and the files that people and other programs read.
+"""A run's reports: metrics, events, and the files that people and other programs read.
 
-The rule kept here: what the store is told is fenced, hence told first; a file may lack the last step of a trainer that
-was lost, and never holds one of a trainer that had lost its job before. Who is told besides (TensorBoard, Weights &
-Biases) is never worth a step: an error there is logged, and that one is told nothing more.
+Rule: write to the store first, because it fences; so a file may lack the last step of a trainer that died, but never
+holds a step of a trainer that had already lost its job. Other listeners (TensorBoard, Weights & Biases) never cost a
+step: an error in one is logged, and that listener gets nothing more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.trainer.telling.event_file import EventFile
 
 
 class Listener(Protocol):
-    """Somebody who is told every number."""
+    """Receives every number."""
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
@@ -80,7 +80,7 @@ class Reports:
             try:
                 with raising_no_room():
                     listener.add(step, metrics)
-            except NoRoom as error:  # which passes
+            except NoRoom as error:  # temporary
                 get_logger().warning(
                     "not told of a step", listener=type(listener).__name__, step=step, error=str(error)
                 )
@@ -90,7 +90,7 @@ class Reports:
 
 
 def disk_metrics(directory: Path, manifest: WeightsManifest) -> dict[str, float]:
-    """Of the volume that the job is kept on."""
+    """Metrics of the volume that holds the job."""
     usage = shutil.disk_usage(directory)
     return {
         "disk/free_bytes": float(usage.free),

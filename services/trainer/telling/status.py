@@ -1,6 +1,6 @@
-"""What a trainer tells about its job, and what it is told: status, reasons, the user's wish to pause.
+"""A trainer's exchange with the control plane about its job: status and reasons out, the user's wish to pause in.
 
-A job that does not move always says why.
+A job that does not move always shows why.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class JobStatusBoard:
         self._claim = claim
 
     async def explain(self, code: str, message: str) -> None:
-        """Say why the job does not move yet."""
+        """Report why the job does not move yet."""
         await self._set(JobStatus.STARTING, StatusReason(code, message))
 
     async def begin(self) -> None:
-        """A job that was paused when its trainer was lost stays paused."""
+        """A job that was paused when its trainer died stays paused."""
         job = await self._store.jobs.get(self._claim.job_id)
         if job.status is JobStatus.PAUSED:
             await self._wait_for_resume()
@@ -34,21 +34,21 @@ class JobStatusBoard:
         await self._set(JobStatus.RUNNING)
 
     async def waits(self, message: str) -> None:
-        """Say what a running job waits for."""
+        """Report what a running job waits for."""
         await self._set(JobStatus.RUNNING, StatusReason("waiting_for_trajectories", message))
 
     async def goes_on(self) -> None:
-        """What it waited for is over."""
+        """Clear the reason for waiting."""
         await self._set(JobStatus.RUNNING, default_reason(JobStatus.RUNNING))
 
     async def winds_up(self) -> None:
-        """Say why a cancelled job still runs."""
+        """Report why a cancelled job still runs."""
         message = "cancelled; what is under way is trained first, as far as it fills steps"
         await self._set(JobStatus.RUNNING, StatusReason("user_cancelled", message))
 
     async def obey_pause(self, is_leaving: Callable[[], bool] = lambda: False) -> bool:
-        """Hold the step loop for as long as the user wants the job paused; whether there was something to wait for.
-        Whoever leaves meanwhile leaves it paused."""
+        """Hold the step loop while the user wants the job paused; returns whether it had to wait.
+        A trainer that leaves meanwhile leaves the job paused."""
         if await self._desired() is not DesiredState.PAUSED:
             return False
         await self._set(JobStatus.PAUSING)

@@ -1,7 +1,7 @@
-"""Tells Weights & Biases every number of a job, where an operator asks for it (the extra ``wandb``).
+"""Sends every number of a job to Weights & Biases if an operator enables it (the extra ``wandb``).
 
-The rule kept here: nothing is imported or sent before the first number, and nothing but numbers is sent: no source
-code, no console, no description of the machine. Its key is its own business (``WANDB_API_KEY``).
+Rule: nothing is imported or sent before the first number, and only numbers are sent: no source code, no console, no
+machine description. wandb finds its own key (``WANDB_API_KEY``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-# A job has one run, whoever trains it; steps that are taken again are told again.
+# A job has one run across all its trainers; repeated steps are sent again.
 STEP = "step"
 
 
@@ -27,7 +27,7 @@ def require_wandb() -> None:
 
 
 class WandbRun:
-    """``directory`` is the job's: what is not sent yet lies there."""
+    """``directory`` is the job's and holds unsent data."""
 
     def __init__(
         self, project: str, mode: Literal["online", "offline"], directory: Path, job: str, name: str | None

@@ -1,7 +1,7 @@
-"""Looks whether anything moves in a run; says so when nothing does, and ends the attempt when that lasts.
+"""Watches a run for progress: reports when nothing moves, and ends the attempt when that lasts.
 
-The rule kept here: only movement counts, not how much of it; and no attempt is ended after which the next one would
-stand as still. What a movement is says whoever hands in ``signs``.
+Rule: only movement counts, not its amount; an attempt is not ended if the next one would be just as stuck. The caller
+defines movement through ``signs``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POLL_S = 1.0
 
 
 class Watchdog:
-    """``signs`` changes with every movement; None while it is not expected that anything moves."""
+    """``signs`` changes with every movement; None while no movement is expected."""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class Watchdog:
         self._bounds = bounds
         self._alarm = alarm
         self._excuse = excuse
-        """Why another attempt would stand as still; empty if nothing speaks for that."""
+        """Why another attempt would be just as stuck; empty if there is no such reason."""
         self._clock = clock
         self._poll_s = poll_s
 
     async def run(self) -> None:
-        """Until cancelled. Raises AttemptFailed."""
+        """Watch until cancelled. Raises AttemptFailed."""
         seen, since, has_warned = self._signs(), self._clock(), False
         while True:
             await asyncio.sleep(self._poll_s)
