@@ -96,7 +96,7 @@ def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def pack(sequences: Sequence[Ids], *, share: bool) -> Packing:
-    """Lay out sequences of token ids; empty ones take no space. With no tokens at all, the packing holds one token 0."""
+    """Lay out sequences of token ids; empty ones take no space. Without any tokens, it holds one token 0."""
     builder = _Builder(sequences)
     filled = [index for index, ids in enumerate(sequences) if len(ids)]
     if share:
