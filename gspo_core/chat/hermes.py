@@ -109,8 +109,8 @@ class HermesCodec:
         tools: Sequence[ToolSchema] = (),
     ) -> list[int] | ForkReason:
         """The ids that follow ``prefix_ids + sampled_ids``: the turn's end if it was not sampled, ``new_messages``, and
-        the generation prompt. If these cannot continue the conversation, returns the reason, and the caller starts a new
-        branch. Ignores ``history`` and ``tools``: the ids suffice.
+        the generation prompt. If these cannot continue the conversation, returns the reason, and the caller starts a
+        new branch. Ignores ``history`` and ``tools``: the ids suffice.
         """
         roles = {message["role"] for message in new_messages}
         if not roles <= {"tool", "user", "system"}:

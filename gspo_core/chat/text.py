@@ -32,8 +32,8 @@ def to_json(value: JSON | ToolSchema) -> str:
 
 
 def strict_json(text: str) -> JSON:
-    """The value of JSON text. Raises ``ValueError``, also for values that JSON cannot represent: NaN, numbers beyond any
-    float, and too deep nesting."""
+    """The value of JSON text. Raises ``ValueError``, also if it cannot be written as JSON again: NaN, numbers beyond
+    any float, or nesting that is too deep."""
     begin = len(text) - len(text.lstrip(_BLANK))
     value, end = strict_json_at(text, begin)
     if text[end:].strip(_BLANK):
