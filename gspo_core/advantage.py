@@ -1,10 +1,10 @@
-"""Rewards of a group become advantages of its members.
+"""Turns the rewards of a group into advantages of its members.
 
-One rule: a group is what carries one group id, never what stands next to each other; a member without a reward (an
-infrastructure failure) is neither in the baseline nor trained, and is never reward 0.
+One rule: the group id defines a group, never adjacency; a member without a reward (an infrastructure failure) is
+neither in the baseline nor trained, and never counts as reward 0.
 
-Everything is float64 until an array leaves. It selects nothing: it says which groups dynamic sampling drops, the
-trainer drops them. It imports no torch.
+It computes in float64 up to the returned arrays. It only marks the groups that dynamic sampling drops; the trainer
+drops them. It imports no torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Floats = NDArray[np.float64]
 
 
 class AdvantageError(ValueError):
-    """Rewards that do not fit their group or the configuration."""
+    """The rewards do not fit their group or the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupVerdict:
-    """What a group can teach."""
+    """Whether a group can contribute to training, and why not."""
 
     num_members: int
     num_rewards: int
@@ -37,9 +37,9 @@ class GroupVerdict:
     too_small: bool
     """Fewer rewards than `min_group_size`."""
     tiny_spread: bool
-    """Its standard deviation lies below `min_std`."""
+    """A standard deviation below `min_std`."""
     dropped: bool
-    """Dynamic sampling takes it out of the batch."""
+    """Dynamic sampling removes it from the batch."""
 
     @property
     def ragged(self) -> bool:
@@ -52,13 +52,13 @@ class BatchAdvantages:
     """One entry per member, in the order given; `verdicts` by group id."""
 
     advantages: list[float]
-    """0 where there is no reward, nothing to compare with, or nothing to learn."""
+    """0 for members without a reward, a comparison or a learning signal."""
     kept: list[bool]
-    """False for members without a reward and members of dropped groups: no sequence of the batch."""
+    """False for members outside the batch: those without a reward and those of dropped groups."""
     verdicts: dict[Hashable, GroupVerdict]
 
     def metrics(self) -> dict[str, float]:
-        """How many groups were what."""
+        """Counts of groups by verdict."""
         verdicts = list(self.verdicts.values())
         return {
             "groups/total": float(len(verdicts)),
@@ -72,9 +72,9 @@ class BatchAdvantages:
 
 
 def judge_group(rewards: Sequence[float | None], config: AdvantageConfig) -> GroupVerdict:
-    """Whether a group teaches anything. The trainer asks before it forms a batch."""
+    """Judge whether a group contributes to training; the trainer calls this before forming a batch."""
     known = _known(rewards)
-    # On the raw rewards: the deviations from a floating mean leave residues of 1e-17 with a sign.
+    # Use raw rewards: deviations from a floating-point mean leave signed residues of 1e-17.
     zero_variance = len(known) > 1 and float(known.max()) == float(known.min())
     too_small = len(known) < config.min_group_size
     compared = not (zero_variance or too_small)
@@ -101,7 +101,7 @@ def group_advantages(rewards: Sequence[float | None], config: AdvantageConfig) -
 def batch_advantages(
     rewards: Sequence[float | None], group_ids: Sequence[Hashable], config: AdvantageConfig
 ) -> BatchAdvantages:
-    """The advantages of all members of a batch, whatever their order and however many a group has left."""
+    """The advantages of all members of a batch, in any order and with groups of any remaining size."""
     if len(rewards) != len(group_ids):
         raise AdvantageError(f"{len(rewards)} rewards but {len(group_ids)} group ids")
     members: dict[Hashable, list[int]] = {}
@@ -128,7 +128,7 @@ def advantages_of(groups: Sequence[Group], config: AdvantageConfig) -> BatchAdva
 
 
 def episode_advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict[EpisodeKey, float | None]:
-    """The advantage of each episode; None for one that is no part of the batch."""
+    """The advantage of each episode; None for episodes outside the batch."""
     found, episodes = advantages_of(groups, config), (trajectory for group in groups for trajectory in group)
     rows = zip(episodes, found.advantages, found.kept, strict=True)
     return {one.key: advantage if is_kept else None for one, advantage, is_kept in rows}
@@ -140,7 +140,7 @@ def turn_advantages(
     """For each member of a group, an advantage for each of its turns.
 
     It is the episode's advantage plus `turn_reward_weight` times that of the discounted turn rewards from this turn on,
-    compared with the members that reached the same turn. A turn without a reward of its own has 0.
+    compared with the members that reached the same turn. A turn without its own reward counts as 0.
     """
     if len(rewards) != len(turn_rewards):
         raise AdvantageError(f"{len(rewards)} rewards but the turns of {len(turn_rewards)} members")
@@ -158,7 +158,7 @@ def turn_advantages(
 def token_advantages(
     turn_advantages: Sequence[float], turn_ids: NDArray[np.int32], action_mask: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """Each trained token gets the advantage of its turn; all others get 0."""
+    """Give each trained token the advantage of its turn, and all others 0."""
     table = np.asarray(turn_advantages, dtype=np.float64)
     trained = np.asarray(action_mask, dtype=bool)
     turns = np.asarray(turn_ids)[trained]
@@ -193,7 +193,7 @@ def _known(rewards: Sequence[float | None]) -> Floats:
 
 
 def _centered(rewards: Sequence[float | None], config: AdvantageConfig) -> Floats:
-    """Rewards minus their baseline; exactly 0 where there is nothing to compare."""
+    """Rewards minus their baseline; exactly 0 without a comparison."""
     values = np.zeros(len(rewards))
     verdict = judge_group(rewards, config)
     if verdict.zero_variance or verdict.too_small:
@@ -217,7 +217,7 @@ def _divisor(std: float, config: AdvantageConfig) -> float:
 def _batch_divisor(
     groups: Sequence[Sequence[float | None]], verdicts: dict[Hashable, GroupVerdict], config: AdvantageConfig
 ) -> float | None:
-    """The one divisor of the whole batch, of what stays in it; None where each group has its own or none."""
+    """The divisor shared by the batch's kept members; None if each group has its own or none."""
     if config.scale not in ("batch_std", "batch_centered_std"):
         return None
     kept = [group for group, verdict in zip(groups, verdicts.values(), strict=True) if not verdict.dropped]

@@ -1,11 +1,10 @@
-"""Puts the segments of episodes together as they arrive.
+"""Assembles episodes from segments as they arrive.
 
-The rule kept here: the result depends on *which* segments arrived, never on their order or on how often each came. A
-higher attempt supersedes a lower one; two different segments that claim the same place are an error, because then one
-of them is wrong and there is no telling which. Segments of groups that were forgotten are ignored, so that a late
-redelivery cannot bring them back.
+Rule: the result depends on *which* segments arrived, never on their order or on duplicates. A higher attempt supersedes
+a lower one; two different segments for the same place are an error, because one must be wrong and there is no telling
+which. It ignores segments of forgotten groups, so a late redelivery cannot bring them back.
 
-It does not decide whether a group is ready, and it holds whatever it is given: memory is bounded by admission.
+It does not decide whether a group is ready, and it keeps everything it is given: admission bounds memory.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from gspo_core.types import EpisodeKey, Group, Segment, Split, Trajectory
 
 
 class ConflictingSegment(SegmentRejected):
-    """Another segment of the same attempt already stands where this one wants to stand."""
+    """A different segment of the same attempt already occupies this place."""
 
 
 class ForeignSegment(SegmentRejected):
-    """A segment of another job than the one that is being assembled."""
+    """The segment belongs to another job than the one being assembled."""
 
 
 class Assembler:
-    """Collects the segments of the episodes of one job, which is that of the first segment."""
+    """Collects the episode segments of one job, set by the first segment."""
 
     def __init__(self) -> None:
         self._job: str | None = None
@@ -35,7 +34,7 @@ class Assembler:
         self._forgotten = _Numbers()
 
     def add(self, segment: Segment) -> None:
-        """Take ``segment`` in. What is known already, superseded or forgotten changes nothing."""
+        """Add ``segment``. Known, superseded and forgotten segments change nothing."""
         key = segment.key
         if self._job not in (None, key.job):
             raise ForeignSegment(f"{key} does not belong to job {self._job}")
@@ -50,14 +49,14 @@ class Assembler:
             episode.add(segment)
 
     def trajectory(self, key: EpisodeKey) -> Trajectory | None:
-        """The episode, once every segment of its newest attempt up to the outcome is here."""
+        """The episode, once every segment of its newest attempt up to the outcome has arrived."""
         episode = self._episode(key)
         return None if episode is None else episode.trajectory()
 
     def group(
         self, job: str, group: int, split: Split, task_index: int, size: int, *, missing: Collection[int] = ()
     ) -> Group | None:
-        """The group, once each of its ``size`` members is complete, except those that will never be (``missing``)."""
+        """The group, once each of its ``size`` members is complete, ignoring those in ``missing``."""
         wanted = [member for member in range(size) if member not in missing]
         found = (self.trajectory(EpisodeKey(job, group, member)) for member in wanted)
         trajectories = tuple(trajectory for trajectory in found if trajectory is not None)
@@ -66,12 +65,12 @@ class Assembler:
         return Group(job=job, group=group, split=split, task_index=task_index, size=size, trajectories=trajectories)
 
     def prefix(self, key: EpisodeKey) -> tuple[Segment, ...]:
-        """The segments of the newest attempt from its start up to the first gap: how far the episode has come."""
+        """The segments of the newest attempt from its start to the first gap, i.e. the episode's progress."""
         episode = self._episode(key)
         return () if episode is None else episode.prefix()
 
     def episodes(self) -> tuple[EpisodeKey, ...]:
-        """Episodes of which at least one segment is here, in order."""
+        """Episodes with at least one segment, in order."""
         return tuple(
             EpisodeKey(self._job or "", group, member)
             for group in sorted(self._groups)
@@ -79,18 +78,18 @@ class Assembler:
         )
 
     def versions(self, group: int) -> frozenset[int]:
-        """Those that sampled a token that is here, in the newest attempt of each episode of ``group``."""
+        """Versions that sampled any token held from the newest attempt of each episode of ``group``."""
         members = self._groups.get(group, {}).values()
         return frozenset[int]().union(*(episode.versions for episode in members))
 
     def unfinished(self, group: int) -> tuple[EpisodeKey, ...]:
-        """Episodes of ``group`` of which at least one segment is here, and not all."""
+        """Episodes of ``group`` with some but not all segments."""
         members = self._groups.get(group, {})
         open_members = sorted(member for member, episode in members.items() if episode.trajectory() is None)
         return tuple(EpisodeKey(self._job or "", group, member) for member in open_members)
 
     def forget(self, group: int) -> None:
-        """Free the segments of ``group`` and ignore what still arrives of it: it was committed or dropped."""
+        """Free the segments of ``group``, committed or dropped, and ignore any that still arrive."""
         self._groups.pop(group, None)
         self._forgotten.add(group)
 
@@ -105,12 +104,12 @@ class _Episode:
     attempt: int
     segments: dict[int, Segment] = field(default_factory=dict)
     last: int | None = None
-    """Index of the segment that carries the outcome, once it is here."""
+    """Index of the segment with the outcome, once it has arrived."""
     highest: int = -1
     versions: set[int] = field(default_factory=set)
-    """That sampled at least one token of it."""
+    """Versions that sampled at least one of its tokens."""
     complete: Trajectory | None = None
-    """Built once: who waits for a group asks again and again."""
+    """Cached, because callers poll while they wait for a group."""
 
     def add(self, segment: Segment) -> None:
         known = self.segments.get(segment.index)
@@ -133,7 +132,7 @@ class _Episode:
         self.highest = max(self.highest, segment.index)
 
     def trajectory(self) -> Trajectory | None:
-        # Indexes are distinct and none is beyond the last, so the count says that there is no gap.
+        # Indexes are distinct and none exceeds the last, so the count proves that there is no gap.
         if self.complete is None and self.last is not None and len(self.segments) == self.last + 1:
             self.complete = Trajectory(self.prefix())
         return self.complete
@@ -146,7 +145,7 @@ class _Episode:
 
 
 class _Numbers:
-    """A set of numbers that are added nearly in order, kept as intervals: its size does not grow with a long run."""
+    """A set of numbers added nearly in order, stored as intervals so that long runs do not grow it."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []

@@ -1,4 +1,4 @@
-"""From sequences to the tensors of micro-batches: `packing` lays token ids end to end, `collate` adds everything else.
+"""Turns sequences into micro-batch tensors: `packing` lays token ids end to end, `collate` adds everything else.
 
 It knows no model and no loss.
 """

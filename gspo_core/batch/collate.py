@@ -1,7 +1,7 @@
-"""From sequences to the tensors of micro-batches.
+"""Turns sequences into the tensors of micro-batches.
 
-One rule: everything here is a pure function of its arguments, so the same batch is cut and laid out in the same way on
-every rank and after every crash, and how it is cut never changes what is learned. It knows no model and no loss.
+One rule: every function here is pure, so a batch is cut and laid out identically on every rank and after every crash,
+and the cut never changes what is learned. It knows no model and no loss.
 
 Shape suffixes: B sequences of a micro-batch, N scored tokens (those whose log-prob is wanted), T columns of the table
 that holds the scored tokens of each sequence side by side.
@@ -24,7 +24,7 @@ Layout = Literal["shared", "packed", "padded"]
 
 
 class InvalidSequence(ValueError):
-    """A sequence that cannot be trained on."""
+    """The sequence cannot be trained on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +33,16 @@ class TrainSequence:
 
     token_ids: NDArray[np.int32]
     action_mask: NDArray[np.bool_]
-    """True where the policy sampled the token and it is to be trained."""
+    """True for tokens that the policy sampled and training uses."""
     behavior_logprobs: NDArray[np.float32]
     turn_ids: NDArray[np.int32]
     staleness: NDArray[np.int32]
-    """In steps."""
+    """Staleness of each token in steps."""
     advantages: float | NDArray[np.float32]
     weight: float = 1.0
-    """The share of the episode's trained tokens that this branch holds; the branches of an episode sum to 1."""
+    """This branch's share of the episode's trained tokens; the branches of an episode sum to 1."""
     temperature: float = 1.0
-    """At which the actions were sampled."""
+    """The sampling temperature of the actions."""
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():
@@ -95,7 +95,7 @@ _ARRAYS = {
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one forward pass sees, and where its results belong."""
+    """The input of one forward pass and the destinations of its results."""
 
     indices: tuple[int, ...]
     """Positions of its sequences in the batch."""
@@ -104,7 +104,7 @@ class MicroBatch:
     token_ids: Tensor
     """(1, tokens) packed, or (B, longest) padded on the right."""
     positions: Tensor
-    """As `token_ids`; counted from 0 in each sequence."""
+    """Shaped like `token_ids`; counted from 0 in each sequence."""
     rows_N: Tensor
     """For each scored token, the flat position of the token before it."""
     targets_N: Tensor
@@ -120,25 +120,25 @@ class MicroBatch:
     weights_B: Tensor
 
     def table(self, values_N: Tensor) -> Tensor:
-        """Scored values side by side, one row per sequence, 0 in empty cells; differentiable."""
+        """Arrange scored values side by side, one row per sequence, 0 in empty cells; differentiable."""
         shape = self.action_mask_BT.shape
         return values_N.new_zeros(shape.numel()).index_copy(0, self.cells_N, values_N).view(shape)
 
 
 def deal_minibatches(num_sequences: int, num_minibatches: int, *, seed: int, step: int) -> list[list[int]]:
-    """Which sequences each update of a batch trains on: shuffled by (seed, step), in nearly equal shares."""
+    """Deal a batch's sequences to its updates: shuffled by (seed, step), in nearly equal shares."""
     order = np.random.default_rng([seed, step]).permutation(num_sequences)
     shares = np.array_split(order, min(num_minibatches, num_sequences))
     return [sorted(int(index) for index in share) for share in shares]
 
 
 def scored_places(sequence: TrainSequence, *, score_all: bool) -> NDArray[np.int64]:
-    """The tokens of a sequence whose log-prob is wanted: its actions, or all that have a prefix."""
+    """Positions of the tokens to score: the actions, or all tokens that have a prefix."""
     return np.arange(1, sequence.num_tokens) if score_all else np.flatnonzero(sequence.action_mask)
 
 
 def input_ids(sequence: TrainSequence, *, score_all: bool) -> Ids:
-    """What the model must read to score them; nothing is scored after the last of them."""
+    """The tokens that the model must read for scoring, up to the last one it needs."""
     places = scored_places(sequence, score_all=score_all)
     return sequence.token_ids[: places[-1] if len(places) else 0].astype(np.int64)
 
@@ -154,7 +154,7 @@ def split_batch(
     num_ranks: int = 1,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """The micro-batches of one rank for the sequences at `indices`; every rank gets as many."""
+    """The micro-batches of one rank for the sequences at `indices`; every rank gets the same number."""
     ids = [input_ids(sequences[index], score_all=score_all) for index in indices]
     if layout == "padded":
         plan = plan_padded([len(i) for i in ids], budget, num_ranks=num_ranks)
@@ -167,7 +167,7 @@ def split_batch(
 
 
 def plan_padded(lengths: Sequence[int], budget: int, *, num_ranks: int = 1) -> list[list[list[int]]]:
-    """As `plan_micro_batches`, for rows that are padded to the longest; neighbours in length waste the least."""
+    """Like `plan_micro_batches`, for padded rows; groups similar lengths to minimise waste."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     num_bins = num_ranks
     while True:
@@ -192,7 +192,7 @@ def collate(
     cells = _joined([row * num_columns + np.arange(len(p)) for row, p in enumerate(places)], np.int64)
 
     def tensor(values: ArrayLike, dtype: type) -> Tensor:
-        return torch.from_numpy(np.array(values, dtype=dtype)).to(device)  # a copy: given arrays may be read-only
+        return torch.from_numpy(np.array(values, dtype=dtype)).to(device)  # copy: the arrays may be read-only
 
     def scored(values: Callable[[TrainSequence], ArrayLike], dtype: type) -> NDArray[np.generic]:
         """One value per scored token."""
@@ -234,12 +234,12 @@ def _joined(pieces: Sequence[NDArray[np.generic]], dtype: type) -> NDArray[np.ge
 
 
 def _packed(packing: Packing) -> tuple[Ids, Ids, Sequence[Ids]]:
-    """Token ids and positions as (1, tokens), and where the tokens of each sequence lie in them."""
+    """Token ids and positions as (1, tokens), and the location of each sequence's tokens in them."""
     return packing.token_ids[None], packing.positions[None], packing.rows
 
 
 def _padded(ids: Sequence[Ids]) -> tuple[Ids, Ids, Sequence[Ids]]:
-    """The same for (B, longest), filled up with token 0 on the right, where nothing that is scored can see it."""
+    """Like `_packed`, as (B, longest), right-padded with token 0, which no scored token can see."""
     longest = max([1, *(len(i) for i in ids)])
     token_ids = np.zeros((max(1, len(ids)), longest), np.int64)
     for row, sequence_ids in enumerate(ids):

@@ -1,8 +1,8 @@
-"""Sequences end to end, with what they have in common laid out once.
+"""Lays sequences end to end and stores shared prefixes once.
 
-One rule: a token's result depends on its own sequence alone, so sharing a prefix (the system prompt of a batch, the
-question of a group) saves its computation and changes nothing else; gradients of all who share it add up in it.
-It knows token ids only: no masks, no losses, no model.
+One rule: a token's result depends only on its own sequence, so sharing a prefix (a batch's system prompt, a group's
+question) saves computation and changes nothing else; the gradients of all sharing sequences add up in it.
+It knows only token ids: no masks, losses or model.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens that lie together and that the same sequences contain."""
+    """Contiguous tokens that belong to the same set of sequences."""
 
     start: int
-    """Where its tokens lie."""
+    """Position of its first token in the row."""
     length: int
     context: tuple[tuple[int, int], ...] = ()
-    """(start, length) of the pieces that come before it in its sequences, in order."""
+    """(start, length) of the pieces that precede it in its sequences, in order."""
 
     @property
     def context_length(self) -> int:
@@ -39,15 +39,15 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """A layout of sequences in one row of tokens."""
+    """The layout of sequences in one row of tokens."""
 
     token_ids: Ids
     positions: Ids
-    """Of each token in its sequence, counted from 0."""
+    """Each token's position in its sequence, counted from 0."""
     pieces: tuple[Piece, ...]
-    """In the order in which they lie, without gaps."""
+    """In layout order, without gaps."""
     rows: tuple[Ids, ...]
-    """For each sequence, where each of its tokens lies."""
+    """For each sequence, the locations of its tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,19 +55,19 @@ class Packing:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence in tokens."""
         return max(piece.context_length + piece.length for piece in self.pieces)
 
     @cached_property
     def key_index(self) -> Ids | None:
-        """For each piece in turn, where its context and its own tokens lie; None where nothing is shared."""
+        """For each piece in turn, the locations of its context and its own tokens; None without sharing."""
         if not any(piece.context for piece in self.pieces):
             return None
         spans = [span for piece in self.pieces for span in (*piece.context, (piece.start, piece.length))]
         return np.concatenate([np.arange(start, start + length) for start, length in spans])
 
     def on_device(self, device: torch.device) -> DeviceIndex:
-        """Index tensors for kernels over sequences of several lengths; moved to the device once."""
+        """Index tensors for variable-length kernels; moved to the device once."""
         if device not in self._device_indices:
             queries = [piece.length for piece in self.pieces]
             keys = [piece.context_length + piece.length for piece in self.pieces]
@@ -82,7 +82,7 @@ class Packing:
 
 @dataclass(frozen=True, eq=False)
 class DeviceIndex:
-    """Cumulative lengths of queries and keys of the pieces, the longest of each, and where the keys lie."""
+    """Cumulative query and key lengths of the pieces, the maximum of each, and the locations of the keys."""
 
     query_ends: Tensor
     key_ends: Tensor
@@ -96,7 +96,7 @@ def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def pack(sequences: Sequence[Ids], *, share: bool) -> Packing:
-    """Lay sequences of token ids out; empty ones take no room. Without any token the packing holds token 0 once."""
+    """Lay out sequences of token ids; empty ones take no space. Without any tokens, it holds one token 0."""
     builder = _Builder(sequences)
     filled = [index for index, ids in enumerate(sequences) if len(ids)]
     if share:
@@ -108,7 +108,7 @@ def pack(sequences: Sequence[Ids], *, share: bool) -> Packing:
 
 
 class _Builder:
-    """Collects pieces; `context` is the chain of pieces before a new one."""
+    """Collects pieces; `context` is the chain of pieces that precede a new one."""
 
     def __init__(self, sequences: Sequence[Ids]) -> None:
         self._sequences = sequences
@@ -119,7 +119,7 @@ class _Builder:
         self._end = 0
 
     def add_tree(self, members: Sequence[int], depth: int, context: tuple[tuple[int, int], ...]) -> None:
-        """Lay out what sorted sequences, alike and laid out up to `depth`, contain from there on."""
+        """Lay out the rest of sorted sequences that share their first `depth` tokens, already laid out."""
         if not members:
             return
         if len(members) == 1:
@@ -132,7 +132,7 @@ class _Builder:
         ended = [m for m in members if len(self._sequences[m]) == common]
         for member in ended:
             self.add_piece([member], depth, common, context)
-        rest = members[len(ended) :]  # a prefix of others sorts before them
+        rest = members[len(ended) :]  # a prefix sorts before the sequences that extend it
         heads = np.array([self._sequences[m][common] for m in rest])
         for share in np.split(np.array(rest, dtype=np.int64), np.flatnonzero(np.diff(heads)) + 1):
             self.add_tree(share.tolist(), depth, context)
@@ -140,7 +140,7 @@ class _Builder:
     def add_piece(
         self, members: Sequence[int], start: int, end: int, context: tuple[tuple[int, int], ...]
     ) -> tuple[int, int]:
-        """Lay tokens `start` to `end` of the first member out, for all of them."""
+        """Lay out tokens `start` to `end` of the first member on behalf of all members."""
         length = end - start
         if length:
             self._token_ids.append(self._sequences[members[0]][start:end])
@@ -159,7 +159,7 @@ class _Builder:
 
 
 def common_prefix(first: Ids, second: Ids) -> int:
-    """How many tokens two sequences have in common from the start."""
+    """Length of the common prefix of two sequences."""
     length = min(len(first), len(second))
     differ = first[:length] != second[:length]
     return int(differ.argmax()) if differ.any() else length
@@ -172,10 +172,10 @@ def _sort_key(ids: Ids) -> bytes:
 def plan_micro_batches(
     sequences: Sequence[Ids], budget: int, *, share: bool, num_ranks: int = 1
 ) -> list[list[list[int]]]:
-    """For each rank, its micro-batches as positions in `sequences`: as many on every rank, about equally much work.
+    """Plan each rank's micro-batches as positions in `sequences`: equal counts per rank, about equal work.
 
-    No micro-batch holds more than `budget` tokens, shared ones counted once, unless it is a single sequence. With fewer
-    sequences than ranks some micro-batches are empty.
+    No micro-batch exceeds `budget` tokens, counting shared ones once, unless it is a single sequence. With fewer
+    sequences than ranks, some micro-batches are empty.
     """
 
     def cost(members: Sequence[int]) -> int:
@@ -211,7 +211,7 @@ def _plan(
 
 
 def _spread(order: Sequence[int], sequences: Sequence[Ids], num_bins: int) -> Bins:
-    """Longest first, each into the bin that holds least."""
+    """Put each sequence, longest first, into the emptiest bin."""
     bins: Bins = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     for index in order:
@@ -222,7 +222,7 @@ def _spread(order: Sequence[int], sequences: Sequence[Ids], num_bins: int) -> Bi
 
 
 def _cut(order: Sequence[int], sequences: Sequence[Ids], num_bins: int) -> Bins:
-    """Neighbours, which share most, stay together; cut where the tokens that each one adds reach equal shares."""
+    """Keep neighbours, which share most, together; cut where the tokens each one adds reach equal shares."""
     added = [
         len(sequences[index]) - (common_prefix(sequences[order[i - 1]], sequences[index]) if i else 0)
         for i, index in enumerate(order)

@@ -1,7 +1,7 @@
-"""Chat formats: messages to token ids, and sampled ids to parsed turns, so that nothing sampled is encoded again.
+"""Chat formats: messages to token ids, and sampled ids to parsed turns, never re-encoding sampled text.
 
-Read in this order: ``hermes`` (the format of the Qwen family, written out), ``turns`` and ``calls`` (reading what was
-sampled), ``template`` (any other model, over its own chat template), ``selection`` (which codec a model gets).
+Reading order: ``hermes`` (the Qwen family's format, hand-written), ``turns`` and ``calls`` (parse sampled ids),
+``template`` (any other model, through its own chat template), ``selection`` (picks the codec for a model).
 """
 
 from gspo_core.chat.calls import LlamaCalls, TaggedCalls, read_hermes, read_qwen_xml

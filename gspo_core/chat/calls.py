@@ -1,8 +1,8 @@
 """Reads tool calls out of sampled ids, in the syntaxes that models were trained to write.
 
-Rule: every attempt is kept, with its status and the tokens that it covers; nothing is repaired, and nothing is run.
-Whether arguments fit a tool is checked where it runs; only a syntax without types (XML) looks at schemas, to
-know what was meant.
+Rule: it keeps every attempt with its status and the tokens it covers, and neither repairs nor runs any.
+The tool's runner checks arguments; only a syntax without types (XML) consults schemas, to interpret
+values.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class CallReader(Protocol):
 
     @property
     def opening_id(self) -> int | None:
-        """The token that begins a call wherever it stands, if the syntax has one."""
+        """The token that always begins a call, if the syntax has one."""
         ...
 
     def begin(self, ids: Sequence[int], start: int) -> int:
-        """Where the first attempt begins at or behind ``start``; ``len(ids)`` if there is none."""
+        """Index of the first attempt at or after ``start``; ``len(ids)`` if there is none."""
         ...
 
     def read(self, ids: Sequence[int], begin: int, tools: Sequence[ToolSchema]) -> Iterator[ToolCall]:
@@ -38,7 +38,7 @@ class CallReader(Protocol):
 
 
 class NoCalls:
-    """A model that is not known to write tool calls: whatever it says is text."""
+    """For models not known to write tool calls: all output is text."""
 
     opening_id = None
 
@@ -50,7 +50,7 @@ class NoCalls:
 
 
 class TaggedCalls:
-    """Calls between the tokens ``<tool_call>`` and ``</tool_call>``; what is inside is read by ``read_body``."""
+    """Calls between the tokens ``<tool_call>`` and ``</tool_call>``; ``read_body`` reads their content."""
 
     def __init__(self, tokenizer: Tokenizer, read_body: Callable[[str, Sequence[ToolSchema]], Reading]) -> None:
         self._tokenizer = tokenizer
@@ -74,7 +74,7 @@ class TaggedCalls:
 
 
 def _find(ids: Sequence[int], token: int, start: int) -> int:
-    """Where ``token`` is at or behind ``start``; ``len(ids)`` if it is nowhere."""
+    """Index of ``token`` at or after ``start``; ``len(ids)`` if absent."""
     try:
         return ids.index(token, start)
     except ValueError:
@@ -82,10 +82,10 @@ def _find(ids: Sequence[int], token: int, start: int) -> int:
 
 
 class LlamaCalls:
-    """Llama 3: the whole turn is a call, ``{"name": ..., "parameters": {...}}``, or several divided by ``;``.
+    """Llama 3: the whole turn is a call, ``{"name": ..., "parameters": {...}}``, or several separated by ``;``.
 
-    Nothing marks a call but its shape. An object with neither a name nor parameters is an answer in JSON; text that
-    starts like a call and cannot be read is an attempt.
+    Only its shape marks a call. An object with neither a name nor parameters is an answer in JSON; unreadable text
+    that starts like a call is an attempt.
     """
 
     opening_id = None
@@ -114,7 +114,7 @@ class LlamaCalls:
             position, start = stop + 1, end
 
     def _token_behind(self, ids: Sequence[int], body: int, num_chars: int) -> int:
-        """The first token that begins behind ``num_chars`` characters and the separator after them."""
+        """The first token that begins after ``num_chars`` characters and the separator that follows."""
         low, high = body, len(ids)
         while low < high:
             middle = (low + high) // 2
@@ -156,7 +156,7 @@ def read_qwen_xml(raw: str, tools: Sequence[ToolSchema]) -> Reading:
 
 _LLAMA_CALL = re.compile(r'\s*\{\s*"(name|parameters|arguments|function)"\s*:')
 _XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
-# One newline on either side belongs to the syntax, everything else to the value.
+# One newline on each side belongs to the syntax, the rest to the value.
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
@@ -167,7 +167,7 @@ def _named(value: JSON, *argument_keys: str) -> Reading:
 
 
 def _read_llama(text: str, position: int) -> tuple[Reading, int]:
-    """One attempt and where it stops: at the ``;`` before the next, or at the end of the text."""
+    """One attempt and its end: the ``;`` before the next one, or the end of the text."""
     begin = position + len(text[position:]) - len(text[position:].lstrip())
     try:
         value, end = strict_json_at(text, begin)
@@ -190,11 +190,11 @@ def _parameter_types(name: str, tools: Sequence[ToolSchema]) -> dict[str, str | 
 
 
 def _typed(text: str, wanted: str | list[str] | None) -> JSON:
-    """The value that the text means for a parameter of this type; the text itself if it means none."""
+    """The text as a value of the parameter's type; the text itself if it does not convert."""
     if wanted is None or wanted == "string" or "string" in wanted:
         return text
     plain = text.strip()
-    if plain in _PYTHON_WORDS:  # templates write these as Python does
+    if plain in _PYTHON_WORDS:  # templates write these in Python spelling
         return _PYTHON_WORDS[plain]
     try:
         return strict_json(plain)

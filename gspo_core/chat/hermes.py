@@ -21,7 +21,7 @@ from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, require_tok
 from gspo_core.chat.turns import TurnReader, can_be_written
 from gspo_core.messages import ForkReason, Message, ParsedTurn, ToolSchema
 
-# The wording that Qwen models were trained to read around their tools.
+# The wording around tools that Qwen models were trained on.
 TOOLS_HEADER = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -36,27 +36,27 @@ For each function call, return a json object with function name and arguments wi
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
 _NO_THOUGHT = "<think>\n\n</think>\n\n"
-# What this format writes around calls, their results and thoughts; not every tokenizer of the family has all of them.
+# Tags around calls, results and thoughts; not every tokenizer of the family has all of them.
 _TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-# Of these, what an assistant writes itself.
+# The tags that an assistant writes itself.
 _OWN_TAGS = re.compile("</?(?:tool_call|think)>")
 _ANY_TAG = re.compile("|".join(_TAGS))
 
 
 @dataclass(frozen=True, slots=True)
 class HermesStyle:
-    """In what the models of the family differ."""
+    """The differences between models of the family."""
 
     default_system: str | None = None
-    """What a conversation without a system message begins with (Qwen2.5)."""
+    """System message for conversations without one (Qwen2.5)."""
     reasons: bool = False
-    """History has think blocks, those of earlier questions removed (Qwen3)."""
+    """History keeps think blocks except those of earlier questions (Qwen3)."""
     empty_thought: bool = False
     """The generation prompt ends with an empty think block: thinking switched off (Qwen3)."""
 
 
 class HermesCodec:
-    """Renders, continues and reads conversations of one model. Stateless, so one serves all episodes."""
+    """Renders, continues and reads conversations of one model. Stateless, so one instance serves all episodes."""
 
     def __init__(
         self,
@@ -67,21 +67,21 @@ class HermesCodec:
         empty_thought: bool = False,
         thinking: Literal["keep", "template"] = "keep",
     ) -> None:
-        """The first three are those of ``HermesStyle``. ``thinking``: when a new question comes, ``keep`` goes on
-        behind everything that was sampled; ``template`` removes earlier reasoning, as the model's template does, which
-        starts a new branch."""
+        """The first three come from ``HermesStyle``. ``thinking``: on a new question, ``keep`` continues after
+        everything sampled; ``template`` removes earlier reasoning, as the model's template does, which starts a new
+        branch."""
         self.tokenizer = tokenizer
         self.style = HermesStyle(default_system, reasons, empty_thought)
         self._strips_thinking = thinking == "template" and reasons and not empty_thought
         what = "the ChatML/Hermes format"
         self._start, self._end = (require_token(tokenizer, token, what) for token in ("<|im_start|>", "<|im_end|>"))
-        # A tag that the tokenizer does not have is written in ordinary characters, as a template would write it.
+        # Write a tag that the tokenizer lacks in ordinary characters, as a template would.
         self._tags = {tag: tokenizer.token_id(tag) if tag in tokenizer.control_tokens else None for tag in _TAGS}
         self._tools_footer = self._written(TOOLS_FOOTER, _ANY_TAG)
         self._answer_opening = ["assistant\n", *(self._written(_NO_THOUGHT, _ANY_TAG) if empty_thought else ())]
         end_of_text = tokenizer.token_id("<|endoftext|>")
         self.stop_ids: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
-        """The tokens that end a turn; given to the engine as ids. The sampled one belongs to the turn."""
+        """Ids of the tokens that end a turn, for the engine. The sampled one belongs to the turn."""
         self._turn_reader = TurnReader(tokenizer, self.stop_ids, TaggedCalls(tokenizer, read_hermes))
         if (reasons or empty_thought) and None in (self._turn_reader.think, self._turn_reader.think_end):
             raise UnsuitableTokenizer("think blocks are configured, but the tokenizer has no <think> token")
@@ -89,7 +89,7 @@ class HermesCodec:
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, generation_prompt: bool = True
     ) -> list[int]:
-        """The ids of a whole conversation: for the first turn, and for a history that was rewritten."""
+        """The ids of a whole conversation, for the first turn or a rewritten history."""
         has_system = bool(messages) and messages[0]["role"] == "system"
         system = text_of(messages[0]) if has_system else self.style.default_system
         pieces: list[str | int] = []
@@ -109,8 +109,8 @@ class HermesCodec:
         tools: Sequence[ToolSchema] = (),
     ) -> list[int] | ForkReason:
         """The ids that follow ``prefix_ids + sampled_ids``: the turn's end if it was not sampled, ``new_messages``, and
-        the generation prompt. Where these cannot continue the conversation, why; then the caller starts a new branch.
-        ``history`` and ``tools`` are not needed: the ids say everything.
+        the generation prompt. If these cannot continue the conversation, returns the reason, and the caller starts a
+        new branch. Ignores ``history`` and ``tools``: the ids suffice.
         """
         roles = {message["role"] for message in new_messages}
         if not roles <= {"tool", "user", "system"}:
@@ -126,11 +126,11 @@ class HermesCodec:
             if closing_id is not None and self._turn_reader.is_thinking(prefix_ids, sampled_ids, self._start):
                 pieces.append(closing_id)
             pieces.append(self._end)
-        # The template writes a newline behind the end of a turn, and the engine stops before it.
+        # The template writes a newline after the end of a turn; the engine stops before it.
         return self._encode([*pieces, "\n", *self._turns(new_messages), *self._generation_prompt()])
 
     def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn:
-        """Reads a sampled turn. With ``tools``, calls of other tools get the status ``unknown_tool``."""
+        """Read a sampled turn. With ``tools``, calls to other tools get the status ``unknown_tool``."""
         return self._turn_reader.read(sampled_ids, tools)
 
     def message(
@@ -140,7 +140,7 @@ class HermesCodec:
         *,
         turn: ParsedTurn | None = None,
     ) -> Message:
-        """A sampled turn as a message of the history; ``turn`` is what ``parse`` made of it, where that is known."""
+        """A sampled turn as a history message; ``turn`` is its result from ``parse``, if known."""
         turn = turn or self.parse(sampled_ids, tools)
         return self._turn_reader.message(sampled_ids, turn, as_text=not can_be_written(turn))
 
@@ -181,7 +181,7 @@ class HermesCodec:
         return [TOOLS_HEADER + "".join(f"\n{to_json(tool)}" for tool in tools), *self._tools_footer]
 
     def _written_calls(self, message: Message, *, has_text: bool) -> Iterator[str | int]:
-        """The calls of an assistant message of the history, as the model would have written them."""
+        """The calls of an assistant message in the history, as the model would have written them."""
         for position, call in enumerate(message.get("tool_calls") or ()):
             function = call.get("function", call)
             arguments = function["arguments"]
@@ -195,7 +195,7 @@ class HermesCodec:
         return tag if found is None else found
 
     def _written(self, text: str, tags: re.Pattern[str]) -> list[str | int]:
-        """Text in which these tags are meant."""
+        """Text pieces with these tags as token ids."""
         pieces: list[str | int] = []
         position = 0
         for match in tags.finditer(text):
@@ -204,8 +204,8 @@ class HermesCodec:
         return [*pieces, text[position:]]
 
     def _encode(self, pieces: Iterable[str | int]) -> list[int]:
-        """Text between two control tokens is encoded in one piece, as a template's whole text would be; no text
-        becomes a control token."""
+        """Encode the text between two control tokens in one piece, as in a template's whole text; no text becomes a
+        control token."""
         ids: list[int] = []
         text = ""
         for piece in [*pieces, None]:
@@ -221,7 +221,7 @@ class HermesCodec:
 
 
 def _last_question(messages: Sequence[Message]) -> int:
-    """Where the last message of a user stands that is no tool's result; behind everything if there is none."""
+    """Index of the last user message that is not a tool result; past the end if there is none."""
     for position in range(len(messages) - 1, -1, -1):
         if messages[position]["role"] == "user":
             text = text_of(messages[position])
@@ -231,7 +231,7 @@ def _last_question(messages: Sequence[Message]) -> int:
 
 
 def _thought_and_text(message: Message) -> tuple[str, str]:
-    """The reasoning of an assistant message, given apart or in front of its text."""
+    """Split an assistant message into reasoning, given separately or before the text, and text."""
     text, thought = text_of(message), message.get("reasoning_content")
     if isinstance(thought, str):
         return thought, text

@@ -1,7 +1,7 @@
-"""Runs a model's chat template, with what model publishers expect to find there.
+"""Runs a model's chat template with the helpers that model publishers expect.
 
-Rule: a template is foreign code: it runs in a sandbox, sees only what it is given, and knows no clock.
-`jinja2` is imported when a template is compiled.
+Rule: a template is untrusted code: it runs in a sandbox, sees only its inputs, and has no clock.
+Compiling a template imports `jinja2`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TemplateRefused(ValueError):
-    """A chat template cannot be used, or does not accept a conversation."""
+    """A chat template is unusable or rejects a conversation."""
 
 
 class Template:
@@ -44,7 +44,7 @@ class Template:
             )
         except TemplateRefused:
             raise
-        except Exception as error:  # foreign code
+        except Exception as error:  # untrusted code
             raise TemplateRefused(f"the chat template failed: {type(error).__name__}: {error}") from error
 
 
@@ -58,7 +58,7 @@ def compile_template(source: str) -> Template:
         raise TemplateRefused("chat templates need the package jinja2: pip install 'jinja2>=3.1'") from None
 
     class Generation(Extension):
-        """``{% generation %}`` marks the assistant's words for other programs; here it changes nothing."""
+        """``{% generation %}`` marks assistant text for other programs; ignored here."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -84,7 +84,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without HTML escapes, which jinja2's own filter writes."""
+    """JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

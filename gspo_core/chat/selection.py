@@ -1,7 +1,7 @@
-"""Which codec a model gets: the written-out one where it agrees with the model's own template, else that template.
+"""Selects a model's codec: the hand-written one if it agrees with the model's own template, else that template.
 
-Rule: agreement is shown, not assumed: probe conversations are rendered both ways and must give the same ids. What
-cannot be decided is an error that names the key to set, never a guess.
+Rule: it tests agreement: probe conversations rendered both ways must give the same ids. If it cannot decide, it raises
+an error that names the key to set and never guesses.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CHATML = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 
 
 class UnsuitableChat(ValueError):
-    """No chat codec fits the model as the job asks for it. The text says what to change."""
+    """No chat codec fits the model under the job's settings. The text says what to change."""
 
 
 class ChatCodec(Protocol):
-    """Between messages and ids, for one model."""
+    """Converts between messages and ids for one model."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -114,7 +114,7 @@ def _without_template(
 def _native(
     tokenizer: Tokenizer, template: str, variables: Mapping[str, JSON], thinking: Thinking
 ) -> HermesCodec | None:
-    """The written-out codec in the variant that gives what the template gives, if there is one."""
+    """The hand-written codec in the variant that matches the template, if any."""
     if any(tokenizer.token_id(token) is None for token in _CHATML):
         return None
     theirs = TemplateCodec(tokenizer, template, NoCalls(), variables=variables)
@@ -192,7 +192,7 @@ def _call_reader(tokenizer: Tokenizer, template: str, calls: Calls) -> CallReade
 
 
 def _calls_of(template: str) -> Calls | None:
-    """By what the template says to the model. A template without a word on tools writes no calls."""
+    """Infer the call syntax from the template's text. A template that never mentions tools writes no calls."""
     if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
         return "qwen_xml"
     if "<tool_call>" in template and '"arguments"' in template.replace("\\", ""):
@@ -207,14 +207,14 @@ def _chat_template(model_dir: Path) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     given = _read_json(model_dir / "tokenizer_config.json").get("chat_template")
-    if isinstance(given, list):  # several, by name
+    if isinstance(given, list):  # several named templates
         named = {item.get("name"): item.get("template") for item in given if isinstance(item, dict)}
         given = named.get("tool_use") or named.get("default")
     return given if isinstance(given, str) else None
 
 
 def _special_tokens(model_dir: Path) -> dict[str, JSON]:
-    """``bos_token`` and the like, which templates name."""
+    """``bos_token`` and other special tokens that templates use."""
     config = _read_json(model_dir / "tokenizer_config.json")
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     found = {name: config.get(name) for name in names}
@@ -223,7 +223,7 @@ def _special_tokens(model_dir: Path) -> dict[str, JSON]:
 
 
 def _model_ends(model_dir: Path) -> list[int]:
-    """Where engines stop by themselves."""
+    """The tokens at which engines stop by default."""
     ends: list[int] = []
     for name in ("config.json", "generation_config.json"):
         given = _read_json(model_dir / name).get("eos_token_id")

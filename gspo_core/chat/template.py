@@ -1,11 +1,11 @@
-"""A chat format given by a model's own template: rendered as the template says, continued only where that is proven.
+"""A chat codec over a model's own template that continues a conversation only where this is provably correct.
 
-Rule: a bridge is taken from the template's rendering of the whole conversation, and only if everything before the
-sampled turn is written as it was and the turn itself says what was sampled; otherwise the caller starts a new branch
-and is told why. What was sampled is kept as ids either way.
-Text that spells a control token stays text: it is defused before the template sees it. Only the text of an assistant's
-own turn keeps its tags of calls and thoughts, because it stands for what was sampled. The template runs in a sandbox
-and knows no clock, so a prompt does not depend on the day.
+Rule: a bridge comes from the template's rendering of the whole conversation, and only if everything before the sampled
+turn is unchanged and the turn itself matches the sample; otherwise the caller gets the reason and starts a new branch.
+Sampled ids are kept either way.
+Text that spells a control token stays text: it is defused before the template sees it. Only an assistant's own turn
+keeps its call and thought tags, because its text stands for sampled ids. The template runs in a sandbox without a
+clock, so prompts do not depend on the date.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ T = TypeVar("T")
 _PROBE = "gspo probe"
 _THOUGHT = re.compile(r"<think>.*?</think>\s*|<think>\s*$", re.DOTALL)
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xE000, 0xF8FF
-# What an assistant writes itself, and templates look for in its text.
+# Tags that an assistant writes itself and templates look for in its text.
 _OWN_TAGS = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
 
 
 class TemplateCodec:
-    """Renders, continues and reads conversations of one model. Stateless, so one serves all episodes."""
+    """Renders, continues and reads conversations of one model. Stateless, so one instance serves all episodes."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class TemplateCodec:
         variables: Mapping[str, JSON] | None = None,
         stop_ids: Sequence[int] = (),
     ) -> None:
-        """``variables`` are handed to the template; ``stop_ids`` end a turn besides the token that the template writes
-        there. ``thinking: template`` follows a template that removes earlier reasoning, at the price of new branches;
-        ``keep`` goes on behind what was sampled."""
+        """``variables`` are passed to the template; ``stop_ids`` end a turn in addition to the template's own end
+        token. ``thinking: template`` follows a template that removes earlier reasoning, at the price of new branches;
+        ``keep`` continues after the sampled ids."""
         self.tokenizer = tokenizer
         self._template = compile_template(template)
         self._variables = dict(variables or {})
@@ -65,7 +65,7 @@ class TemplateCodec:
         end_id = tokenizer.token_id(self._turn_end)
         assert end_id is not None
         self.stop_ids: tuple[int, ...] = (end_id, *(token for token in dict.fromkeys(stop_ids) if token != end_id))
-        """The tokens that end a turn; given to the engine as ids. The sampled one belongs to the turn."""
+        """Ids of the tokens that end a turn, for the engine. The sampled one belongs to the turn."""
         prompt = self._template.render([{"role": "user", "content": _PROBE}], (), self._variables, True)
         self._turn_reader = TurnReader(
             tokenizer, self.stop_ids, calls, opens_thought=prompt.rstrip().endswith("<think>")
@@ -89,8 +89,8 @@ class TemplateCodec:
         history: Sequence[Message] = (),
         tools: Sequence[ToolSchema] = (),
     ) -> list[int] | ForkReason:
-        """The ids that follow ``prefix_ids + sampled_ids``, or why there are none. ``history`` is what the turn
-        answered: the messages behind ``prefix_ids``."""
+        """The ids that follow ``prefix_ids + sampled_ids``, or the reason for a fork. ``history`` holds the
+        messages behind ``prefix_ids``, which the turn answered."""
         if any(message["role"] == "assistant" for message in new_messages):
             return ForkReason.ASSISTANT_MESSAGE
         stops = [position for position, token in enumerate(sampled_ids) if token in self.stop_ids]
@@ -103,7 +103,7 @@ class TemplateCodec:
             after = self._text(defused, [*history, turn, *new_messages], tools, True)
         except TemplateRefused:
             return ForkReason.TEMPLATE_REFUSED
-        # Contents are defused, so each of these tokens is structure: the turn ends at the next one behind its prompt.
+        # Contents are defused, so these tokens are all structural: the turn ends at the next one after its prompt.
         pieces = after.split(self._turn_end)
         num_before = before.count(self._turn_end) + 1
         head, following = self._turn_end.join(pieces[:num_before]), self._turn_end.join(pieces[num_before:])
@@ -115,7 +115,7 @@ class TemplateCodec:
         return self._encode(("" if stops else self._turn_end) + following, defused)
 
     def parse(self, sampled_ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> ParsedTurn:
-        """Reads a sampled turn. With ``tools``, calls of other tools get the status ``unknown_tool``."""
+        """Read a sampled turn. With ``tools``, calls to other tools get the status ``unknown_tool``."""
         return self._turn_reader.read(sampled_ids, tools)
 
     def message(
@@ -125,8 +125,8 @@ class TemplateCodec:
         *,
         turn: ParsedTurn | None = None,
     ) -> Message:
-        """A sampled turn as a message of the history, in a form that the template accepts; ``turn`` is what ``parse``
-        made of it, where that is known."""
+        """A sampled turn as a history message that the template accepts; ``turn`` is its result from ``parse``, if
+        known."""
         turn = turn or self.parse(sampled_ids, tools)
         as_calls = can_be_written(turn) and (len(turn.calls) < 2 or self._takes_several_calls)
         return self._turn_reader.message(sampled_ids, turn, as_text=not as_calls)
@@ -134,7 +134,7 @@ class TemplateCodec:
     def _says_the_same(
         self, written_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[ToolSchema]
     ) -> bool:
-        """Whether the template's version of the turn is read as the sampled one is."""
+        """Whether the template's version of the turn parses like the sampled one."""
         opens_thought = self._turn_reader.opens_thought and not self._keeps_thinking
         written = self._turn_reader.read([*written_ids, self.stop_ids[0]], tools, opens_thought=opens_thought)
         sampled = self._turn_reader.read(sampled_ids, tools)
@@ -145,7 +145,7 @@ class TemplateCodec:
         ]
 
     def _plain(self, text: str) -> str:
-        """Text to compare histories by: without think blocks where the job keeps them as they were sampled."""
+        """Text for comparing histories: without think blocks if the job keeps them as sampled."""
         return _THOUGHT.sub("", text) if self._keeps_thinking else text
 
     def _text(
@@ -190,7 +190,7 @@ class TemplateCodec:
         return True
 
     def _check_encoding(self, prompt: str) -> None:
-        """Pieces between control tokens, encoded one by one, must give the ids of the whole text."""
+        """Check that encoding the pieces between control tokens one by one gives the ids of the whole text."""
         if self._encode(prompt, _Defused(self._controls)) != self.tokenizer.encode_whole(prompt):
             raise UnsuitableTokenizer(
                 "this tokenizer encodes text behind a control token in another way than text alone, which the codec "
@@ -199,22 +199,22 @@ class TemplateCodec:
 
 
 def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
-    """The longest that fits, as tokenizers match."""
+    """A pattern that matches the longest token, as tokenizers do."""
     return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
 
 
 class _Defused:
-    """Writes a character into text that spells a control token, and takes it out again after rendering."""
+    """Inserts a marker into text that spells a control token and removes it after rendering."""
 
     def __init__(self, controls: re.Pattern[str], *values: Sequence[Message] | Sequence[ToolSchema]) -> None:
         self._controls = controls
         seen = repr(values)
-        # A private character that is not in the text; ``repr`` shows these escaped.
+        # Pick a private-use character absent from the text; ``repr`` shows them escaped.
         codes = range(_FIRST_PRIVATE, _LAST_PRIVATE)
         self._mark = next(chr(code) for code in codes if f"\\u{code:04x}" not in seen)
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """The text of an assistant keeps the tags that it writes itself."""
+        """Defuse messages; assistant text keeps the tags that an assistant writes itself."""
         defused: list[Message] = []
         for message in messages:
             safe = self(message)
@@ -227,7 +227,7 @@ class _Defused:
         return cast(T, self._safe(value))
 
     def _safe(self, value: object) -> object:
-        """A copy of the same shape."""
+        """A defused copy of the same shape."""
         if isinstance(value, str):
             return self._controls.sub(self._marked, value)
         if isinstance(value, Mapping):
@@ -247,7 +247,7 @@ class _Defused:
 
 
 def _normal(message: Message) -> Message:
-    """The message as templates expect it: text as a string, the arguments of calls as objects."""
+    """The message as templates expect it: text as a string, call arguments as objects."""
     normal: Message = {**message, "content": text_of(message)}
     if message.get("tool_calls"):
         normal["tool_calls"] = [_normal_call(call) for call in message["tool_calls"]]

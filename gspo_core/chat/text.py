@@ -1,4 +1,4 @@
-"""Messages as the text and JSON that chat formats are written in."""
+"""Converts messages to the text and JSON of chat formats."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ToolSchema
 
 MAX_DEPTH = 64
-"""Deepest nesting of JSON from a policy. Every process that passes it on must be able to write it again."""
+"""Maximum nesting of JSON from a policy, so that every process that forwards it can serialize it."""
 
 
 def text_of(message: Message | None) -> str:
-    """The text of a message. Raises ``ValueError`` where it holds something else."""
+    """The text of a message. Raises ``ValueError`` for any other content."""
     content = None if message is None else message.get("content")
     if message is None or content is None:
         return ""
@@ -32,8 +32,8 @@ def to_json(value: JSON | ToolSchema) -> str:
 
 
 def strict_json(text: str) -> JSON:
-    """The value of JSON text. Raises ``ValueError``, also for what cannot be written as JSON again: NaN, numbers beyond
-    any float, and what is nested too deep."""
+    """The value of JSON text. Raises ``ValueError``, also if it cannot be written as JSON again: NaN, numbers beyond
+    any float, or nesting that is too deep."""
     begin = len(text) - len(text.lstrip(_BLANK))
     value, end = strict_json_at(text, begin)
     if text[end:].strip(_BLANK):
@@ -42,7 +42,7 @@ def strict_json(text: str) -> JSON:
 
 
 def strict_json_at(text: str, begin: int) -> tuple[JSON, int]:
-    """The value that begins at ``begin`` and where it ends. Raises as ``strict_json``."""
+    """The value that begins at ``begin`` and where it ends. Raises like ``strict_json``."""
     try:
         value, end = _DECODER.raw_decode(text, begin)
     except RecursionError:

@@ -1,9 +1,9 @@
-"""The tokenizer of a model, as far as chat codecs need it.
+"""The part of a model's tokenizer that chat codecs need.
 
-Rule: text never becomes a control token, whatever it spells; a caller that wants one asks for its id. Every token
-that was added to the vocabulary is one, whether or not the tokenizer calls it special: Qwen's ``<tool_call>`` and
-``<think>`` are not special, and a web page that spells them must not close a tool's result. Added tokens of nothing but
-white space are ordinary text.
+Rule: text never becomes a control token, whatever it spells; callers request control tokens by id. Every token added
+to the vocabulary is one, whether or not the tokenizer calls it special: Qwen's ``<tool_call>`` and ``<think>`` are not
+special, and a web page that spells them must not close a tool's result. Added tokens of only white space are ordinary
+text.
 It loads ``tokenizer.json`` with the `tokenizers` library and no model.
 """
 
@@ -14,21 +14,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-# The words between control tokens come again in every turn.
+# The text between control tokens recurs in every turn.
 _SHORT_CHARS = 32
 
 
 class UnsuitableTokenizer(ValueError):
-    """The tokenizer, or what should hold it, cannot be used with this codec."""
+    """This codec cannot use the tokenizer or its files."""
 
 
 class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text: nothing is added, and text never becomes a control token, whatever it spells."""
+        """Ids of plain text, with nothing added; text never becomes a control token, whatever it spells."""
         ...
 
     def encode_whole(self, text: str) -> list[int]:
-        """Ids of text in which control tokens are spelt out and meant."""
+        """Ids of text whose spelled-out control tokens are meant as such."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token that is written exactly so, None if there is none."""
+        """The id of the token spelled exactly so, or None."""
         ...
 
     @property
@@ -44,17 +44,17 @@ class Tokenizer(Protocol):
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
-        """The control tokens, as they are written."""
+        """The spellings of the control tokens."""
         ...
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The tokenizer of a model directory (``tokenizer.json``)."""
+    """Load the tokenizer of a model directory (``tokenizer.json``)."""
     return _FileTokenizer(Path(model_dir) / "tokenizer.json")
 
 
 def require_token(tokenizer: Tokenizer, token: str, what: str) -> int:
-    """The id of a token that ``what`` is made of."""
+    """The id of a token that ``what`` requires."""
     found = tokenizer.token_id(token)
     if found is None:
         raise UnsuitableTokenizer(f"the tokenizer has no token {token}, which {what} is made of")
@@ -72,7 +72,7 @@ class _FileTokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         control = [token for token in added if token.content.strip()]
         self.control_tokens = tuple(token.content for token in control)
-        # Special tokens are the only ones that the backend can be told to read as text, so all become special here.
+        # The backend can read only special tokens as text, so make all added tokens special.
         flags = ("single_word", "lstrip", "rstrip", "normalized")
         self._backend.add_special_tokens(
             [
@@ -88,7 +88,7 @@ class _FileTokenizer:
         return list(self._encode_short(text)) if len(text) <= _SHORT_CHARS else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        # A policy can write half a surrogate pair as JSON escape; it has no bytes.
+        # A policy can write half a surrogate pair as a JSON escape, which has no bytes.
         sound = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
         ids: list[int] = self._backend.encode(sound, add_special_tokens=False).ids
         return ids

@@ -1,7 +1,7 @@
-"""Reads one sampled turn: reasoning, text and calls, from its ids.
+"""Reads reasoning, text and calls from the ids of one sampled turn.
 
-Rule: text is read from ids, never the other way round, and a call inside the reasoning is no call.
-What a conversation looks like around the turn is the business of the codecs.
+Rule: text is read from ids, never the other way round, and a call inside the reasoning does not count.
+The codecs handle the conversation around the turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TurnReader:
         *,
         opens_thought: bool | None = None,
     ) -> ParsedTurn:
-        """With ``tools``, calls of others get the status ``unknown_tool``."""
+        """Parse a turn. With ``tools``, calls to others get the status ``unknown_tool``."""
         ids = self._without_stop(sampled_ids)
         complete = len(ids) < len(sampled_ids)
         thought, begin, is_open = self._split_thought(
@@ -46,7 +46,7 @@ class TurnReader:
         return ParsedTurn(text, calls, complete and not is_open, self._tokenizer.decode(thought).strip())
 
     def message(self, sampled_ids: Sequence[int], turn: ParsedTurn, *, as_text: bool = False) -> Message:
-        """The turn as a message of the history; ``as_text`` writes its calls as they were sampled."""
+        """The turn as a history message; ``as_text`` writes its calls as sampled."""
         message: Message = {"role": "assistant"}
         if as_text:
             ids = self._without_stop(sampled_ids)
@@ -63,7 +63,7 @@ class TurnReader:
         return message
 
     def is_thinking(self, prefix_ids: Sequence[int], sampled_ids: Sequence[int], header_id: int) -> bool:
-        """Whether a think block is open behind these ids; ``header_id`` begins a message."""
+        """Whether a think block is open after these ids; ``header_id`` begins a message."""
         for token in (*reversed(sampled_ids), *reversed(prefix_ids)):
             if token in (self.think_end, self._calls.opening_id, header_id):
                 return False
@@ -79,8 +79,8 @@ class TurnReader:
         return ids
 
     def _split_thought(self, ids: Sequence[int], opens_thought: bool) -> tuple[Sequence[int], int, bool]:
-        """The reasoning, where the rest begins, and whether the reasoning was left open. Reasoning comes first: a
-        think block behind words is text."""
+        """The reasoning, the start of the rest, and whether the reasoning is still open. Reasoning comes first: a
+        think block after other text is text."""
         opening = ids.index(self.think) if self.think in ids else -1
         is_first = opening >= 0 and not self._tokenizer.decode(ids[:opening]).strip()
         begin = opening + 1 if is_first else 0
@@ -102,6 +102,6 @@ class TurnReader:
 
 
 def can_be_written(turn: ParsedTurn) -> bool:
-    """Its calls can be written down again as calls: each names a tool and gives it an object."""
+    """Whether its calls can be rendered as calls again: each names a tool and passes an object."""
     readable = (CallStatus.OK, CallStatus.UNKNOWN_TOOL)
     return all(call.status in readable and isinstance(call.arguments, dict) for call in turn.calls)

@@ -1,7 +1,7 @@
 """A policy and its optimizer: batches of sequences in, updated weights and metrics out.
 
 Read `training` first; below it `policy_model` (`model_directory`, `attention`, `logprobs`, `low_rank`, `routing`),
-`optimizer`, `ranks` and `state`. Outside, `Learner` is all there is; what a user may set is `gspo_core.learner_config`.
+`optimizer`, `ranks` and `state`. Other packages use only `Learner`; user settings live in `gspo_core.learner_config`.
 """
 
 from gspo_core.learner.state import UnknownFormat, check_state

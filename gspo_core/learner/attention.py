@@ -1,8 +1,8 @@
-"""Causal attention over sequences that lie end to end, registered with transformers as `gspo_packed`.
+"""Causal attention over sequences packed end to end, registered with transformers as `gspo_packed`.
 
-One rule: no token sees another sequence. On a GPU torch's variable-length kernel does the work where it applies;
-elsewhere each piece of the packing goes through scaled-dot-product attention by itself. What a model asks for beyond
-causal and sliding-window attention is refused, never ignored. It makes no masks of the whole: packings need none.
+One rule: no token sees another sequence. On a GPU it uses torch's variable-length kernel where possible; otherwise
+each piece of the packing goes through scaled-dot-product attention separately. It refuses, rather than ignores,
+anything beyond causal and sliding-window attention. It builds no full mask: packings need none.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from transformers import AttentionInterface
 from gspo_core.batch.packing import Packing
 
 PACKED = "gspo_packed"
-# Arguments that models pass along and that do not change plain causal attention.
+# Arguments that models pass but that do not change plain causal attention.
 _HARMLESS = frozenset({"position_ids", "cache_position"})
 
 
-# Rows of queries that are masked at once where a mask is needed.
+# Query rows to mask at once where a mask is needed.
 MAX_MASK_ROWS = 1024
 
 
 class UnsupportedAttention(NotImplementedError):
-    """The model's attention is more than causal attention within a window."""
+    """The model needs more than causal attention within a window."""
 
 
 def packed_attention(
@@ -49,7 +49,7 @@ def packed_attention(
         raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(what)}, which packed attention ignores")
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
     if query.is_cuda:
-        # under autocast a normed query is float32 beside a value in half precision
+        # under autocast, normed queries are float32 while values are half precision
         query, key = query.to(value.dtype), key.to(value.dtype)
         if value.dtype in (torch.bfloat16, torch.float16):
             return _by_kernel(query, key, value, packing, scaling, window), None
@@ -63,9 +63,9 @@ def _is_off(argument: Tensor | float | str | None) -> bool:
 def _by_pieces(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> list[Tensor]:
-    """(1, heads, rows, width) of each piece, by itself.
+    """(1, heads, rows, width) of each piece, computed separately.
 
-    Tensors are split once, because the backward pass of every slice would fill them whole.
+    Splits tensors once, because the backward pass of each slice would allocate a full-size gradient.
     """
     sizes = [piece.length for piece in packing.pieces]
     starts = [piece.start for piece in packing.pieces]
@@ -76,7 +76,7 @@ def _by_pieces(
         seen = [*(start for start, _ in piece.context), piece.start]
         k, v = (_joined([states[start] for start in seen]) for states in (keys, values))
         if window is None and piece.context_length < piece.length:
-            # the context's own rows are computed again and dropped: cheaper than a mask
+            # recomputing and dropping the context's rows is cheaper than a mask
             q = _joined([queries[start] for start in seen])
             results.append(attend(q, k, v, is_causal=True)[:, :, piece.context_length :])
             continue
@@ -93,9 +93,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _mask(first: int, end: int, window: int | None, like: Tensor) -> Tensor:
-    """What the rows at positions `first` to `end` of a sequence see of its tokens up to `end`, as 0 and -inf.
+    """Attention mask (0 or -inf) of the rows at positions `first` to `end` over the sequence's tokens up to `end`.
 
-    (1, 1, rows, end): in this form, and in no other, the CPU's fast kernel accepts it.
+    Shaped (1, 1, rows, end), the only shape that the CPU's fast kernel accepts.
     """
     mask = torch.full((end - first, end), -torch.inf, dtype=like.dtype, device=like.device)
     later = mask.triu(first + 1)
@@ -105,7 +105,7 @@ def _mask(first: int, end: int, window: int | None, like: Tensor) -> Tensor:
 def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    """torch's kernel for several lengths; it aligns the ends of queries and keys, as a shared context needs."""
+    """torch's variable-length kernel; it aligns the ends of queries and keys, as shared contexts require."""
     from torch.nn.attention.varlen import varlen_attn
 
     index = packing.on_device(query.device)

@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens from hidden states, without the matrix of tokens times vocabulary.
 
-One rule: the head's output exists for one chunk of rows at a time, in the forward and in the backward pass (which
-computes it again), and everything from the logits on is float32 or wider. It runs no model.
+One rule: the head's output exists for only one chunk of rows at a time, in the forward pass and in the backward pass
+(which recomputes it), and everything from the logits on is float32 or wider. It runs no model.
 
 Shape suffixes: N scored tokens (inside the loops those of one chunk), V vocabulary. `hidden` is N by width, `head` V by
 width.
@@ -102,7 +102,7 @@ def _chunks(num_rows: int, chunk_tokens: int) -> list[slice]:
 
 
 def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperatures_N: Tensor, wide: torch.dtype) -> Tensor:
-    """(C, V) in the wide type and in memory of its own, so that callers may overwrite it."""
+    """(C, V) in the wide type, in fresh memory that callers may overwrite."""
     if hidden.is_cuda and hidden.dtype != wide:
         # keeps the accumulator's precision instead of rounding logits to 8 bits
         logits_NV = torch.mm(hidden, matrix.t(), out_dtype=wide)

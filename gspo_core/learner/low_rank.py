@@ -1,7 +1,7 @@
-"""Low-rank additions to linear layers (LoRA) through `peft`, which is imported only when they are wanted.
+"""Low-rank additions to linear layers (LoRA) through `peft`, imported only when used.
 
-One rule: what is published is the sum of weights and additions, computed anew each time; the weights themselves are
-never touched, so training is exact whatever has been published. It trains nothing.
+One rule: each publication computes the sum of weights and additions afresh and never modifies the weights, so
+publishing does not affect training. It trains nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ ADAPTER = "policy"
 
 
 class MissingPackage(ImportError):
-    """An optional package that the configuration asks for is not installed."""
+    """The configuration needs an optional package that is not installed."""
 
 
 class UnsupportedTarget(ValueError):
-    """A layer that shall get an addition is not linear."""
+    """A target layer is not linear."""
 
 
 def add_low_rank(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Put additions into the model, at first without effect, and freeze everything else."""
+    """Insert additions, initially without effect, and freeze everything else."""
     try:
         import peft
     except ImportError as error:
@@ -54,7 +54,7 @@ def add_low_rank(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """All but the head. peft's own choice of this name would take the experts and routers of a mixture too."""
+    """All linear layers but the head. peft's own option would include the experts and routers of a mixture."""
     head = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
 
@@ -62,7 +62,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 def low_rank_additions(
     model: nn.Module, whole: Callable[[Tensor], Tensor], keeps: Callable[[str], bool]
 ) -> dict[str, Tensor]:
-    """What is to be added to each weight that ``keeps`` says yes to, by the layer's name; every rank must ask."""
+    """The addition to each weight that ``keeps`` accepts, by layer name; every rank must call this."""
     additions = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -74,7 +74,7 @@ def low_rank_additions(
 
 
 def merge(tensors: dict[str, Tensor], additions: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a model with additions as those of the plain model, additions summed in."""
+    """Convert the tensors of a model with additions to those of the plain model, with the additions summed in."""
     for name, addition in additions.items():
         weight = tensors[f"{name}.base_layer.weight"]
         tensors[f"{name}.base_layer.weight"] = (weight.float() + addition).to(weight.dtype)

@@ -1,8 +1,8 @@
-"""Hugging Face model directories: reading one to train it, writing one that any engine loads.
+"""Reads Hugging Face model directories for training and writes ones that any engine loads.
 
-One rule: besides the weights, what is written is what training started from: same configuration (but for the dtype),
-same tokenizer, same chat template. Weights are safetensors in both directions, nothing is fetched, and code is neither
-run nor copied. It knows no versions and no manifest.
+One rule: apart from the weights, the output matches the starting model: same configuration (except the dtype), same
+tokenizer, same chat template. It reads and writes safetensors only, downloads nothing, and neither runs nor copies
+code. It does not handle versions or manifests.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from gspo_core.learner.attention import PACKED
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What a model directory may hold besides weights: configuration, tokenizer, chat template.
+# Files copied besides the weights: configuration, tokenizer, chat template.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 _SAMPLE_BYTES = 2**20
-# Settings that change the head's output in ways that the chunked log-probs do not follow, and their neutral values.
+# Settings that change the head's output in ways the chunked log-probs do not support, with their neutral values.
 _HEAD_SETTINGS = {"final_logit_softcapping": (None,), "logit_scale": (None, 1), "logits_scaling": (None, 1)}
 
-# transformers exchanges its own methods while it loads. Two loads whose ends cross leave them exchanged for good: after
-# that no model of the process shares its embedding with its head.
+# transformers patches its own methods while loading. Overlapping loads can leave them patched for good, and then no
+# model in the process ties its embedding to its head.
 _LOADING = threading.Lock()
 
 
 class UnsupportedModel(ValueError):
-    """The model cannot be trained by this learner."""
+    """This learner cannot train the model."""
 
 
 def load_model(model_dir: Path, layout: Layout) -> PreTrainedModel:
-    """A causal language model with float32 weights, in evaluation mode: policy and engine use no dropout."""
+    """Load a causal language model with float32 weights in evaluation mode: policy and engine use no dropout."""
     if not (model_dir / "config.json").is_file():
         raise UnsupportedModel(f"{model_dir} holds no config.json: it is no Hugging Face model directory")
     try:
@@ -74,19 +74,19 @@ def load_model(model_dir: Path, layout: Layout) -> PreTrainedModel:
 
 
 def attention_advice(model: PreTrainedModel) -> str:
-    """What to do about a model that no packed layout can run."""
+    """Advice for a model that cannot run with a packed layout."""
     if model._supports_sdpa:
         return "set layout to padded"
     return "this learner cannot train it in any layout, because torch's scaled-dot-product attention cannot compute it"
 
 
 def fingerprint(model_dir: Path) -> str:
-    """Tells models apart whose training states cannot be exchanged: by configuration and samples of their weights."""
+    """Identify a model by its configuration and weight samples, so that training states of others are refused."""
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
     for path in sorted(model_dir.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:  # training changes every tensor, so the ends of a file tell
+        with path.open("rb") as file:  # training changes every tensor, so the ends of a file suffice
             digest.update(file.read(_SAMPLE_BYTES))
             file.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))
@@ -94,10 +94,10 @@ def fingerprint(model_dir: Path) -> str:
 
 
 def export_share(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path, rank: int) -> None:
-    """Write one rank's share of the tensors of `model`, each whole; on disk when this returns. Then `join_shares`."""
+    """Write one rank's share of `model`'s full tensors, on disk on return. Call `join_shares` next."""
     share = _share(directory, rank)
     share.mkdir(parents=True)
-    # transformers saves on the first rank alone
+    # transformers saves only on the first rank
     model.should_save_on_this_rank = lambda is_main_process: True
     with _without_progress_bars():
         model.save_pretrained(share, state_dict=dict(tensors))
@@ -107,8 +107,8 @@ def export_share(model: PreTrainedModel, tensors: Mapping[str, Tensor], director
 
 
 def join_shares(directory: Path, num_ranks: int, *, source: Path, dtype: torch.dtype) -> None:
-    """Make what all ranks have written one model directory, with an index where there are several files, and add the
-    small files of `source`. `dtype` is that of the tensors."""
+    """Join all ranks' shares into one model directory, with an index if there are several files, and add the small
+    files of `source`. `dtype` is that of the tensors."""
     files = [path for rank in range(num_ranks) for path in _weights(_share(directory, rank))]
     index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
     for number, path in enumerate(files, 1):
@@ -132,7 +132,7 @@ def _share(directory: Path, rank: int) -> Path:
 
 
 def _weights(share: Path) -> list[Path]:
-    """Without those that hold nothing: of a rank that owns no tensor."""
+    """The weight files of a share, except empty ones (from a rank that owns no tensor)."""
     return [path for path in sorted(share.glob("*.safetensors")) if _holds_tensors(path)]
 
 
@@ -142,7 +142,7 @@ def _holds_tensors(path: Path) -> bool:
 
 
 def _size_of_tensors(path: Path) -> int:
-    with path.open("rb") as file:  # a header follows its own length
+    with path.open("rb") as file:  # the header follows its length
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
@@ -154,7 +154,7 @@ def _add_small_files(directory: Path, source: Path, dtype: torch.dtype) -> None:
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in directory.iterdir():
-        path.chmod(0o644)  # safetensors writes for its user only; engines may run as another
+        path.chmod(0o644)  # safetensors makes files private; engines may run as another user
 
 
 @contextlib.contextmanager

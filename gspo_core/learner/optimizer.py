@@ -1,4 +1,4 @@
-"""AdamW under a learning-rate schedule, with clipping, where a gradient that is not finite changes nothing.
+"""AdamW with a learning-rate schedule and clipping; a non-finite gradient changes nothing.
 
 One rule: an update either applies a finite gradient or leaves weights, moments and counters bit for bit as they were.
 It neither computes gradients nor saves its moments.
@@ -17,7 +17,7 @@ from gspo_core.learner_config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -> float:
-    """Of the updates of step `step`, counted from 0."""
+    """The learning rate of all updates in step `step`, counted from 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -30,7 +30,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Over the trainable parameters; only matrices decay."""
+    """Build AdamW over the trainable parameters; only matrices decay."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -43,10 +43,10 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 @dataclass(frozen=True)
 class Update:
-    """The effect of one update."""
+    """The result of one update."""
 
     grad_norm: float
-    """Before clipping; not finite when the update was skipped."""
+    """Norm before clipping; not finite if the update was skipped."""
 
     @property
     def applied(self) -> bool:
@@ -54,10 +54,10 @@ class Update:
 
 
 def apply_update(optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float | None) -> Update:
-    """One update with the gradients that have been summed up, which are cleared in any case."""
+    """Apply one update from the accumulated gradients, then clear them even if it was skipped."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
-        if parameter.grad is None:  # no gradient is a gradient of 0: the moments go on falling
+        if parameter.grad is None:  # treat a missing gradient as 0, so the moments keep decaying
             parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in parameters]
     norm = whole(torch.nn.utils.get_total_norm(gradients))

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model as a function from a micro-batch to the log-probs of its scored tokens.
 
-One rule: what it computes equals the model's own forward pass; a model for which it does not is found when it is
-loaded, and refused. It neither trains nor reads or writes files.
+One rule: results equal the model's own forward pass; loading refuses any model for which they do not. It neither
+trains nor reads or writes files.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gspo_core.learner_config import LearnerConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Of the head's output in float32; enough rows that the product with the head runs at full speed.
+# Size of the head's float32 output; enough rows for the product with the head to run at full speed.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
-# Of log-probs in float32 by two paths; a wrong scale or a leak between sequences is orders of magnitude larger.
+# Tolerance between two float32 paths; a wrong scale or a leak between sequences is orders of magnitude larger.
 MAX_FORWARD_DIFFERENCE = 1e-3
 
 
 class PolicyModel(nn.Module):
-    """Wraps a causal language model; the whole computation is one forward call, as sharding by FSDP needs."""
+    """Wraps a causal language model; runs everything in one forward call, as FSDP requires."""
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, chunk_tokens: int) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class PolicyModel(nn.Module):
 
     def export_tensors(self, ranks: Ranks) -> dict[str, Tensor]:
         """This rank's share of the parameters and persistent buffers of the plain model under its own names; tied ones
-        are one tensor.
+        appear once.
 
-        Every rank must ask. One tensor after the other is gathered, and only its owner keeps it: beside its share, a
-        rank holds the largest tensor once.
+        Every rank must call this. It gathers one tensor at a time and only the owner keeps it, so besides its share a
+        rank holds at most one copy of the largest tensor.
         """
         ranks.settle(self)
         names = dict(self.model.named_parameters(remove_duplicate=False))
@@ -98,7 +98,7 @@ class PolicyModel(nn.Module):
 
 
 def load_policy(model_dir: Path, config: LearnerConfig, device: torch.device, ranks: Ranks) -> PolicyModel:
-    """The model at `model_dir`, ready to be trained as `config` says, on this rank's share."""
+    """Load the model at `model_dir` for training under `config`, sharded for this rank."""
     model = load_model(model_dir, config.layout).to(device)
     chunk_tokens = config.logprob_chunk_tokens or _chunk_tokens(model, device)
     policy = PolicyModel(model, dtype=torch.float32, chunk_tokens=chunk_tokens)
@@ -135,16 +135,16 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
     for layer in _layers(model):
         if not hasattr(layer, "gradient_checkpointing"):
             raise UnsupportedModel(f"{type(layer).__name__} cannot recompute its activations")
-        # what transformers' own switch sets; its name has changed between releases
+        # set what transformers' own switch sets, since its name varies between releases
         checkpointing: Any = layer
         checkpointing.gradient_checkpointing = True
         checkpointing._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
-        layer.training = True  # asked for by the layer; those inside it stay without dropout
+        layer.training = True  # the layer requires it; its submodules stay without dropout
 
 
 @torch.no_grad()
 def _check_forward(policy: PolicyModel, layout: Layout, device: torch.device) -> None:
-    """Compare with the model's own logits, each sequence by itself, on a few tokens that share a prefix."""
+    """Compare short sequences that share a prefix with the model's own logits for each sequence alone."""
     ids = np.arange(48, dtype=np.int32) % min(48, policy.head.weight.shape[0])
     sequences = [_probe(ids), _probe(np.concatenate([ids[:24], ids[:20]])), _probe(ids[::-1][:40])]
     micro_batch = collate(sequences, range(len(sequences)), layout=layout, score_all=True, device=device)

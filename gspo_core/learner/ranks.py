@@ -1,7 +1,7 @@
 """One process or several: sharding a model over ranks, and numbers that all ranks agree on.
 
-One rule: with one rank every function here is the identity, so that a learner is written once. Tensors travel, objects
-never do (they would be pickled). The caller that starts the processes makes and ends process groups.
+One rule: with one rank every function here is the identity, so one learner serves both cases. It exchanges tensors but
+never objects (they would be pickled). The caller that starts the processes creates and destroys process groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ranks:
 
     @classmethod
     def current(cls) -> Self:
-        """Of torch's default process group; one rank where there is none."""
+        """The ranks of torch's default process group, or a single rank without one."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls(0, 1)
@@ -36,7 +36,7 @@ class Ranks:
         return self.rank == 0
 
     def shard(self, model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, device: torch.device) -> None:
-        """Spread parameters, gradients and moments over the ranks (FSDP2); what is computed in is `dtype`."""
+        """Shard parameters, gradients and moments over the ranks (FSDP2), computing in `dtype`."""
         if self.num_ranks == 1:
             return
         from torch.distributed.device_mesh import init_device_mesh
@@ -49,9 +49,9 @@ class Ranks:
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
     def settle(self, model: nn.Module) -> None:
-        """Parameters are parts again, also those that a forward pass without a backward one has left whole.
+        """Reshard all parameters, including those left whole by a forward pass without a backward pass.
 
-        To be asked for before they are read: moments are found by the parts alone.
+        Call this before reading parameters: moments are keyed by the sharded ones.
         """
         if self.num_ranks == 1:
             return
@@ -62,7 +62,7 @@ class Ranks:
                 module.reshard()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over the ranks, on each of them."""
+        """Sum over the ranks; every rank gets the result."""
         if self.num_ranks > 1:
             dist.all_reduce(values, dist.ReduceOp.SUM)
         return values
@@ -73,19 +73,19 @@ class Ranks:
         return values
 
     def wait(self) -> None:
-        """Until every rank has come here."""
+        """Block until every rank arrives."""
         if self.num_ranks > 1:
             dist.barrier()
 
 
-# A layer's tensors stay together: some formats on disk join several of them.
+# A layer's tensors stay together because some disk formats join several of them.
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Which rank keeps and writes each tensor when a model is taken apart, so that each has about as much to keep.
+    """Assign each tensor to the rank that keeps and writes it on export, balancing sizes.
 
-    The same answer on every rank; all tensors of a layer have the same owner.
+    Every rank computes the same result; all tensors of a layer share an owner.
     """
     parts: dict[str, int] = {}
     for name, size in sizes.items():
@@ -103,7 +103,7 @@ def _part_of(name: str) -> str:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor of which this rank holds a part; every rank must ask."""
+    """Gather the full tensor from its parts; every rank must call this."""
     if isinstance(tensor, DTensor):
         full: Tensor = tensor.full_tensor()
         return full
@@ -111,7 +111,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part that this rank holds; shares its memory."""
+    """This rank's part of the tensor; shares its memory."""
     if isinstance(tensor, DTensor):
         part: Tensor = tensor.to_local()
         return part
@@ -119,7 +119,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def spread_like(part: Tensor, tensor: Tensor) -> Tensor:
-    """The inverse of `local`: a tensor spread over the ranks as `tensor` is, of which this rank holds `part`."""
+    """The inverse of `local`: a tensor sharded like `tensor`, with `part` as this rank's part."""
     if isinstance(tensor, DTensor):
         make: Any = DTensor.from_local
         spread: Tensor = make(

@@ -1,7 +1,7 @@
-"""Routing Replay for mixtures of experts: the experts of one forward pass, used again in another.
+"""Routing Replay for mixtures of experts: reuses the experts chosen in one forward pass in another.
 
-One rule: only the choice of experts is replayed; their weights come from the router as it is now, with its gradient.
-Routers that it does not know are refused. It decides nothing about when to record or replay.
+One rule: it replays only the choice of experts; their weights come from the current router, with its gradient. It
+refuses unknown routers. It does not decide when to record or replay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 Routes = dict[str, Tensor]
 Routed = tuple[Tensor, Tensor, Tensor]
-"""Logits, weights and numbers of the chosen experts."""
+"""Logits, weights and indices of the chosen experts."""
 
 
 class UnsupportedRouter(NotImplementedError):
@@ -22,7 +22,7 @@ class UnsupportedRouter(NotImplementedError):
 
 
 class RoutingReplay:
-    """Attached to a model's routers; does nothing outside of its two contexts."""
+    """Hooks into a model's routers; inactive outside its two contexts."""
 
     def __init__(self, model: nn.Module) -> None:
         self._recorded: Routes | None = None
@@ -38,7 +38,7 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Routes]:
-        """Collect the choices of the forward pass inside."""
+        """Record the choices of the enclosed forward pass."""
         self._recorded = {}
         try:
             yield self._recorded
@@ -47,7 +47,7 @@ class RoutingReplay:
 
     @contextlib.contextmanager
     def replay(self, routes: Routes) -> Iterator[None]:
-        """Impose choices on the forward pass inside, and on its repetition in the backward pass."""
+        """Impose recorded choices on the enclosed forward pass and on its recomputation in the backward pass."""
         self._replayed = routes
         try:
             yield
@@ -74,7 +74,7 @@ def _expert_weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tenso
 
 
 def _check_known(router: nn.Module, logits: Tensor, weights: Tensor, experts: Tensor) -> None:
-    """Routers of some models share the names and differ in the formula."""
+    """Reject routers that use the same names but a different formula."""
     ours = _expert_weights(router, logits, experts).to(weights.dtype)
     if not torch.allclose(ours, weights, rtol=1e-2, atol=1e-4):
         raise UnsupportedRouter(f"{type(router).__name__} weighs experts by another formula: routing_replay cannot")

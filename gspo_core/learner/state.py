@@ -1,8 +1,8 @@
-"""Tensors and counters of a learner on disk: safetensors beside a JSON manifest with the sha256 of every file.
+"""Stores a learner's tensors and counters as safetensors beside a JSON manifest with the sha256 of every file.
 
-One rule: what is loaded is what was saved, bit for bit, or nothing at all. The manifest appears last and whole, so a
-directory that has one is a complete state and one without is none; a directory is written once. Nothing is pickled.
-It neither names nor collects checkpoints.
+One rule: loading restores the saved state bit for bit or fails. The manifest is written last and atomically, so a
+directory holds a complete state exactly when it has one; each directory is written once. Nothing is pickled.
+It neither names nor garbage-collects checkpoints.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gspo_core.learner.ranks import local, spread_like
 
 MANIFEST = "learner.json"
 FORMAT = 1
-# What AdamW remembers of each parameter.
+# AdamW's state per parameter.
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Content(TypedDict):
     counters: dict[str, int]
     model: str
-    """Its fingerprint."""
+    """Fingerprint of the model."""
     lora_alpha: NotRequired[float]
 
 
@@ -50,11 +50,11 @@ class Manifest(TypedDict):
 
 
 class InvalidState(ValueError):
-    """A directory that holds no complete state, or one that does not fit this learner."""
+    """The directory holds no complete state, or one that does not fit this learner."""
 
 
 class UnknownFormat(InvalidState):
-    """A state that another release wrote and this one cannot read."""
+    """Another release wrote the state in a format that this one cannot read."""
 
 
 def shard_name(rank: int) -> str:
@@ -77,7 +77,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device:
 def restore_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, tensors: Mapping[str, Tensor]
 ) -> None:
-    """The inverse of `training_tensors`, of tensors that fit."""
+    """The inverse of `training_tensors`; the tensors must fit."""
     optimizer.state.clear()
     for name, parameter in _trained(model):
         local(parameter).copy_(tensors[f"parameter/{name}"])
@@ -98,7 +98,7 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raises InvalidState where `tensors` are those of another model, or of other additions to it."""
+    """Raises InvalidState if `tensors` belong to another model or to other low-rank additions."""
     expected = {f"parameter/{name}": local(parameter).shape for name, parameter in _trained(model)}
     found = {name: value.shape for name, value in tensors.items() if name.startswith("parameter/")}
     if expected != found:
@@ -109,7 +109,7 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """The tensors of one rank; on disk when this returns."""
+    """Write the tensors of one rank; they are on disk on return."""
     if (directory / MANIFEST).exists():
         raise InvalidState(f"{directory} holds a state already; states are written once")
     directory.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor]) -> No
 
 
 def write_manifest(directory: Path, num_ranks: int, content: Content) -> None:
-    """Completes a state whose shards are all on disk."""
+    """Complete a state once all its shards are on disk."""
     names = [shard_name(rank) for rank in range(num_ranks)]
     files: dict[str, ShardFile] = {
         name: {"size_bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)} for name in names
@@ -131,7 +131,7 @@ def write_manifest(directory: Path, num_ranks: int, content: Content) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """The file appears with all of its content, on disk, or not at all; it never replaces one."""
+    """Write a file atomically and durably; never replaces an existing one."""
     temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
     try:
         with temporary.open("x") as stream:
@@ -144,10 +144,10 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def read_state(directory: Path, rank: int, num_ranks: int) -> tuple[Content, dict[str, Tensor]]:
-    """The manifest's content and the tensors of one rank, both checked.
+    """Return the manifest's content and the tensors of one rank, both verified.
 
-    Where another number of ranks saved it, every rank checks all shards and reads its part of each tensor; the random
-    state is then that of a rank that saved.
+    If a different number of ranks saved the state, every rank verifies all shards and reads its part of each tensor;
+    the random state then comes from one of the saving ranks.
     """
     manifest = _read_manifest(directory)
     if manifest["num_ranks"] == num_ranks:
@@ -163,19 +163,19 @@ def read_state(directory: Path, rank: int, num_ranks: int) -> tuple[Content, dic
 
 
 def check_state(directory: Path) -> None:
-    """Raises InvalidState where a file, of whichever rank, is not what was written. Reads all of them."""
+    """Raises InvalidState if any rank's file differs from what was written. Reads every file."""
     manifest = _read_manifest(directory)
     for rank in range(manifest["num_ranks"]):
         _checked_shard(directory, manifest, rank)
 
 
 def _is_whole(name: str) -> bool:
-    """Whether every rank has all of it."""
+    """Whether every rank holds the full tensor."""
     return name.startswith(("random/", "optimizer/step/"))
 
 
 def _rows(shards: Sequence[Any], name: str, rank: int, num_ranks: int) -> Tensor:
-    """As FSDP2 spreads a tensor: along the first dimension, the last ranks may have nothing. Reads no other rows."""
+    """Read only this rank's rows, split as in FSDP2: along the first dimension; the last ranks may get none."""
     slices = [shard.get_slice(name) for shard in shards]
     ends = list(itertools.accumulate(one.get_shape()[0] for one in slices))
     size = -(-ends[-1] // num_ranks)

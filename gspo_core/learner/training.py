@@ -1,11 +1,11 @@
 """Training a policy: batches of sequences in, updated weights and metrics out.
 
 One rule: how a batch is cut into micro-batches and over ranks never changes an update. Micro-batches sum, with
-denominators counted over the whole minibatch before any gate. A learner that is interrupted and resumed between two
-steps goes on bit for bit as if nothing had happened (same number of threads and ranks, same device).
+denominators counted over the whole minibatch before any gate. A learner interrupted and resumed between two
+steps continues bit for bit as if uninterrupted (given the same number of threads and ranks and the same device).
 
-The loss is `gspo_core.objective`; this module only feeds it. It knows no queue, no version and no clock. Under torchrun
-every rank builds the same learner, is given the same batches and returns the same metrics.
+The loss is `gspo_core.objective`; this module only feeds it. It knows no queue, version or clock. Under torchrun
+every rank builds the same learner, receives the same batches and returns the same metrics.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ class LearnerCounters:
     num_steps: int = 0
     num_updates: int = 0
     num_skipped_updates: int = 0
-    """Updates that changed nothing because the gradient was not finite."""
+    """Updates skipped because the gradient was not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Weights or a state as they were at one moment; of several ranks each holds a share.
+    """A snapshot of the weights or the state; with several ranks, each holds a share.
 
-    Writing asks no other rank and may run in a thread of its own while the learner goes on.
+    Writing needs no other rank and may run in its own thread while the learner continues.
     """
 
     write_share: Callable[[Path], None]
-    """This rank's files, into a directory that all ranks see."""
+    """Writes this rank's files to a directory that all ranks share."""
     complete: Callable[[Path], None]
-    """On the first rank, when all have written their shares: makes them a whole."""
+    """Joins the shares; runs on the first rank after every rank has written its own."""
 
     def write(self, directory: Path) -> None:
-        """Where there is one rank, all of it."""
+        """Write the whole copy; for a single rank only."""
         self.write_share(directory)
         self.complete(directory)
 
 
 @dataclasses.dataclass
 class _Work:
-    """A micro-batch with what was computed about it before the first update."""
+    """A micro-batch with the values computed for it before the first update."""
 
     micro_batch: MicroBatch
     proximal_BT: Tensor | None = None
@@ -75,10 +75,10 @@ class Learner:
     """Holds a policy and its optimizer."""
 
     alarms: list[Alarm]
-    """Of the last step: what about its loss cannot be right."""
+    """Alarms raised by the loss of the last step."""
     trained_logprobs: list[NDArray[np.float32]]
-    """Of the last step, for each of its sequences: the log-probs of its actions under the weights that its update began
-    with; NaN where nothing was trained."""
+    """For each sequence of the last step, the log-probs of its actions under the weights at the start of its update;
+    NaN for untrained sequences."""
 
     def __init__(
         self, model_dir: Path, config: LearnerConfig, objective: ObjectiveConfig, *, seed: int, device: str = "cpu"
@@ -89,12 +89,12 @@ class Learner:
         self.alarms = []
         self.trained_logprobs = []
         self._scored: list[tuple[tuple[int, ...], Tensor]] = []
-        """Positions of sequences in the batch of the step, and for each a row that begins with those of its actions."""
+        """Positions of sequences in the step's batch, and for each a row that starts with its actions' log-probs."""
         self._model_dir = Path(model_dir)
         self._seed = seed
         self._device = torch.device(device)
         self._ranks = Ranks.current()
-        torch.manual_seed(seed)  # additions of low rank start at random
+        torch.manual_seed(seed)  # low-rank additions start at random
         self._policy = load_policy(self._model_dir, config, self._device, self._ranks)
         self._reference = self._load_reference()
         self._routing = self._attach_routing()
@@ -107,7 +107,7 @@ class Learner:
         shares = deal_minibatches(
             len(sequences), self.objective.minibatches, seed=self._seed, step=self.counters.num_steps
         )
-        self._optimizer.zero_grad()  # of a step that failed half-way
+        self._optimizer.zero_grad()  # clears leftovers of a step that failed halfway
         self._scored.clear()
         work = [self._prepare(sequences, share) for share in shares]
         self._score_anchors(work)
@@ -128,7 +128,7 @@ class Learner:
         return metrics | self._update_metrics(updates)
 
     def _gather_scored(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
-        """From all ranks."""
+        """Collect scored log-probs from all ranks."""
         starts = np.cumsum([0, *(s.num_actions for s in sequences)])
         flat = torch.zeros(int(starts[-1]), device=self._device)
         for indices, rows in self._scored:
@@ -142,7 +142,7 @@ class Learner:
         return [values[start:end] for start, end in pairwise(starts)]
 
     def retune(self, config: LearnerConfig, objective: ObjectiveConfig) -> None:
-        """Go on with other numbers from the next step on. What was built from the old ones must stay as it is."""
+        """Use new settings from the next step on. Raises ValueError for any that the learner was built from."""
         rate = {name: getattr(config.optimizer, name) for name in ("lr", "min_lr_ratio", "max_grad_norm")}
         optimizer = self.config.optimizer.model_copy(update=rate)
         if config != self.config.model_copy(update={"optimizer": optimizer, "total_steps": config.total_steps}):
@@ -154,7 +154,7 @@ class Learner:
         self.config, self.objective = config, objective
 
     def supervised_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """One update that makes the actions more likely; advantages and behaviour log-probs play no part."""
+        """One update that makes the actions more likely; ignores advantages and behaviour log-probs."""
         num_actions = sum(s.num_actions for s in sequences)
         if not num_actions:
             raise ValueError("a supervised step needs at least one action")
@@ -171,7 +171,7 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
-        """Of each token given those before it, at the sequence's temperature; 0 for the first, which has none."""
+        """Log-prob of each token given its prefix, at the sequence's temperature; 0 for the first token."""
         starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
         flat = torch.zeros(int(starts[-1]), device=self._device)
         for micro_batch in self._split(sequences, range(len(sequences)), score_all=True):
@@ -182,7 +182,7 @@ class Learner:
         return [values[start:end].copy() for start, end in pairwise(starts)]
 
     def save_weights(self, directory: Path) -> None:
-        """A plain Hugging Face directory, in the dtype that this learner computes in."""
+        """Write a plain Hugging Face directory in the dtype that this learner computes in."""
         self._write(self.copy_weights(), directory)
 
     def copy_weights(self) -> Copy:
@@ -199,7 +199,7 @@ class Learner:
         return Copy(write_share, complete)
 
     def _write(self, copy: Copy, directory: Path) -> None:
-        """With all ranks."""
+        """Write a copy with all ranks."""
         copy.write_share(directory)
         self._ranks.wait()
         if self._ranks.is_first:
@@ -207,9 +207,9 @@ class Learner:
         self._ranks.wait()
 
     def save_state(self, directory: Path) -> None:
-        """All that `load_state` needs to go on exactly; its files are on disk when this returns.
+        """Save everything `load_state` needs to continue exactly; the files are on disk on return.
 
-        Weights that are not trained are left out: they are those of the model directory.
+        Omits untrained weights, which the model directory provides.
         """
         self._write(self.copy_state(), directory)
 
@@ -235,18 +235,16 @@ class Learner:
         return Copy(write_share, complete)
 
     def load_state(self, directory: Path) -> None:
-        """The inverse of `save_state`; refuses a damaged or unfitting state and then leaves this learner as it was."""
+        """The inverse of `save_state`; refuses a damaged or mismatched state and leaves the learner unchanged."""
         self.prepare_state(directory)()
 
     def prepare_state(self, directory: Path) -> Callable[[], None]:
-        """A function that loads a state which was read and fits; raises ValueError where it does not, on this rank."""
+        """Read and check a state; return a function that loads it. Raises ValueError if it does not fit this rank."""
         content, tensors = state.read_state(Path(directory), self._ranks.rank, self._ranks.num_ranks)
         if content["model"] != fingerprint(self._model_dir):
             raise state.InvalidState(f"{directory} is a state of another model than {self._model_dir}")
         alpha = None if self.config.lora is None else self.config.lora.alpha
-        if (
-            content.get("lora_alpha", alpha) != alpha
-        ):  # rank and layers show in the shapes, the scale of the sum does not
+        if content.get("lora_alpha", alpha) != alpha:  # shapes reveal rank and layers but not the scale of the sum
             raise state.InvalidState(f"{directory} holds additions of lora.alpha {content['lora_alpha']}, not {alpha}")
         self._ranks.settle(self._policy)
         state.check_fit(self._policy, tensors)
@@ -258,7 +256,7 @@ class Learner:
         return load
 
     def close(self) -> None:
-        """Nothing is left to end where there is one rank; its memory goes with it."""
+        """Does nothing with one rank: its memory is freed with the object."""
 
     def _load_reference(self) -> PolicyModel | None:
         if not self.objective.kl_coef:
@@ -292,10 +290,10 @@ class Learner:
         )
 
     def _prepare(self, sequences: Sequence[TrainSequence], share: Sequence[int]) -> list[_Work]:
-        """The micro-batches of one update, without the sequences that cannot act on it.
+        """The micro-batches of one update, without sequences that cannot affect it.
 
-        A sequence whose advantages are all 0 has no gradient, unless the reference pulls at it. It counts in the
-        denominators all the same, and in no statistics.
+        A sequence whose advantages are all 0 has no gradient unless there is a KL term to the reference. It still
+        counts in the denominators, but in no statistics.
         """
         acting = [index for index in share if self._acts(sequences[index])]
         return [_Work(micro_batch) for micro_batch in self._split(sequences, acting)]
@@ -307,7 +305,7 @@ class Learner:
     def _could_clip(
         self, sequences: Sequence[TrainSequence], shares: Sequence[Sequence[int]], updates: Sequence[Update]
     ) -> bool:
-        """Whether something was trained after the weights had moved; elsewhere every ratio is 1, as it should be."""
+        """Whether any sequence was trained after the weights moved; otherwise every ratio is rightly 1."""
         moved = [update.applied and update.grad_norm > 0 for update in updates]
         if True not in moved or not self._optimizer.param_groups[0]["lr"]:
             return False
@@ -316,9 +314,9 @@ class Learner:
 
     @torch.no_grad()
     def _score_anchors(self, work: Sequence[Sequence[_Work]]) -> None:
-        """Proximal and reference log-probs, where they are needed.
+        """Compute proximal and reference log-probs where needed.
 
-        The first update starts from the proximal policy itself, so its own log-probs serve.
+        The first update starts from the proximal policy, so its own log-probs serve.
         """
         for position, pieces in enumerate(work):
             for piece in pieces:
@@ -332,7 +330,7 @@ class Learner:
     def _accumulate(
         self, sequences: Sequence[TrainSequence], share: Sequence[int], pieces: Sequence[_Work]
     ) -> LossStats:
-        """Sum the gradients of one update up."""
+        """Sum the gradients of one update."""
         masks = [torch.tensor(sequences[index].action_mask) for index in share]
         num_sequences, num_tokens = loss_denominators(masks, [sequences[index].weight for index in share])
         stats = LossStats.zero(self._device)
@@ -340,7 +338,7 @@ class Learner:
             replaying: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self._routing is not None and piece.routes is not None:
                 replaying = self._routing.replay(piece.routes)
-            with replaying:  # around the backward pass too: checkpointing repeats the forward pass there
+            with replaying:  # covers the backward pass too, where checkpointing repeats the forward pass
                 loss, micro_stats = self._loss(piece, num_sequences, num_tokens)
                 self._backward(loss)
             stats = stats + micro_stats
@@ -349,7 +347,7 @@ class Learner:
     def _loss(self, piece: _Work, num_sequences: float, num_tokens: float) -> tuple[Tensor, LossStats]:
         micro_batch = piece.micro_batch
         policy_N = self._policy(micro_batch)
-        if not len(policy_N):  # a rank without work, for whose gradients the others wait
+        if not len(policy_N):  # this rank has no work, but the others wait for its gradients
             return policy_N.sum(), LossStats.zero(self._device)
         policy_BT = micro_batch.table(policy_N)
         self._scored.append((micro_batch.indices, policy_BT.detach().float()))
@@ -369,7 +367,7 @@ class Learner:
         )
 
     def _backward(self, loss: Tensor) -> None:
-        # FSDP averages gradients over ranks; ours are parts of one sum
+        # FSDP averages gradients over ranks, but ours must be summed
         scaled = loss * self._ranks.num_ranks
         scaled.backward()  # type: ignore[no-untyped-call]
 

@@ -1,7 +1,7 @@
 """The objective: log-probs, mask and advantages in, a loss with its gradient and its statistics out.
 
-One rule: gates, masks and corrections lower the signal and never the denominators. Formulas and defaults are explained
-in `docs/objective.md`. In order of reading: `loss` (the whole in one function), `inputs`, `pooling`, `weights`,
+One rule: gates, masks and corrections lower the signal, never the denominators. `docs/objective.md` explains formulas
+and defaults. Reading order: `loss` (the whole objective in one function), `inputs`, `pooling`, `weights`,
 `losses`, `stats`, `metrics`, `alarms`. It holds no model and takes no step (`gspo_core.learner` does).
 """
 

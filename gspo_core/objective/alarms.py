@@ -1,8 +1,8 @@
-"""Alarms about a step, as values.
+"""Raises alarms about a step, as values.
 
-One rule: an alarm names the number, its bound and what it most probably means. Bounds are reasoned, not tuned
-(`docs/objective.md`), and a number that is NaN is beyond every bound. It neither logs nor stops anything; what persists
-over steps is counted by `AlarmPatience`.
+One rule: an alarm names the number, its bound and the most likely cause. Bounds are reasoned, not tuned
+(`docs/objective.md`), and NaN exceeds every bound. It neither logs nor stops anything; `AlarmPatience` counts alarms
+that persist over steps.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gspo_core.objective_config import ObjectiveConfig
 INERT_LOG_RATIO = 1e-7
 MAX_CLIP_FRAC = 0.25
 MAX_CLIP_DIFFERENCE = 0.2
-# Fewer sequences of a sign say nothing about its clip fraction.
+# With fewer sequences of one sign, its clip fraction is meaningless.
 MIN_SEQUENCES_OF_A_SIGN = 16
 MIN_ESS = 0.3
 MAX_TRUNCATED_FRAC = 0.2
 MAX_STANDARD_ERRORS = 5.0
-# Fewer tokens have no dependable standard error.
+# With fewer tokens, the standard error is unreliable.
 MIN_TOKENS = 1000
-# Below it a drift of the mean weight is rounding of float32 log-probs, whatever its standard error.
+# A smaller drift of the mean weight is float32 rounding, regardless of its standard error.
 MIN_WEIGHT_DRIFT = 1e-4
 MIN_KEPT_FRAC = 0.8
 # Share of the clip width, or of the k3 gate, that engine mismatch may fill.
@@ -48,11 +48,11 @@ class AlarmKind(StrEnum):
     NO_SIGNAL = "no_signal"
 
 
-# Steps in a row before it is worth an event, since one batch may be odd; all others are at once.
+# Consecutive steps before an alarm becomes an event, since one batch may be odd; other alarms fire at once.
 PATIENCE: Mapping[StrEnum, int] = dict.fromkeys(
     (AlarmKind.OVER_CLIP, AlarmKind.ONE_SIDED_CLIP, AlarmKind.GATE_PRESSURE, AlarmKind.NO_SIGNAL), 3
 )
-# Of the groups of a batch, those whose members must differ in reward for the batch to teach something.
+# Minimum share of groups in a batch whose members must differ in reward.
 MIN_COMPARED_FRAC = 0.1
 STEPS_UNTIL_REPEATED = 10
 
@@ -62,7 +62,7 @@ class Alarm:
     """A metric beyond its bound."""
 
     kind: StrEnum
-    """An ``AlarmKind`` here; whoever watches other things has kinds of its own."""
+    """An ``AlarmKind`` here; other modules define their own kinds."""
     metric: str
     value: float
     bound: float
@@ -74,13 +74,13 @@ class Alarm:
 
 @dataclass
 class AlarmPatience:
-    """Lets an alarm through once it has been raised in enough steps in a row, and again while it lasts, but rarely."""
+    """Passes an alarm on after enough consecutive steps, and repeats it rarely while it lasts."""
 
     steps: dict[StrEnum, int] = field(default_factory=dict)
     patience: Mapping[StrEnum, int] = field(default_factory=lambda: PATIENCE)
 
     def ripe(self, alarms: Sequence[Alarm]) -> list[Alarm]:
-        """Give it the alarms of every step, also when there are none."""
+        """Return the alarms to report. Call this every step, even without alarms."""
         raised = {alarm.kind for alarm in alarms}
         self.steps = {kind: self.steps.get(kind, 0) + 1 for kind in raised}
         return [alarm for alarm in alarms if self._is_due(alarm.kind)]
@@ -91,7 +91,7 @@ class AlarmPatience:
 
 
 def group_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
-    """The alarm of the groups of one batch, from the metrics that ``batch_advantages`` counts."""
+    """The alarms about the groups of one batch, from the metrics of ``batch_advantages``."""
     compared = 1 - metrics["groups/zero_variance"] / max(1.0, metrics["groups/total"])
     if not falls_below(compared, MIN_COMPARED_FRAC):
         return []
@@ -100,7 +100,7 @@ def group_alarms(metrics: Mapping[str, float]) -> list[Alarm]:
 
 
 def loss_alarms(stats: LossStats, config: ObjectiveConfig, num_updates: int = 1) -> list[Alarm]:
-    """The alarms of one step. With one update a clip that never acts is expected and raises none."""
+    """The alarms of one step. With a single update, a clip that never acts is normal and raises none."""
     metrics = loss_metrics(stats, config, num_updates)
     found = [*_clip_alarms(metrics, config, num_updates), *_one_sided(stats, metrics), *_mismatch(metrics, config)]
     return [*found, *_weight_alarms(metrics), *_gate_alarms(metrics)]

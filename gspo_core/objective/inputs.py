@@ -1,7 +1,7 @@
-"""The inputs of the loss, made safe before any arithmetic.
+"""Sanitizes the inputs of the loss before any arithmetic.
 
-One rule: whatever stands at a masked position - garbage, NaN, infinity - is replaced here first; a
-value that is not finite at a trained position is corrupt data and refused. No formula lives here.
+One rule: it replaces every value at a masked position - garbage, NaN, infinity - and refuses non-finite values at
+trained positions as corrupt data. It contains no formulas.
 
 Shapes: B sequences, T tokens.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gspo_core.objective_config import ObjectiveConfig
 
-# What a caller may hold besides a tensor; only the policy's log-probs, which carry a gradient, must be one.
+# Accepted input types; only the policy's log-probs must be a tensor, because they carry a gradient.
 Number: TypeAlias = float | Sequence[float]
 Values: TypeAlias = Tensor | NDArray[np.number | np.bool_] | Sequence[Number]
 
@@ -29,7 +29,7 @@ class ObjectiveError(ValueError):
 
 
 class NonFiniteInput(ObjectiveError):
-    """A trained position holds NaN or infinity; such a sequence must be refused before it is trained."""
+    """A trained position holds NaN or infinity; refuse such a sequence before training."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def prepare(
     staleness_BT: Values | None,
     sequence_weights_B: Values | None,
 ) -> Inputs:
-    """Check shapes, types and presence; put zeros at masked positions and in rows that are padding."""
+    """Check shapes, types and presence; zero masked positions and padding rows."""
     _check_presence(config, behavior_logprobs_BT, reference_logprobs_BT, staleness_BT)
     shape = _check_matrix(policy_logprobs_BT)
     weights_B = _weights(sequence_weights_B, policy_logprobs_BT)
@@ -123,7 +123,7 @@ def _check_presence(
 
 
 def _tensor(name: str, given: Values, policy_BT: Tensor) -> Tensor:
-    """Arrays and lists as tensors beside the policy's. Fractions in a list have its precision, not torch's default."""
+    """Convert to a tensor on the policy's device. Floats in a list take the policy's dtype, not torch's default."""
     if isinstance(given, Tensor):
         return given
     try:
@@ -196,7 +196,7 @@ def _weights(given: Values | None, policy_BT: Tensor) -> Tensor:
 
 
 def _check_finite(mask_BT: Tensor, *values: Tensor | None) -> None:
-    """One wait for the device at most; only a failure looks closer."""
+    """Synchronizes with the device at most once; only a failure is examined further."""
     given = [value_BT for value_BT in values if value_BT is not None]
     finite_BT = torch.isfinite(given[0])
     for value_BT in given[1:]:

@@ -1,7 +1,7 @@
 """The objective as one function.
 
-One rule: the two denominators are those of the whole update - all micro-batches, all ranks, before any gate - and are
-passed in; micro-batches are summed, never averaged. It runs no model and takes no step.
+One rule: the caller passes the two denominators of the whole update - all micro-batches, all ranks, before any gate;
+micro-batches are summed, never averaged. It runs no model and takes no step.
 
 Shapes: B sequences (an episode, or one branch of it), T tokens.
 """
@@ -37,15 +37,14 @@ def policy_loss(
     num_sequences: float | Tensor | None = None,
     num_tokens: float | Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """The loss of some sequences of an update, to be minimised, and its statistics.
+    """The loss (to minimise) of some of an update's sequences, and its statistics.
 
-    Log-probs are those of the tokens themselves at the temperature that they were sampled with, float32 or float64.
-    `advantages` is (B,) or (B, T). Left out, the proximal policy is the policy itself without gradient (the first
-    update of a batch), the sampler is the proximal policy, and a turn is a contiguous run of trained tokens.
-    `sequence_weights_B` holds the share that each row has in its episode, so that the branches of one episode count as
-    one episode; a row with weight 0 is padding and is ignored, whatever it contains. `num_sequences` is the sum of
-    these weights and `num_tokens` the number of trained tokens over the whole update (`loss_denominators`). Both
-    default to those of the rows given here.
+    Log-probs are those of the tokens at their sampling temperature, in float32 or float64. `advantages` is (B,) or
+    (B, T). By default, the proximal policy is the policy itself without gradient (the first update of a batch), the
+    sampler is the proximal policy, and a turn is a contiguous run of trained tokens. `sequence_weights_B` holds each
+    row's share of its episode, so that the branches of an episode count as one; rows with weight 0 are padding and
+    are ignored. `num_sequences` is the sum of these weights and `num_tokens` the number of trained tokens over the
+    whole update (`loss_denominators`). Both default to those of the given rows.
     """
     inputs = prepare(
         config,
@@ -59,7 +58,7 @@ def policy_loss(
         staleness_BT,
         sequence_weights_B,
     )
-    # Ratios next to 1 do not survive half precision, whatever the caller's autocast says.
+    # Ratios near 1 do not survive half precision, so ignore the caller's autocast.
     with torch.autocast(policy_logprobs_BT.device.type, enabled=False):
         pool = make_pool(config, inputs)
         weights = make_weights(config, inputs)
@@ -79,8 +78,8 @@ def _scale(
 ) -> Tensor:
     """The weight of each token in the mean that `aggregate` names; 0 at masked positions.
 
-    However an episode is cut into branches, its tokens weigh the same: `sequence` divides by the tokens of a branch and
-    multiplies by the branch's share of them, the other two never divide by a length.
+    Cutting an episode into branches does not change the weight of its tokens: `sequence` divides by the tokens of a
+    branch and multiplies by the branch's share, the other two never divide by a length.
     """
     weights_B = inputs.sequence_weights_B
     if config.aggregate == "token":
@@ -104,7 +103,7 @@ def _denominator(name: str, given: float | Tensor | None, local: Tensor) -> Tens
 
 
 def _kl_to_reference(context: LossContext) -> Tensor:
-    """kl_coef times k3 of reference against policy; not subject to gates, which judge the sampler's data only."""
+    """kl_coef times k3 of reference against policy; gates do not apply, since they judge only the sampler's data."""
     config, inputs = context.config, context.inputs
     assert inputs.reference_BT is not None
     kl_BT = k3(inputs.reference_BT - inputs.policy_BT)
@@ -117,7 +116,7 @@ def loss_denominators(
     action_masks: Sequence[Values] | Tensor | NDArray[np.number | np.bool_],
     sequence_weights: Sequence[float] | None = None,
 ) -> tuple[float, float]:
-    """`num_sequences` and `num_tokens` of an update, from the action masks of all of its sequences.
+    """`num_sequences` and `num_tokens` of an update, from the action masks of all its sequences.
 
     Weights count sequences, not tokens; the tokens of a row with weight 0 (padding) do not count.
     """

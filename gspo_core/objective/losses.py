@@ -1,7 +1,7 @@
 """The losses, one function each: from log ratios and advantages to a loss per token.
 
-One rule: every function returns the loss of each token before aggregation, correction and gates, and where it was
-clipped; both are defined for every trained token, whatever a gate says. Equations: `docs/objective.md`.
+One rule: every function returns each token's loss before aggregation, correction and gates, and where it was clipped;
+both are defined for every trained token, gated or not. Equations: `docs/objective.md`.
 
 Shapes: B sequences, T tokens, N units of the ratio.
 """
@@ -20,10 +20,10 @@ from gspo_core.objective.pooling import Pool, token_log_ratio
 from gspo_core.objective.weights import k3
 from gspo_core.objective_config import Band, ObjectiveConfig
 
-# VESPO's own bounds: of a token's log ratio, and of the log of their product.
+# VESPO's own bounds on a token's log ratio and on the log of the product of ratios.
 VESPO_TOKEN_BOUND = 20.0
 VESPO_PRODUCT_BOUNDS = (-18.420680743952367, 20.0)  # log(1e-8), 20
-# A ratio that is exactly at its bound passes its gradient; rounding must not decide otherwise.
+# A ratio exactly at its bound passes its gradient; rounding must not change that.
 BOUND_SLACK = {torch.float32: 5e-8, torch.float64: 1e-12}
 # Keeps the logarithm of the probability of all other tokens finite.
 DPPO_EPS = 1e-8
@@ -31,7 +31,7 @@ DPPO_EPS = 1e-8
 
 @dataclass(frozen=True)
 class Terms:
-    """What a loss function returns. Entries where `live_BT` is False carry no gradient and may be anything finite."""
+    """The result of a loss function. Entries where `live_BT` is False carry no gradient and any finite value."""
 
     loss_BT: Tensor
     clipped_BT: Tensor
@@ -43,7 +43,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class LossContext:
-    """What a loss function may look at. `live_BT`: trained, kept, advantage not 0; elsewhere no gradient flows."""
+    """The inputs of a loss function. `live_BT`: trained, kept, advantage not 0; elsewhere no gradient flows."""
 
     config: ObjectiveConfig
     inputs: Inputs
@@ -60,7 +60,7 @@ class LossContext:
         return self.inputs.policy_BT - self.anchor_BT
 
     def ratio_BT(self, log_ratio_BT: Tensor, where_BT: Tensor) -> Tensor:
-        """exp of the clamped log ratio where wanted, and 1 without gradient elsewhere, so that nothing overflows."""
+        """exp of the clamped log ratio at `where_BT`; elsewhere 1 without gradient, to avoid overflow."""
         log_ratio_BT = torch.where(where_BT, log_ratio_BT, 0.0)
         highest = self.config.log_ratio_clamp
         return (log_ratio_BT if highest is None else log_ratio_BT.clamp(max=highest)).exp()
@@ -92,7 +92,7 @@ def clip_loss(context: LossContext) -> Terms:
 
 
 def _decision(context: LossContext, log_ratio_N: Tensor) -> Tensor:
-    """The log ratio on which clipping is decided: against the sampler log s has mean -KL, log s + mean k3 has 0."""
+    """The log ratio that decides clipping: against the sampler, log s has mean -KL, log s + mean k3 has mean 0."""
     if not context.config.compensates:
         return log_ratio_N
     return log_ratio_N + context.pool.mean_N(k3(context.delta_BT.detach()))
@@ -108,7 +108,7 @@ def _clip_widths(config: ObjectiveConfig, pool: Pool, inputs: Inputs) -> tuple[T
 
 
 def band_width(band: Band, lengths_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """The clip width of a unit of that many trained tokens."""
+    """The clip width of units with `lengths_N` trained tokens."""
     lengths_N = lengths_N.clamp(min=1).to(dtype)
     return (band.z * torch.sqrt(2 * band.kappa / lengths_N)).clamp(band.min, band.max)
 

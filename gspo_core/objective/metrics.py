@@ -1,7 +1,7 @@
-"""Statistics of a step as the numbers that people look at.
+"""Turns the statistics of a step into readable metrics.
 
-One rule: one division, at the end. A metric without data is left out instead of being 0; every share lies in [0, 1].
-The names are listed in `docs/objective.md`. It judges nothing (`gspo_core.objective.alarms` does).
+One rule: divide once, at the end. A metric without data is omitted, not 0; every share lies in [0, 1].
+`docs/objective.md` lists the names. It judges nothing (`gspo_core.objective.alarms` does).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from gspo_core.objective.stats import BUCKETS, LossStats
 from gspo_core.objective_config import ObjectiveConfig
 
-# metric: (numerators that add up, denominator)
+# metric: (numerators to add, denominator)
 Ratios = Mapping[str, tuple[tuple[str, ...], str]]
 
 BUCKETED: Ratios = {
@@ -46,7 +46,7 @@ OVERALL: Ratios = {
     "dual_clip_frac": (("capped",), "tokens"),
     "weight_raw_mean": (("weight_raw",), "tokens"),
 }
-# Metrics of a gate or option that is off say nothing and are left out.
+# Metrics of disabled gates and options are omitted.
 _NEEDS: Mapping[str, Callable[[ObjectiveConfig], bool]] = {
     "kept_frac_k3": lambda config: config.k3_gate is not None,
     "kept_frac_outlier": lambda config: config.outlier_gate is not None,
@@ -59,7 +59,7 @@ _NEEDS: Mapping[str, Callable[[ObjectiveConfig], bool]] = {
 
 
 def loss_metrics(stats: LossStats, config: ObjectiveConfig, num_updates: int = 1) -> dict[str, float]:
-    """The metrics of a step whose `num_updates` updates, micro-batches and ranks were added up in `stats`."""
+    """The metrics of a step; `stats` sums its `num_updates` updates, micro-batches and ranks."""
     if num_updates < 1:
         raise ValueError(f"num_updates counts the updates in these statistics, at least 1, not {num_updates}")
     stats = stats.cpu()
@@ -152,7 +152,7 @@ def _extremes(stats: LossStats, config: ObjectiveConfig) -> dict[str, float]:
         return {}
     highest = stats.maximum("unit_log_ratio_max")
     lowest = -stats.maximum("unit_log_ratio_negative_min")
-    # A float holds exp(700); the clamp of the configuration comes first.
+    # exp(700) still fits in a float; the configured clamp takes precedence.
     bound = 700.0 if config.log_ratio_clamp is None else config.log_ratio_clamp
     return {
         "gspo/ratio_max": math.exp(min(highest, bound)),

@@ -1,6 +1,6 @@
-"""Over what log ratios are averaged: sequences, turns or single tokens.
+"""Averages log ratios over sequences, turns or single tokens.
 
-One rule: lengths are counted from the action mask, as integers, and nothing is added to a denominator.
+One rule: lengths are integer counts from the action mask, with no epsilon added to a denominator.
 It decides nothing about clipping.
 
 Shapes: B sequences, T tokens; N units (B sequences, or all turns, or B x T tokens).
@@ -37,7 +37,7 @@ class Pool:
         return zeros_N.index_add(0, self.index_BT.flatten(), values_BT.flatten()) / divisor_N
 
     def spread_BT(self, values_N: Tensor) -> Tensor:
-        """Each token gets the value of its unit (broadcastable to B x T)."""
+        """Give each token the value of its unit (broadcastable to B x T)."""
         if self.level == "token":
             return values_N
         return values_N.unsqueeze(-1) if self.index_BT is None else values_N[self.index_BT]
@@ -77,9 +77,9 @@ def _turn_index(mask_BT: Tensor, turn_ids_BT: Tensor | None) -> Tensor:
 
 
 def token_log_ratio(config: ObjectiveConfig, inputs: Inputs, pool: Pool, log_ratio_N: Tensor) -> Tensor:
-    """The log ratio that each token is trained with; its value is its unit's, its gradient follows `gradient`."""
+    """The log ratio used to train each token: the value is its unit's, the gradient follows `gradient`."""
     if config.ratio == "token" or config.gradient == "shared":
         return pool.spread_BT(log_ratio_N).expand(inputs.mask_BT.shape)
-    # In this order: the difference is exactly 0, so the log ratio is not rounded away beside a large log-prob.
+    # The order matters: the difference is exactly 0, so a large log-prob does not round the log ratio away.
     path_BT = inputs.policy_BT - inputs.policy_BT.detach()
     return path_BT + pool.spread_BT(log_ratio_N.detach())

@@ -1,7 +1,7 @@
 """The statistics of a loss, as sums.
 
 One rule: everything adds. Numerators and denominators are summed over micro-batches, updates and ranks and divided once
-at the end (`gspo_core.objective.metrics`); there is never a mean of means. Only extremes are reduced by their maximum.
+at the end (`gspo_core.objective.metrics`), never averaged twice. Only extremes reduce by maximum.
 
 Shapes: B sequences, T tokens, N units of the ratio, staleness buckets in columns.
 """
@@ -18,12 +18,12 @@ from gspo_core.objective.inputs import Inputs
 from gspo_core.objective.losses import LossContext, Terms
 from gspo_core.objective.weights import Weights, k3
 
-# Highest staleness of each bucket; one more holds what is staler and one what has no known staleness.
+# Highest staleness of each bucket; two more hold staler tokens and those of unknown staleness.
 BUCKET_BOUNDS = (0, 1, 2, 4, 8, 16)
 BUCKETS = ("0", "1", "2", "3_4", "5_8", "9_16", "17_up")
 NUM_COLUMNS = len(BUCKETS) + 1
 
-# Summed over trained tokens, in the token's own bucket.
+# Summed over trained tokens, in each token's own bucket.
 TOKEN_SUMS = (
     "tokens",
     "tokens_positive",
@@ -49,7 +49,7 @@ TOKEN_SUMS = (
     "kl_reference",
     "staleness",
 )
-# Summed over sequences with trained tokens, in the bucket of their oldest one.
+# Summed over sequences with trained tokens, in the bucket of their oldest token.
 SEQUENCE_SUMS = (
     "sequences",
     "sequences_positive",
@@ -67,7 +67,7 @@ SEQUENCE_SUMS = (
     "sequence_weight_squared",
 )
 SCALAR_SUMS = ("loss_policy", "loss_kl", "empty", "units", "ratio", "units_clamped", "with_reference", "with_staleness")
-# Extremes; a minimum is kept as the maximum of its negative.
+# Extremes; a minimum is stored as the maximum of its negative.
 SEQUENCE_MAXIMA = ("log_ratio_max", "log_ratio_negative_min")
 SCALAR_MAXIMA = ("unit_log_ratio_max", "unit_log_ratio_negative_min", "staleness_max")
 
@@ -78,7 +78,7 @@ _MAXIMA_ROWS = {name: row for row, name in enumerate(SEQUENCE_MAXIMA)}
 _MAXIMA_SCALARS = {name: len(_MAXIMA_ROWS) * NUM_COLUMNS + position for position, name in enumerate(SCALAR_MAXIMA)}
 NUM_MAXIMA = len(_MAXIMA_ROWS) * NUM_COLUMNS + len(SCALAR_MAXIMA)
 
-# Beyond it exp is only a very large number in a diagnostic; the loss itself never sees this bound.
+# Beyond it, exp is just a huge number in a diagnostic; the bound does not apply to the loss.
 LARGEST_EXPONENT = 20.0
 
 
@@ -91,7 +91,7 @@ class LossStats:
 
     @classmethod
     def zero(cls, device: torch.device | str = "cpu") -> Self:
-        """The statistics of no rows at all."""
+        """The statistics of zero rows."""
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
         return cls(sums, torch.full((NUM_MAXIMA,), -torch.inf, dtype=torch.float64, device=device))
 
@@ -102,17 +102,17 @@ class LossStats:
         return LossStats(self.sums.cpu(), self.maxima.cpu())
 
     def total(self, name: str) -> float:
-        """A sum over everything."""
+        """A sum over all buckets."""
         if name in _SCALARS:
             return float(self.sums[_SCALARS[name]])
         return float(self._row(name).sum())
 
     def bucket(self, name: str, bucket: str) -> float:
-        """The part of a sum that belongs to one staleness bucket."""
+        """One staleness bucket's part of a sum."""
         return float(self._row(name)[BUCKETS.index(bucket)])
 
     def maximum(self, name: str, bucket: str | None = None) -> float:
-        """An extreme; -inf where nothing was seen."""
+        """An extreme; -inf without data."""
         if name in _MAXIMA_SCALARS:
             return float(self.maxima[_MAXIMA_SCALARS[name]])
         start = _MAXIMA_ROWS[name] * NUM_COLUMNS
@@ -126,7 +126,7 @@ class LossStats:
 
 @torch.no_grad()
 def collect(context: LossContext, weights: Weights, terms: Terms, losses: tuple[Tensor, Tensor]) -> LossStats:
-    """The statistics of one micro-batch; `losses` are its policy and its KL part."""
+    """The statistics of one micro-batch; `losses` are its policy and KL parts."""
     inputs = context.inputs
     log_ratio_B = _sequence_log_ratio(context)
     device = inputs.policy_BT.device
@@ -244,6 +244,6 @@ def _maxima(context: LossContext, terms: Terms, log_ratio_B: Tensor, buckets_B: 
 
 
 def _maximum(values: Tensor, where: Tensor) -> Tensor:
-    """-inf where there is nothing, also for tensors without entries."""
+    """The maximum where `where` holds; -inf if it holds nowhere or the tensor is empty."""
     seen = torch.where(where, values.double(), -torch.inf).flatten()
     return torch.cat([seen, seen.new_full((1,), -torch.inf)]).max()

@@ -1,7 +1,7 @@
-"""Correction weights and gates: how much of a token's signal counts.
+"""Correction weights and gates: how much each token's signal counts.
 
-One rule: a gate or a mask sets a weight to 0 and touches nothing else - no length, no ratio, no denominator. All of it
-is without gradient.
+One rule: a gate or mask sets a weight to 0 and changes nothing else - no length, no ratio, no denominator. Nothing here
+carries a gradient.
 
 Shapes: B sequences, T tokens. `drift` is the log-prob under the anchor's side minus the one recorded when sampled.
 """
@@ -20,15 +20,15 @@ from gspo_core.objective_config import ObjectiveConfig
 
 @dataclass(frozen=True)
 class Weights:
-    """`weights_BT` is the correction, 0 at masked positions; what acts on the loss is it where `kept_BT`."""
+    """`weights_BT` is the correction, 0 at masked positions; it applies to the loss where `kept_BT` is True."""
 
     weights_BT: Tensor
     bounded_BT: Tensor
-    """Where a bound of the correction acted."""
+    """True where a bound limited the correction."""
     kept_BT: Tensor
-    """Trained tokens that no gate withheld and no correction mask dropped."""
+    """Trained tokens that passed all gates and the correction mask."""
     gates: dict[str, Tensor] = field(default_factory=dict)
-    """Per gate, whether it keeps: (B,) for gates on sequences, (B, T) for gates on tokens."""
+    """What each gate keeps: (B,) for sequence gates, (B, T) for token gates."""
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _token_gates(config: ObjectiveConfig, inputs: Inputs, policy_BT: Tensor) -> 
 
 
 def _correction(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight, where it was bounded, and where it survives its mask."""
+    """The weight, where it is bounded, and where it passes its mask."""
     mask_BT = inputs.mask_BT
     if config.correction == "none":
         return mask_BT.to(mismatch_BT.dtype), torch.zeros_like(mask_BT), mask_BT
@@ -88,7 +88,7 @@ def _correction(config: ObjectiveConfig, inputs: Inputs, mismatch_BT: Tensor) ->
     highest = math.log(config.correction_max)
     lowest = -math.inf if config.correction_min is None else math.log(config.correction_min)
     outside_BT = mask_BT & ((log_weight_BT > highest) | (log_weight_BT < lowest))
-    # Bounded before the exponential, so that nothing overflows.
+    # Bound before exp to avoid overflow.
     weights_BT = torch.where(mask_BT, log_weight_BT.clamp(lowest, highest).exp(), 0.0)
     if action == "truncate":
         return weights_BT, outside_BT, mask_BT

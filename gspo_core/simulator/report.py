@@ -11,29 +11,29 @@ class SimulationReport:
 
     steps: int
     seconds: float
-    """Of the whole run."""
+    """Duration of the whole run."""
     tokens_per_s: float
-    """Sampled tokens that entered the loss."""
+    """Rate of sampled tokens that entered the loss."""
     steps_per_s: float
     masked_share: float
-    """Of the tokens of trained groups: older than the cap, so they left the loss."""
+    """Share of trained groups' tokens excluded from the loss for being older than the cap."""
     max_staleness: int
-    """Of any token that was trained."""
+    """Highest staleness of any trained token."""
     mean_staleness: float
     num_dropped: int
-    """Groups that were dropped because of a token beyond the cap."""
+    """Groups dropped for a token beyond the cap."""
     waited_s: float
-    """In which a batch was there and was not taken."""
+    """Time during which a batch was available but not taken."""
     num_limits_reached: int
-    """Waits that ended by their time limit."""
+    """Waits that hit their time limit."""
     engine_share: float
-    """Of the places for episodes that were taken."""
+    """Share of episode slots in use."""
     length_ratio: float
-    """Mean length of trained episodes over that of all that were started: below 1, long ones are underrepresented."""
+    """Mean length of trained episodes over that of all started ones; below 1, long episodes are underrepresented."""
     max_open_groups: int
-    """Dispatched, and their step not published."""
+    """Groups dispatched whose step is not yet published."""
     max_reserved_bytes: int
     max_held_bytes: int
-    """In the queue at the moment at which a batch was taken."""
+    """Bytes in the queue when a batch was taken."""
     num_recoveries: int
     num_rollbacks: int

@@ -1,4 +1,4 @@
-"""The side of the workers: episodes in a queue, in places of workers, growing token by token under a version."""
+"""The workers' side: episodes wait in a queue, occupy worker slots, and grow token by token under a version."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class SimulatedEpisode:
     length: float
     fails: bool
     spans: list[tuple[int, float]] = field(default_factory=list)
-    """Versions and how many tokens each sampled, in order."""
+    """(version, tokens sampled under it), in order."""
     tokens: float = 0.0
-    """All of them together, as of ``since``."""
+    """Total tokens as of ``since``."""
     since: float = 0.0
-    """When it began to grow under the present version."""
+    """When it began to grow under the current version."""
     worker: int = -1
-    """The worker that holds it; -1: none."""
+    """The worker that holds it, or -1."""
     starts: int = 0
-    """How often it was leased: an end that was foreseen before the last of them does not come."""
+    """Number of leases; an end scheduled under an earlier lease is void."""
     is_done: bool = False
 
 
@@ -41,7 +41,7 @@ class SimulatedGroup:
 
 
 class Rollout:
-    """Workers with places for episodes. It says when episodes will end; the simulation calls it back then."""
+    """Workers with episode slots. It predicts when episodes end; the simulation calls back at that time."""
 
     def __init__(self, setting: SimulationSetting) -> None:
         self._setting = setting
@@ -50,16 +50,16 @@ class Rollout:
         self._places = -(-setting.num_episodes // setting.num_workers)
         self.version = 0
         self.busy_s = 0.0
-        """Place-seconds so far in which an episode was sampled."""
+        """Slot-seconds spent sampling so far."""
         self._counted_until = 0.0
 
     def enqueue(self, episodes: Iterable[SimulatedEpisode]) -> None:
-        """Those that were leased before stand before new ones, the oldest first."""
+        """Queue episodes: previously leased ones come before new ones, oldest first."""
         for one in episodes:
             heapq.heappush(self._queue, (one.starts == 0, one.group, one.member, one))
 
     def lease(self, now: float) -> Iterator[tuple[float, SimulatedEpisode]]:
-        """Fill free places; for each episode that starts, when it will end."""
+        """Fill free slots; yield each started episode with its end time."""
         self.count_until(now)
         while self._queue:
             worker = min(range(len(self._held)), key=lambda one: len(self._held[one]))
@@ -76,14 +76,14 @@ class Rollout:
         episode.is_done = True
 
     def publish(self, version: int, now: float) -> None:
-        """Episodes go on in the middle of a turn."""
+        """Switch versions; episodes continue mid-turn."""
         for held in self._held:
             for episode in held:
                 self._grow(episode, now)
         self.version = version
 
     def lose_worker(self, worker: int, now: float) -> list[SimulatedEpisode]:
-        """The episodes that it held, with what was appended of them."""
+        """Return the episodes it held, cut back to their appended tokens."""
         lost = list(self._held[worker])
         for episode in lost:
             self._grow(episode, now)
@@ -93,7 +93,7 @@ class Rollout:
         return lost
 
     def forget(self, group: SimulatedGroup, now: float) -> None:
-        """A group was settled: its workers are fenced off, its episodes leave the queue."""
+        """Settle a group: fence off its workers and remove its episodes from the queue."""
         for episode in group.episodes:
             if episode.worker >= 0:
                 self._release(episode, now)
@@ -103,7 +103,7 @@ class Rollout:
             heapq.heapify(self._queue)
 
     def appended(self, episode: SimulatedEpisode, now: float) -> float:
-        """Tokens that the trainer has seen."""
+        """Tokens that have reached the trainer."""
         if episode.is_done:
             return episode.tokens
         grown = (now - episode.since) * self._setting.tokens_per_s if episode.worker >= 0 else 0.0

@@ -1,4 +1,4 @@
-"""What is simulated: lengths of episodes, machines, the job's settings, and what fails how often."""
+"""Simulation inputs: episode lengths, machines, job settings and failure rates."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gspo_core.types import InvalidValue
 # The 99th percentile of a normal distribution, in standard deviations.
 _P99 = 2.3263
 BYTES_PER_TOKEN = 10
-"""About what a token takes in the queue: id, log-prob, mask and version."""
+"""Approximate size of a token in the queue: id, log-prob, mask and version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens that episodes sample: log-normal, cut off where the job's limit ends an episode."""
+    """Sampled tokens per episode: log-normal, cut off at the job's episode limit."""
 
     median: float = 500.0
     p99_over_p50: float = 10.0
-    """How heavy the tail is: 1 is none, 10 is usual for reasoning with tools, 33 is extreme."""
+    """Tail weight: 1 means no tail, 10 is typical for reasoning with tools, 33 is extreme."""
     limit: float = 32_000.0
     """``limits.max_episode_tokens``."""
 
@@ -37,25 +37,25 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Mean times between failures in seconds; infinite is never."""
+    """Mean times between failures in seconds; infinity means never."""
 
     worker_mtbf_s: float = math.inf
-    """Of each rollout worker; its episodes are leased again after ``lease_s``."""
+    """Per rollout worker; its episodes are leased again after ``lease_s``."""
     resumable: bool = True
-    """Whether an episode goes on after its last appended piece; else it starts again."""
+    """Whether an episode resumes after its last appended piece instead of starting over."""
     episode_failure_share: float = 0.0
-    """Of episodes that end for a reason of the infrastructure: without a reward, so they are not trained."""
+    """Share of episodes lost to infrastructure failures; they have no reward and are not trained."""
     trainer_mtbf_s: float = math.inf
     rollback_share: float = 0.0
-    """Of the trainer's deaths after which the batch logs since the newest checkpoint are lost too."""
+    """Share of trainer failures that also lose the batch logs since the newest checkpoint."""
     lease_s: float = 30.0
     restart_s: float = 20.0
-    """From a trainer's death until its successor has loaded the checkpoint."""
+    """Time from a trainer failure until its successor has loaded the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationSetting:
-    """A job on machines that sample ``num_episodes`` at once, each with ``tokens_per_s``."""
+    """A job on machines that sample ``num_episodes`` at once, each at ``tokens_per_s``."""
 
     lengths: Lengths = field(default_factory=Lengths)
     faults: Faults = field(default_factory=Faults)
@@ -63,11 +63,11 @@ class SimulationSetting:
     group_size: int = 8
     max_staleness: int = 4
     staleness_cap: int | None = None
-    """None: 4 times ``max_staleness``, as in a job."""
+    """Defaults to 4 times ``max_staleness``, as in a job."""
     on_stale: OnStale = "mask"
     stale_wait_s: float = 600.0
     budget_bytes: int | None = None
-    """For what the queue holds; None is no bound but admission."""
+    """Byte limit of the queue; None leaves admission as the only bound."""
     num_workers: int = 4
     num_episodes: int = 256
     tokens_per_s: float = 40.0
@@ -77,7 +77,7 @@ class SimulationSetting:
     checkpoint_every: int = 20
     num_steps: int = 100
     warmup_steps: int = 20
-    """Rates are measured after so many steps: the first groups to end are the short ones."""
+    """Steps to skip before measuring rates, because the shortest groups finish first."""
 
     @property
     def cap(self) -> int:
@@ -85,5 +85,5 @@ class SimulationSetting:
 
     @property
     def group_bytes(self) -> int:
-        """The most that a group may need in the queue."""
+        """Maximum size of a group in the queue."""
         return int(self.group_size * self.lengths.limit * BYTES_PER_TOKEN)

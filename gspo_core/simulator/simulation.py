@@ -1,7 +1,7 @@
-"""Trainer, workers and failures against one clock of events.
+"""Simulates trainer, workers and failures as discrete events on one clock.
 
-The trainer here does what ``services/trainer`` does: choose, log and commit, train, publish, admit. Which groups may be
-started and which are taken is asked of the same pure functions.
+The simulated trainer follows the same steps as ``services/trainer``: choose, log and commit, train, publish, admit. It
+calls the same pure functions to decide which groups to start and which to take.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from gspo_core.staleness import (
     token_staleness,
 )
 
-# Failures happen for ever, so an empty list of events alone would not show that nothing moves any more.
+# Failure events never run out, so an empty event list cannot detect a deadlock.
 _STUCK_S = 1e6
 
 
 class Deadlock(RuntimeError):
-    """Nothing moves any more, and the run is not over."""
+    """The run is unfinished but can make no progress."""
 
 
 def simulate(setting: SimulationSetting, seed: int) -> SimulationReport:
-    """One run. The same seed is the same run."""
+    """Simulate one run; the same seed gives the same run."""
     return _Simulation(setting, seed).run()
 
 
 @dataclass(slots=True)
 class _Taken:
-    """The resources that a step took."""
+    """The resources that one step used."""
 
     groups: list[int]
     trained: float = 0.0
@@ -64,14 +64,14 @@ class _Simulation:
         self._rollout = Rollout(setting)
         self._open: dict[int, SimulatedGroup] = {}
         self._again: deque[int] = deque()
-        """Groups of steps that were lost: they are owed and are sampled again, before new ones are started."""
+        """Groups from lost steps; they are sampled again before any new group starts."""
         self._episode_bytes = int(setting.lengths.limit * BYTES_PER_TOKEN)
         self._reserved_bytes = 0
-        """Of the open groups: what an episode has when it is done, the most that it may need until then."""
+        """Bytes reserved for open groups: actual size for finished episodes, the maximum for the rest."""
         # The lineage
         self._taken: list[_Taken] = []
         self._epochs = [0]
-        """By which epoch each step of the lineage was made."""
+        """The epoch that made each step of the lineage."""
         self._current = Position(0, 0)
         self._forks: dict[int, Position] = {}
         self._table: dict[int, Position] = {}
@@ -79,7 +79,7 @@ class _Simulation:
         self._published_step = self._checkpoint = 0
         # The trainer's process
         self._life = 0
-        """Raised when it dies: what it had begun does not come to an end."""
+        """Incremented when the trainer dies, which cancels its pending work."""
         self._is_idle = False
         self._stepped_at = 0.0
         self._waiting_since: float | None = None
@@ -87,7 +87,7 @@ class _Simulation:
         # Records
         self._marks: tuple[float, float] | None = None
         self._lengths = [0.0, 0.0]
-        """Number and sum of tokens of the episodes that were started."""
+        """Count and total tokens of all started episodes."""
         self._waited_s = 0.0
         self._limits_reached = self._recoveries = self._rollbacks = 0
         self._max_open = self._max_reserved = self._max_held = 0
@@ -113,7 +113,7 @@ class _Simulation:
         heapq.heappush(self._events, (time, next(self._order), happen))
 
     def _at_random(self, mean_s: float, happen: Callable[[], None]) -> None:
-        """Again and again, ``mean_s`` apart in the mean."""
+        """Repeat ``happen`` at random intervals with mean ``mean_s``."""
         if math.isinf(mean_s):
             return
 
@@ -207,7 +207,7 @@ class _Simulation:
         setting = self._setting
         num_ready = sum(group.is_ready for group in self._open.values())
         if num_ready < setting.groups_per_step and setting.on_stale != "drop":
-            return  # what the question below would be answered with, only sooner
+            return  # shortcut: the check below would give the same result
         may_wait = self._waiting_since is None or self._now - self._waiting_since < setting.stale_wait_s
         choice = choose_groups(
             [self._view(group) for group in self._open.values()],
@@ -246,7 +246,7 @@ class _Simulation:
         return OpenGroup(group.number, group.is_ready, step, group.dispatched_step)
 
     def _take(self, numbers: tuple[int, ...]) -> None:
-        """Log, commit and train: the bytes are free from now on, whenever the next checkpoint is."""
+        """Log, commit and train. The bytes are freed at once, without waiting for the next checkpoint."""
         held = sum(self._rollout.appended(one, self._now) for group in self._open.values() for one in group.episodes)
         self._max_held = max(self._max_held, int(held) * BYTES_PER_TOKEN)
         taken = _Taken(list(numbers))
@@ -301,7 +301,7 @@ class _Simulation:
         self._published_step = self._current.step
         self._rollout.publish(version, self._now)
 
-    # Its death
+    # Trainer failures
 
     def _lose_trainer(self) -> None:
         if self._current.step >= self._setting.num_steps:
@@ -318,13 +318,13 @@ class _Simulation:
         self._rollbacks += is_rollback
 
     def _recover(self, life: int, step: int) -> None:
-        """A new epoch, forked off at the last step that checkpoint and batch logs still hold."""
+        """Fork a new epoch at the last step that the checkpoint and the batch logs still cover."""
         if life != self._life:
             return
         for lost in self._taken[step:]:
             self._again.extend(lost.groups)
         del self._taken[step:]
-        # A batch that was logged and not trained when the trainer died is trained by its successor.
+        # If the trainer died after logging a batch but before training it, its successor trains it.
         self._epochs += [self._current.epoch] * (step + 1 - len(self._epochs))
         del self._epochs[step + 1 :]
         epoch = self._current.epoch + 1

@@ -1,6 +1,6 @@
 """The service's part of ``gspo doctor``: whether this machine can run the processes. Changes nothing.
 
-Rule: a check imports what it examines only when it runs, so that a missing package is a finding and not an error.
+Rule: a check imports what it examines only when it runs, so a missing package is a finding, not an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gspo_core.cli.finding import Finding, Verdict
 
-# A demo writes a few hundred megabytes; below this a run would soon stop.
+# A demo writes a few hundred megabytes; with less space than this a run would soon stop.
 MIN_FREE_BYTES = 2 * 1024**3
 
 

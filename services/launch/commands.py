@@ -1,6 +1,6 @@
 """The commands that the service adds to ``gspo``; ``gspo_core.cli.service`` reads them.
 
-Rule: this module costs nothing to import. Each command names a module, which is imported when the command is typed.
+Rule: this module is cheap to import. Each command names a module, imported only when the command runs.
 """
 
 from __future__ import annotations

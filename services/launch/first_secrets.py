@@ -1,8 +1,7 @@
-"""The secrets of an installation, made once: passwords of Redis, the first API key, the token for environments.
+"""Makes an installation's secrets once: Redis passwords, the first API key, the token for environments.
 
-Rule: existing secrets stay; each kind of process gets a directory of its own with the secrets that it needs and no
-others. Redis gets digests, and so does the service of environments. The files are named like settings, for
-``GSPO_SECRETS_DIR``.
+Rule: existing secrets stay; each kind of process gets its own directory with only the secrets it needs. Redis and the
+environments service get digests. Files are named like settings, for ``GSPO_SECRETS_DIR``.
 
 ``python -m services.launch.first_secrets ROOT``: ROOT/redis/users.acl and
 ROOT/{api,trainer,rollout,environments}/gspo_*.
@@ -23,19 +22,19 @@ from services.files.data_dir import SecretsDir
 from services.state.roles import USERS, acl_file
 
 KEY_BYTES = 32
-# For health checks: anyone who reaches the server may ping it, and nothing else.
+# For health checks: unauthenticated clients may ping and do nothing else.
 PROBE = "user gspo-probe on nopass resetkeys resetchannels -@all +ping\n"
 ROLES = ("api", "trainer", "rollout")
 
 
 def make_secrets(root: Path, redis: str) -> None:
-    """``redis``: HOST:PORT of the server, as the processes see it."""
+    """``redis``: the server's HOST:PORT as the processes reach it."""
     passwords, place = {}, SecretsDir(root)
     for role in ROLES:
         user = f"gspo-{role}"
         url = _keep(place.secret(role, "gspo_redis_url"), f"redis://{user}:{secrets.token_hex(KEY_BYTES)}@{redis}/0")
         password = urlsplit(url).password or ""
-        # The server may have moved; the password stays.
+        # Keep the password; the server may have moved.
         _write(place.secret(role, "gspo_redis_url"), f"redis://{user}:{quote(password)}@{redis}/0")
         passwords[user] = password
     assert passwords.keys() == USERS.keys()

@@ -1,6 +1,6 @@
-"""``gspo launch PLACE``: runs the stack somewhere other than as children of one command.
+"""``gspo launch PLACE``: runs the stack elsewhere than as children of one command.
 
-Duty: find the launchers, one module each in ``launchers``, and make each a place. It knows none of them by name.
+Duty: find the launchers, one module each in ``launchers``, and offer each as a place. It names none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.launch import launchers
 
 
 class Launcher(Protocol):
-    """What a module in ``launchers`` offers."""
+    """The interface of a module in ``launchers``."""
 
     HELP: str
 
@@ -41,13 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def found() -> dict[str, Launcher]:
-    """Every launcher, by the name of its place."""
+    """Every launcher by the name of its place."""
     names = sorted(module.name for module in pkgutil.iter_modules(launchers.__path__))
     return {name: cast(Launcher, import_module(f"{launchers.__name__}.{name}")) for name in names}
 
 
 def write(text: str, output: str | None) -> bool:
-    """Writes ``text`` to the file ``output``, or to the terminal. Says whether it was a file; raises CommandError."""
+    """Write ``text`` to the file ``output`` or the terminal. Returns whether it was a file; raises CommandError."""
     if output is None:
         sys.stdout.write(text)
         return False

@@ -1,7 +1,7 @@
-"""The logs of all processes merged into one stream for a terminal, each line headed by the name of its process.
+"""Merges the logs of all processes into one terminal stream, prefixing each line with its process's name.
 
-Rule: the log files are the record and are never changed. Control characters in them are spelled out, so that none acts
-on the terminal. Files are read only when ``news`` is called.
+Rule: it never changes the log files, which are the record. It escapes control characters so that none acts on the
+terminal, and reads files only when ``news`` is called.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ NAME_WIDTH = 10
 MAX_READ_BYTES = 1 << 20
 STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
 COLOURS = ("cyan", "magenta", "green", "blue", "bright_cyan", "bright_magenta")
-# Shown at the head of the line, or the same in every line of a process.
+# Already in the line prefix, or identical in every line of a process.
 _FAMILIAR = frozenset({"service", "level", "timestamp", "event", "worker", "exception"})
 
 
 class LogView:
-    """Lines that are written to the logs in ``directory`` from now on."""
+    """Follows the logs in ``directory`` from their current ends."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -41,7 +41,7 @@ class LogView:
         return sorted(self._directory.glob("*.log"))
 
     def news(self) -> Iterator[Text]:
-        """Complete lines since the last call, by their timestamps; one without stays after its predecessor."""
+        """Complete lines since the last call, sorted by timestamp; lines without one follow their predecessor."""
         found: list[tuple[str, str, str, str]] = []
         for number, path in enumerate(self._paths()):
             at = ""
@@ -54,7 +54,7 @@ class LogView:
     def _new_lines(self, path: Path) -> list[str]:
         with path.open("rb") as log:
             start = self._read_to.get(path, 0)
-            if log.seek(0, os.SEEK_END) < start:  # truncated, for instance by log rotation
+            if log.seek(0, os.SEEK_END) < start:  # truncated, e.g. by log rotation
                 start = 0
             log.seek(start)
             found = log.read(MAX_READ_BYTES)
@@ -67,7 +67,7 @@ class LogView:
 
 
 def _last_state(line: str) -> str:
-    """The final state of a line that overwrites itself with carriage returns; empty for a progress bar."""
+    """The final text of a line that overwrites itself with carriage returns; empty for a progress bar."""
     last = line.rpartition("\r")[2]
     return "" if "%|" in last else last
 
@@ -104,7 +104,7 @@ def _record(line: str) -> Mapping[str, JsonValue] | None:
 
 
 def _hour(timestamp: str) -> str:
-    """In local time; blank where there is none."""
+    """Format the time of day in local time; blank without a timestamp."""
     try:
         return datetime.fromisoformat(timestamp).astimezone().strftime("%H:%M:%S")
     except ValueError:

@@ -1,8 +1,7 @@
 """The whole system as child processes of this one; ``topology`` lists them.
 
-The rule it keeps: however this process ends, no child outlives it. Each child is asked to stop (SIGTERM, in the
-reverse order of the start), then killed. It restarts nothing by itself (``supervisor`` does); a child that dies is
-reported with the end of its log.
+Rule: however this process ends, no child outlives it. It sends each child SIGTERM in reverse start order, then kills
+it. It restarts nothing by itself (``supervisor`` does), and reports a dead child with the end of its log.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class StackError(RuntimeError):
-    """The stack cannot start or go on; the message says why and what to do."""
+    """The stack cannot start or continue; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,11 @@ class StackConfig:
     """The port of the API; 0 takes a free one."""
     rollout_workers: int = 1
     engine_urls: tuple[str, ...] = ()
-    """Engines that are running already, such as SGLang servers; if there are none, an embedded one is started."""
+    """Engines that already run, such as SGLang servers; if empty, the stack starts an embedded one."""
     threads: int | None = None
     """For each process that computes with torch (engine and trainer); unset divides the cores between the two."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Further GSPO_* settings for every process."""
+    """Extra GSPO_* settings for every process."""
 
 
 class Child:
@@ -94,7 +93,7 @@ class Child:
 
 
 class Stack:
-    """``with Stack(config) as stack``: everything runs and answers inside the block, nothing does after it."""
+    """``with Stack(config) as stack``: every process runs and answers inside the block and has stopped after it."""
 
     def __init__(self, config: StackConfig) -> None:
         self.config = config
@@ -139,7 +138,7 @@ class Stack:
             self._wait_until_ready(url)
 
     def processes(self) -> tuple[Process, ...]:
-        """The kinds of process that this stack starts, in that order."""
+        """The kinds of process that this stack starts, in order."""
         return topology.processes(Site.LAPTOP, has_engines=bool(self.config.engine_urls))
 
     def _start_redis(self) -> None:
@@ -171,7 +170,7 @@ class Stack:
     def _spawn(
         self, service: str, arguments: Sequence[str], environment: Mapping[str, str], name: str | None = None
     ) -> None:
-        """Start the process that the topology calls ``service``, with further arguments."""
+        """Start the topology's process ``service`` with extra arguments."""
         places = {
             "model": str(self.config.model_dir),
             "host": LOOPBACK,
@@ -196,7 +195,7 @@ class Stack:
         raise StackError(f"{name} did not answer at {url} within {START_TIMEOUT_S:.0f} s; see {self.log_dir}")
 
     def _wait_until_ready(self, address: str) -> None:
-        """For an engine of any kind."""
+        """Wait for an engine of any kind."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             self.check()
@@ -206,7 +205,7 @@ class Stack:
         raise StackError(f"the engine {address} was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}")
 
     def check(self) -> None:
-        """Raise when a process has died, with the end of its log."""
+        """Raise StackError with the end of the log if a process has died."""
         for name in self.ended():
             if name == REDIS:
                 raise StackError(f"the Redis server ended; see {DataDir(self.config.data_dir).redis_log}")
@@ -216,17 +215,17 @@ class Stack:
             )
 
     def ended(self) -> dict[str, int | None]:
-        """Processes that have ended, each with its exit code where that is known."""
+        """Ended processes, each with its exit code if known."""
         codes: dict[str, int | None] = {
             child.name: code for child in self._children if (code := child.process.poll()) is not None
         }
         return ({REDIS: None} if self._redis is not None and self._redis.has_ended else {}) | codes
 
     def restart(self, name: str) -> None:
-        """Stop a process if it still runs, and start it again at the same address."""
+        """Restart a process at the same address, stopping it first if it still runs."""
         if name == REDIS and self._redis is not None:
             self._redis.close()
-            self._start_redis()  # its address depends on its directory alone
+            self._start_redis()  # its address depends only on its directory
             return
         position = self._position(name)
         old = self._children[position]
@@ -242,7 +241,7 @@ class Stack:
         return pids if own is None else {REDIS: own} | pids
 
     def close(self) -> None:
-        """One after the other, in the reverse order of the start: each can still reach what it needs to leave well."""
+        """Stop processes one by one in reverse start order, so each can still reach what it needs for a clean exit."""
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for child in reversed(self._children):
             child.stop(deadline)
@@ -253,12 +252,12 @@ class Stack:
 
 
 def default_threads() -> int:
-    """Half of the cores for the engine, half for the trainer."""
+    """Half the cores each for engine and trainer."""
     return max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else 1
 
 
 def check_place(config: StackConfig) -> None:
-    """Check before the long work starts that the port is free and the data directory can be written."""
+    """Check early that the port is free and the data directory is writable."""
     claim_port(config.host, config.port)
     try:
         config.data_dir.mkdir(parents=True, exist_ok=True)
@@ -271,7 +270,7 @@ def check_place(config: StackConfig) -> None:
 
 
 def claim_port(host: str, port: int) -> int:
-    """``port`` if it can be bound, or a free one for 0. Raises a StackError that says what to do."""
+    """Return ``port`` if it can be bound, or a free one for 0. Raises a StackError that says what to do."""
     try:
         if port == 0:
             return free_port(host)

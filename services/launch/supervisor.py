@@ -1,7 +1,7 @@
-"""Restarts processes of a stack that have ended, after a pause that doubles.
+"""Restarts ended processes of a stack, with a doubling delay.
 
-Rule: every restart is reported, and a process that keeps dying is started at most once in half a minute. After a minute
-of health its count of deaths begins anew. The supervisor stops nothing.
+Rule: it reports every restart, and the delay for a process that keeps dying levels off at half a minute. A minute of
+health resets its count of deaths. The supervisor stops nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Restartable(Protocol):
     """The part of a stack that a supervisor uses."""
 
     def ended(self) -> dict[str, int | None]:
-        """Processes that are not running, each with its exit code where that is known."""
+        """Processes that are not running, each with its exit code if known."""
         ...
 
     def restart(self, name: str) -> None: ...
@@ -30,10 +30,10 @@ class Restartable(Protocol):
 @dataclass
 class _Record:
     deaths: int = 0
-    """In a row, with less than a minute of health between them."""
+    """Consecutive deaths with less than a minute of health in between."""
     started_at: float = float("-inf")
     due_at: float | None = None
-    """When to start it again."""
+    """Time of the next start."""
 
 
 class Supervisor:
@@ -48,7 +48,7 @@ class Supervisor:
         self._records: dict[str, _Record] = {}
 
     def look(self) -> None:
-        """Plan the restart of what has ended, and start what is due."""
+        """Schedule restarts of ended processes and perform those that are due."""
         for name, code in self._stack.ended().items():
             record = self._records.setdefault(name, _Record())
             if record.due_at is None:
@@ -59,7 +59,7 @@ class Supervisor:
     def _plan(self, name: str, code: int | None, record: _Record) -> None:
         now = self._clock()
         record.deaths = 1 if now - record.started_at >= WELL_AFTER_S else record.deaths + 1
-        # The exponent is bounded too: a process may keep dying for months.
+        # Bound the exponent too: a process may keep dying for months.
         wait_s = min(FIRST_WAIT_S * 2 ** min(record.deaths - 1, 10), LONGEST_WAIT_S)
         record.due_at = now + wait_s
         again = f", {record.deaths} times in a row" if record.deaths > 1 else ""
@@ -70,7 +70,7 @@ class Supervisor:
         try:
             self._stack.restart(name)
         except (RuntimeError, OSError) as error:
-            # Such as a Redis server that cannot read its data, or no memory left: the next look plans another try.
+            # For example, Redis cannot read its data or memory ran out; the next look schedules another try.
             self._say(f"{name} cannot be started: {error}")
             return
         self._say(f"{name} runs again")

@@ -1,4 +1,4 @@
-"""The processes of an installation: what starts each one, what it needs, how it is probed, and how it leaves.
+"""The processes of an installation: how each starts, what it needs, how to probe it, and how it stops.
 
 Every launcher reads it: ``stack`` (``gspo up``) and the modules in ``launchers`` (``gspo launch``). So does
 a test that holds docker-compose.yml, the Dockerfile and k8s/ to it. Rule: it is data. It starts nothing, reads no
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 SETTING_PREFIX = "GSPO_"
-# Time that services.process.lifecycle gives a cancelled service to clean up before it cancels it again.
+# Cleanup time that services.process.lifecycle gives a cancelled service before cancelling it again.
 CLEANUP_S = 5
 
 
 class Site(StrEnum):
-    """Where an installation runs. Sites differ in which processes run apart and in how long one may take to leave."""
+    """Where an installation runs. Sites differ in which processes run apart and in how long shutdown may take."""
 
     LAPTOP = "laptop"
     """Children of one command, reachable over loopback only."""
     BATCH = "batch"
     """An allocation of a batch system; environments run beside the workers, under the user's account."""
     CONTAINERS = "containers"
-    """Compose and Kubernetes; environments run behind a wall of their own."""
+    """Compose and Kubernetes; environments run isolated."""
 
 
 class DataAccess(StrEnum):
@@ -45,7 +45,7 @@ class Copies(StrEnum):
 
 @dataclass(frozen=True)
 class HttpHealth:
-    """Paths on the process's port that answer 200: while it lives, and while it can serve."""
+    """Paths on the process's port that answer 200 while it is alive (``live``) and able to serve (``ready``)."""
 
     live: str
     ready: str
@@ -66,14 +66,14 @@ Health = HttpHealth | FileHealth | PingHealth
 
 @dataclass(frozen=True)
 class Leaving:
-    """After SIGTERM a process drains and then cleans up; a launcher that kills it sooner than ``most_s`` loses work."""
+    """After SIGTERM a process drains and then cleans up; killing it before ``most_s`` loses work."""
 
     default_drain_s: int
     cleanup_s: int = CLEANUP_S
     option: str | None = None
     """Command-line option that sets the drain; None where it is fixed."""
     drain_s: Mapping[Site, int] = field(default_factory=dict)
-    """The value of ``option``; the default at sites that are missing."""
+    """The value of ``option`` per site; other sites use the default."""
 
     def arguments(self, site: Site) -> tuple[str, ...]:
         if self.option is None or site not in self.drain_s:
@@ -97,17 +97,17 @@ class Process:
     name: str
     leaving: Leaving
     module: str | None = None
-    """Run as ``python -m MODULE``; None for a program that is not ours."""
+    """Run as ``python -m MODULE``; None for a third-party program."""
     arguments: tuple[str, ...] = ()
-    """A word in braces, such as ``{port}``, is for the launcher to fill in."""
+    """The launcher fills in words in braces, such as ``{port}``."""
     reads: frozenset[str] = frozenset()
     """Fields of ``services.process.settings.Settings`` that it uses."""
     requires: frozenset[str] = frozenset()
-    """Settings that an installation of several machines cannot do without."""
+    """Settings that a multi-machine installation must provide."""
     health: Health | None = None
-    """None: it ends when it is done."""
+    """None for a process that runs to completion."""
     after: tuple[str, ...] = ()
-    """Processes that have to be there, or done, before this one starts."""
+    """Processes that must be running, or finished, before this one starts."""
     calls: tuple[str, ...] = ()
     """Processes to which it opens connections."""
     data: DataAccess = DataAccess.NONE
@@ -115,19 +115,19 @@ class Process:
     on_device: bool = False
     """Computes with torch: gets the GPUs, or the cores."""
     has_secrets: bool = False
-    """``services.launch.first_secrets`` makes a directory of its name, for GSPO_SECRETS_DIR."""
+    """``services.launch.first_secrets`` makes a directory with its name, for GSPO_SECRETS_DIR."""
     port: int | None = None
     copies: Copies = Copies.ANY
     sites: frozenset[Site] = EVERYWHERE
 
     def command(self, python: str, site: Site, values: Mapping[str, str] | None = None, *more: str) -> list[str]:
-        """The words that start it. ``values`` fills the words in braces; a missing one is a KeyError."""
+        """The command line. ``values`` fills the words in braces; a missing one raises KeyError."""
         start = [] if self.module is None else [python, "-m", self.module]
         given = [_filled(word, values or {}) for word in self.arguments]
         return [*start, *given, *self.leaving.arguments(site), *more]
 
     def settings(self, values: Mapping[str, str]) -> dict[str, str]:
-        """As environment variables, those of ``values`` (field name: value) that this process reads."""
+        """Environment variables for the entries of ``values`` (field name: value) that this process reads."""
         return {SETTING_PREFIX + name.upper(): value for name, value in values.items() if name in self.reads}
 
 
@@ -233,7 +233,7 @@ ROLLOUT = Process(
 )
 
 PROCESSES = (SECRETS, REDIS, ENGINE, API, ENVIRONMENTS, TRAINER, ROLLOUT)
-"""In the order of the start. They leave in reverse order, so that each still reaches what it needs to leave well."""
+"""In start order. They stop in reverse, so each can still reach what it needs for a clean shutdown."""
 
 SGLANG = Process(
     name="sglang",
@@ -246,22 +246,22 @@ SGLANG = Process(
     port=ENGINE.port,
     copies=Copies.PER_NODE,
 )
-"""Takes the place of ``ENGINE``, run by the Python of its own virtual environment or image."""
+"""Replaces ``ENGINE``; runs with the Python of its own virtual environment or image."""
 
 ALIKE = frozenset({"lease_s", "outbound_networks"})
 """Settings that need the same value in all processes that read them."""
 
 
 def processes(site: Site, *, has_engines: bool = False) -> tuple[Process, ...]:
-    """The processes to start at ``site``, in order. ``has_engines``: engines run already, so none is started."""
+    """The processes to start at ``site``, in order. ``has_engines``: engines already run, so start none."""
     return tuple(one for one in PROCESSES if site in one.sites and not (has_engines and one is ENGINE))
 
 
 def find(name: str) -> Process:
-    """Raises StopIteration for a name that does not exist."""
+    """Raises StopIteration for an unknown name."""
     return next(one for one in PROCESSES if one.name == name)
 
 
 def leaving_s(site: Site) -> int:
-    """Seconds within which an installation has left when its processes leave one kind after the other."""
+    """Maximum shutdown time in seconds when processes stop one kind after another."""
     return sum(one.leaving.most_s(site) for one in processes(site))

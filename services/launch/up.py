@@ -1,7 +1,7 @@
 """``gspo up``: runs the whole stack until Ctrl-C, prints its addresses, and follows the logs of all processes.
 
-A process that dies is restarted, and a stack that is started again in the same directory resumes its jobs. Where
-GSPO_ENGINE_URLS names engines, they are used and none is started here.
+It restarts processes that die; started again in the same directory, it resumes its jobs. If GSPO_ENGINE_URLS names
+engines, it uses those and starts none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 CHECK_S = 0.5
-# Makes the model that is served when none is named: a process apart, since the stack knows no examples.
+# Makes the default model in a separate process, since the stack knows no examples.
 DEMO_MODEL_MODULE = "examples.demo.model"
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def up(*, data_dir: str | None, model: str | None, port: int, rollout_workers: int) -> int:
-    """Returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when the stack could not start."""
+    """Returns the exit status: 0 after Ctrl-C or SIGTERM, 1 if the stack could not start."""
     root = Path(data_dir or os.environ.get("GSPO_DATA_DIR", ".gspo")).resolve()
     model_dir = Path(model).resolve() if model else DataDir(root).model("calculator-tiny")
     try:
@@ -75,7 +75,7 @@ def up(*, data_dir: str | None, model: str | None, port: int, rollout_workers: i
 
 
 def serve(config: StackConfig) -> NoReturn:
-    """Start the stack and look after it, until an interrupt. Raises StackError when it cannot start."""
+    """Start the stack and look after it until interrupted. Raises StackError if it cannot start."""
     stack = Stack(config)
     names = ", ".join(process.name for process in stack.processes())
     given = f"; engines of GSPO_ENGINE_URLS: {', '.join(config.engine_urls)}" if config.engine_urls else ""
@@ -87,7 +87,7 @@ def serve(config: StackConfig) -> NoReturn:
 
 
 def _provide_model(model_dir: Path, *, make: bool) -> None:
-    """Raises StackError where there is no model and none can be made."""
+    """Raises StackError if there is no model and none can be made."""
     if not make:
         if not (model_dir / "config.json").exists():
             raise StackError(f"{model_dir} holds no model: a folder with config.json and *.safetensors is needed")
@@ -105,7 +105,7 @@ def _provide_model(model_dir: Path, *, make: bool) -> None:
 
 
 def look_after(stack: Stack, logs: LogView) -> NoReturn:
-    """Show the logs and restart processes that end, until an interrupt."""
+    """Show the logs and restart ended processes until interrupted."""
     from rich.text import Text
 
     console = _console()
@@ -118,7 +118,7 @@ def look_after(stack: Stack, logs: LogView) -> NoReturn:
 
 
 def show(console: Console, line: Text) -> None:
-    """Cut to the width of a terminal; whole in a file or a pipe."""
+    """Print a line: cut to a terminal's width, whole to a file or pipe."""
     if console.is_terminal:
         console.print(line, no_wrap=True, overflow="ellipsis")
     else:
@@ -132,7 +132,7 @@ def _console() -> Console:
 
 
 def typed_gspo() -> str:
-    """The command as it can be typed in this shell: `make` activates no virtual environment."""
+    """The gspo command to type in this shell: `make` activates no virtual environment."""
     return "gspo" if shutil.which("gspo") else os.path.relpath(Path(sys.executable).with_name("gspo"))
 
 

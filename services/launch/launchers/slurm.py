@@ -1,8 +1,8 @@
-"""``gspo launch slurm``: writes a batch script that runs the stack over an allocation of Slurm.
+"""``gspo launch slurm``: writes a batch script that runs the stack on a Slurm allocation.
 
-Rule: it only writes. The script needs a checkout of the project and one directory that all nodes share. Everything that
-must outlive the allocation is kept there, so the same script, submitted again, resumes where it ended. It submits its
-job under an idempotency key of its own, so the job is resumed too.
+Rule: it only writes. The script needs a checkout of the project and a directory that all nodes share. It keeps there
+everything that must outlive the allocation, so resubmitting the script resumes where it ended. It submits its job
+under its own idempotency key, so the job resumes too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.launch.launch import write
 from services.launch.topology import Process, Site
 
 HELP = "write a batch script that runs the stack over an allocation"
-# Beyond what the processes need to leave: the shell and srun themselves.
+# Extra shutdown time for the shell and srun.
 SLACK_S = 10
 PYTHON = '"$PYTHON"'
 
@@ -32,11 +32,11 @@ class Allocation:
     partition: str | None = None
     gpus_per_node: int = 0
     rollout_workers: int = 1
-    """The number on each node."""
+    """Workers per node."""
     trainer_nodes: int = 1
-    """The trainer runs on this many nodes, from the first on."""
+    """The trainer runs on the first this many nodes."""
     trainer_ranks: int = 1
-    """The number on each of the trainer's nodes."""
+    """Ranks per trainer node."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 def slurm_script(
     allocation: Allocation, *, project: str, data_dir: str, model: str, engine: str | None, job: str | None
 ) -> str:
-    """``engine``: its command, with {model} and {port}; ``job``: a job file, whose end is that of everything."""
+    """``engine``: its command, with {model} and {port}; ``job``: a job file; when the job ends, the stack stops."""
     values = {
         "PROJECT": shlex.quote(project),
         "DATA": shlex.quote(data_dir),
@@ -121,7 +121,7 @@ def _directives(allocation: Allocation) -> list[str]:
         "time": allocation.time,
         "partition": allocation.partition,
         "gpus-per-node": str(allocation.gpus_per_node) if allocation.gpus_per_node else None,
-        # Before the end of the time, to leave in order; and again in the queue when a node is lost.
+        # Signal before the time limit for a clean shutdown; requeue when a node is lost.
         "signal": f"B:TERM@{topology.leaving_s(Site.BATCH) + SLACK_S}",
         "requeue": "",
     }
@@ -129,14 +129,14 @@ def _directives(allocation: Allocation) -> list[str]:
 
 
 def _command(process: Process, **values: str) -> str:
-    """``values`` are pieces of shell, as is the Python that runs it."""
+    """Build a shell command; ``values`` and the Python path are shell fragments, left unquoted."""
     words = process.command(PYTHON, Site.BATCH, values)
     raw = {PYTHON, *values.values()}
     return " ".join(word if word in raw else shlex.quote(word) for word in words)
 
 
 def _started(process: Process, name: str, node: str, command: str, **settings: str) -> str:
-    """A line of shell; ``settings`` are fields of Settings with pieces of shell for values."""
+    """Build a shell line; ``settings`` maps fields of Settings to shell fragments."""
     if process.has_secrets:
         settings = {"secrets_dir": f'"$DATA/secrets/{process.name}"', **settings}
     given = [f"{name}={value}" for name, value in process.settings(settings).items()]
@@ -207,7 +207,7 @@ def _on_every_node(command: str) -> str:
     return f'for node in "${{NODES[@]}}"; do\n  {command}\ndone'
 
 
-# Where each kind of process goes in an allocation.
+# Placement of each kind of process in an allocation.
 _START = {"redis": _redis, "engine": _engines, "api": _api, "trainer": _trainer, "rollout": _rollout}
 
 _HEAD = r"""
