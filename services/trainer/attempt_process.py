@@ -53,6 +53,8 @@ SILENCE_S = 60.0
 _NUM_LAST_WORDS = 5
 _MAX_LAST_WORDS = 1000
 _READ_BYTES = 1 << 16
+# So many may be killed in a row while they stand by: by then it is no accident, and there may be too little memory.
+MAX_KILLED = 5
 _MAX_LINE = 1 << 20
 
 
@@ -113,6 +115,11 @@ class AttemptProcess:
     @property
     def has_exited(self) -> bool:
         return self._exit.done()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, which says nothing about the next one."""
+        return self.has_exited and self._exit.result() < 0
 
     def obituary(self) -> str:
         """Describe the exit, with the last lines of stderr."""
@@ -218,6 +225,9 @@ class AttemptProcesses:
 
     def __init__(self, start: Start = start_python) -> None:
         self._start = start
+        self._num_killed = 0
+        """Killed in a row while they stood by."""
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         self._next = AttemptProcess(self._start)
@@ -226,7 +236,7 @@ class AttemptProcesses:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self._next.end(0.0)
+        await asyncio.gather(self._next.end(0.0), *self._closing)
 
     @property
     def pid(self) -> int:
@@ -242,11 +252,23 @@ class AttemptProcesses:
     def is_ready(self) -> bool:
         """Return whether the process can take an attempt. Raises NotStarted."""
         if self._next.has_exited:
-            raise NotStarted(f"no job can be trained here: the process of the next attempt {self._next.obituary()}")
+            self._replace_killed()
         return self._next.capabilities is not None
+
+    def _replace_killed(self) -> None:
+        obituary = self._next.obituary()
+        self._num_killed += 1
+        if not self._next.was_killed or self._num_killed > MAX_KILLED:
+            raise NotStarted(f"no job can be trained here: the process of the next attempt {obituary}")
+        get_logger().warning("the process of the next attempt is started again", why=obituary)
+        closing = asyncio.create_task(self._next.end(0.0), name="closing")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._next = AttemptProcess(self._start)
 
     async def run(self, claim: Claim, _spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         get_logger().debug("the attempt has a process", job=claim.job_id, attempt_pid=self.pid)
+        self._num_killed = 0
         try:
             return await self._next.run(claim, stop, leaving)
         finally:

@@ -270,6 +270,24 @@ async def test_a_process_that_cannot_begin_says_why(capfd: pytest.CaptureFixture
     assert "no torch here" in capfd.readouterr().err
 
 
+async def test_a_process_that_is_killed_while_it_stands_by_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempt_process, "MAX_KILLED", 2)
+
+    def start(stdin: int, stdout: int, stderr: int) -> Started:
+        return subprocess.Popen([sys.executable, "-c", "input()"], stdin=stdin, stdout=stdout, stderr=stderr)
+
+    async with AttemptProcesses(start) as attempts:
+        for _ in range(2):
+            killed = attempts.pid
+            os.kill(killed, signal.SIGKILL)
+            await until(lambda killed=killed: not attempts.is_ready() and attempts.pid != killed)  # type: ignore[misc]
+        os.kill(attempts.pid, signal.SIGKILL)
+        with pytest.raises(NotStarted, match="was killed by SIGKILL"):
+            await attempts.capabilities(asyncio.Event())
+
+
 def test_the_trainer_itself_imports_no_torch() -> None:
     program = "import services.trainer.__main__, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
