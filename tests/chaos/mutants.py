@@ -50,8 +50,8 @@ MUTANTS = {
     ),
     "an answer has the version of its last token": Mutant(
         "services/episodes/ledger.py",
-        "logprobs=logprobs,\n            version=span.version,",
-        "logprobs=logprobs,\n            version=sampled.spans[-1].version,",
+        "cuts = [(version, span) for version, span in named",
+        "cuts = [(sampled.versions[-1], span) for version, span in named",
         short("cut engine"),
     ),
     "a takeover forgets what was logged after the checkpoint": Mutant(
