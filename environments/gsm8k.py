@@ -1,6 +1,7 @@
 """Grade-school word problems in the public file format of GSM8K, with a calculator; the reward is the exact answer.
 
-A small generated file ships; ``config: {path: DIRECTORY}`` takes the real ``train.jsonl`` and ``test.jsonl``. A line is
+A small generated file ships; ``config: {path: DIRECTORY}`` takes the real problems, as they were first published
+(``train.jsonl`` and ``test.jsonl``) or as the hub's ``openai/gsm8k`` has them (``main/train-*.parquet``). A line is
 ``{"question": ..., "answer": "worked steps\\n#### 72"}``. Nothing that the policy writes is evaluated as Python.
 """
 
@@ -10,7 +11,7 @@ import ast
 import json
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -72,15 +73,28 @@ def final_answer(text: str) -> Fraction | None:
 
 def read_problems(path: Path) -> list[dict[str, str]]:
     """Raises ``ValueError`` that names the line which is not in the format."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            if _FINAL.search(row["answer"]) is None or not row["question"].strip():
-                raise ValueError("no question, or no answer behind ####")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        rows.append({"question": row["question"], "answer": row["answer"]})
+    rows: Sequence[str | dict[str, str]] = (
+        _table(path) if path.suffix == ".parquet" else path.read_text(encoding="utf-8").splitlines()
+    )
+    return [_problem(row, f"{path}, line {number}") for number, row in enumerate(rows, 1)]
+
+
+def _problem(row: str | dict[str, str], where: str) -> dict[str, str]:
+    try:
+        read = json.loads(row) if isinstance(row, str) else row
+        if _FINAL.search(read["answer"]) is None or not read["question"].strip():
+            raise ValueError("no question, or no answer behind ####")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    return {"question": read["question"], "answer": read["answer"]}
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise ValueError(f"{path} is Parquet: pip install -c constraints.txt -e '.[parquet]'") from None
+    rows: list[dict[str, str]] = parquet.read_table(path, columns=["question", "answer"]).to_pylist()
     return rows
 
 
@@ -94,7 +108,7 @@ class GSM8K:
     def __init__(self, path: str | None = None) -> None:
         directory = Path(path) if path is not None else _BUNDLED
         prefix = "" if path is not None else "gsm8k_generated_"
-        self._files = directory / f"{prefix}train.jsonl", directory / f"{prefix}test.jsonl"
+        self._files = _files(directory, f"{prefix}train"), _files(directory, f"{prefix}test")
 
     @property
     def tasks(self) -> list[dict[str, str]]:
@@ -132,11 +146,17 @@ class GSM8K:
         return [*calls, f"#### {answer.rpartition('####')[2].strip()}"]
 
 
-_read: dict[Path, list[dict[str, str]]] = {}
+def _files(directory: Path, split: str) -> tuple[Path, ...]:
+    """Those of a split; the lines win. A directory without either is refused by the name that is expected first."""
+    lines = directory / f"{split}.jsonl"
+    return (lines,) if lines.is_file() else tuple(sorted(directory.glob(f"main/{split}-*.parquet"))) or (lines,)
 
 
-def _problems(path: Path) -> list[dict[str, str]]:
+_read: dict[tuple[Path, ...], list[dict[str, str]]] = {}
+
+
+def _problems(paths: tuple[Path, ...]) -> list[dict[str, str]]:
     """Read once in a process: every episode makes an instance."""
-    if path not in _read:
-        _read[path] = read_problems(path)
-    return _read[path]
+    if paths not in _read:
+        _read[paths] = [row for path in paths for row in read_problems(path)]
+    return _read[paths]

@@ -3,4 +3,4 @@
 Nothing here knows Redis, an HTTP server, environment variables or a clock. The light half imports no torch.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

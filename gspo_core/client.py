@@ -162,9 +162,9 @@ class Client:
                 base_url=base_url.rstrip("/"), headers=headers, timeout=timeout_s, transport=transport, trust_env=False
             )
         except httpx.InvalidURL as error:
-            raise Unreachable(f"{base_url} is no address: {error}") from None
+            raise Unreachable(f"{base_url} is not a valid address: {error}") from None
         except UnicodeEncodeError:
-            raise ClientError("this is no API key: it holds characters that no key has") from None
+            raise ClientError("this is not an API key: it contains characters that no key has") from None
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +182,7 @@ class Client:
 
     def plan_job(self, spec: Spec | Mapping[str, JSON]) -> Plan:
         """Plan a job without creating it."""
-        return self._ask(Plan, "POST", "/v1/jobs", params={"dry_run": "true"}, json=_plain(spec))
+        return self._ask(Plan, "POST", "/v1/jobs", params={"dry_run": "true"}, json=_plain(spec), timeout=EXAMINATION_S)
 
     def job(self, job_id: str) -> Job:
         return self._ask(Job, "GET", _job_path(job_id))

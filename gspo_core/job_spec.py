@@ -42,7 +42,7 @@ def _finite(value: T) -> T:
     """Free-form parts are checked by hand: a validator's ban on NaN and infinity does not reach into them."""
     for number in _numbers(value):
         if not math.isfinite(number):
-            raise ValueError(f"numbers are finite, not {number}")
+            raise ValueError(f"numbers must be finite, not {number}")
     return value
 
 
@@ -60,8 +60,8 @@ def _numbers(value: object) -> Iterator[float]:
 def _whole_vocabulary(top_p: float) -> float:
     if top_p != 1:
         raise ValueError(
-            "only 1 can be trained: engines report the log-probs of the whole vocabulary, so every ratio would be off "
-            "by the probability that is cut away"
+            "only 1 can be trained: engines report log-probs over the whole vocabulary, so every ratio would be off "
+            "by the probability mass that is cut away"
         )
     return top_p
 
@@ -72,7 +72,7 @@ _REGISTERED = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}(@[1-9][0-9]{0,7})?")
 
 def _reference(text: str) -> str:
     if not _CLASS.fullmatch(text) and not _REGISTERED.fullmatch(text):
-        raise ValueError("package.module:Class, path/to/file.py:Class, or name@version of a registered environment")
+        raise ValueError("use package.module:Class, path/to/file.py:Class, or name@version of a registered environment")
     return text
 
 
@@ -83,13 +83,13 @@ class ParseErrorPolicy(Documented):
     """What happens when a tool call of the policy cannot be read."""
 
     feedback: Count = 2
-    """So many unreadable turns in a row are answered with the error, for the policy to try again."""
+    """Unreadable turns in a row that are answered with the error, so that the policy can try again."""
     then: Literal["end"] = "end"
-    """What the next one does: it ends the episode with `parse_error`."""
+    """What happens at the next one: the episode ends with `parse_error`."""
 
 
 class Limits(Documented):
-    """Bounds of an episode. What is left out comes from the environment's author, else the stated default holds."""
+    """Limits of an episode. Where one is left out, the environment author's value applies, else the default stated."""
 
     max_turns: PositiveInt | None = None
     """Assistant turns of an episode; the episode ends with `max_turns`. Default 16."""
@@ -99,39 +99,39 @@ class Limits(Documented):
     """Sampled tokens of an episode, all turns together; the episode ends with `max_tokens`. Default 8192."""
     max_context_tokens: PositiveInt | None = None
     """Prompt, tool output and sampled tokens of an episode together; the episode ends with `context_overflow`.
-    The model's own limit holds besides. Default 32768."""
+    The model's own limit applies too. Default 32768."""
     max_observation_chars: Annotated[int, Field(ge=100)] | None = None
-    """Characters of one answer of an environment that the policy reads. Of a longer one the middle is left out, and a
-    line in its place says how much. Default 100000."""
+    """Characters of one answer from an environment that the policy reads. A longer one loses its middle, and a line in
+    its place says how much was left out. Default 100000."""
     reset_timeout_s: Seconds | None = None
-    """Time for an environment to start an episode; beyond it is an infrastructure failure, tried again. Default 60."""
+    """Time for an environment to start an episode; exceeding it is a retried infrastructure failure. Default 60."""
     step_timeout_s: Seconds | None = None
-    """Time for one tool call; the policy is told, or the episode ends with `tool_timeout`. Default 20."""
+    """Time for one tool call; beyond it the policy is told, or the episode ends with `tool_timeout`. Default 20."""
     score_timeout_s: Seconds | None = None
-    """Time for computing the reward; beyond it is an infrastructure failure. Default 30."""
+    """Time for computing the reward; exceeding it is an infrastructure failure. Default 30."""
     close_timeout_s: Seconds | None = None
-    """Time for an environment to clean up; beyond it is counted and nothing else. Default 10."""
+    """Time for an environment to clean up; exceeding it is only counted. Default 10."""
     episode_timeout_s: Seconds | None = None
-    """Wall clock of an episode without the time that it waits for weights or for an engine; the episode ends with
+    """Wall-clock time of an episode, not counting waits for weights or for an engine; the episode ends with
     `episode_timeout`. Default 1800."""
     retries: Count | None = None
-    """How often starting an episode is tried again after an infrastructure failure. Default 2."""
+    """How often starting an episode is retried after an infrastructure failure. Default 2."""
     on_parse_error: ParseErrorPolicy | None = None
     """What happens when a tool call of the policy cannot be read. Default: feedback 2, then end."""
     on_truncation: Literal["score", "zero"] | None = None
-    """The reward of an episode that ran into a limit: `score` asks the environment as usual, `zero` is 0.
+    """The reward of an episode that hit a limit: `score` asks the environment as usual, `zero` is 0.
     Default score."""
     max_repetition_tokens: Annotated[int, Field(ge=8)] | None = None
-    """A turn that repeats one piece of at most 64 tokens for so many tokens ends the episode with `repetition`, which
-    is a limit like the others. Looked at after every `chunk_tokens`. Default none."""
+    """A turn that repeats a piece of at most 64 tokens for this many tokens ends the episode with `repetition`, a limit
+    like the others. Checked after every `chunk_tokens`. Default none."""
     overlong_tokens: PositiveInt | None = None
-    """The last so many of `max_episode_tokens` cost: the reward falls evenly over them, by 1 at the limit. Held-out
-    episodes keep their reward. Default none."""
+    """A penalty for the last this many of `max_episode_tokens`: the reward falls linearly over them, by 1 at the limit.
+    Held-out episodes keep their reward. Default none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """The bounds that hold for an episode, all of them set. `Limits` describes each."""
+    """The limits that apply to an episode, all of them set. `Limits` describes each."""
 
     max_turns: int = 16
     max_tool_calls: int = 32
@@ -160,80 +160,81 @@ class EpisodeLimits:
 
 
 class HostSpec(Documented):
-    """Bounds of the processes that an environment runs in. What is left out comes from its author (`hosting`), else
-    the stated default holds."""
+    """Limits of the processes that an environment runs in. Where one is left out, its author's value (`hosting`)
+    applies, else the default stated."""
 
     sessions_per_process: PositiveInt | None = None
-    """Episodes that share a process. Default: 256 where every member is async, 16 where the environment is `replayable`
-    or offers snapshots, else 1."""
+    """Episodes that share a process. Default: 256 if every method is async, 16 if the environment is `replayable` or
+    offers snapshots, else 1."""
     max_processes: PositiveInt | None = None
-    """Processes of one rollout worker. More episodes than they hold wait for a place. Default 64."""
+    """Processes per rollout worker. Episodes that do not fit wait for a place. Default 64."""
     memory_mb: PositiveInt | None = None
-    """What a process may hold; beyond it the episode that acted ends with `env_crash`. Default 1024."""
+    """Memory of one process; beyond it the episode that acted ends with `env_crash`. Default 1024."""
     file_mb: PositiveInt | None = None
-    """How large a file may become that it writes; beyond it writing fails. Default 64."""
+    """Size of a file that it may write; beyond it writing fails. Default 64."""
     boot_timeout_s: Seconds = 120.0
-    """Time for loading the environment; beyond it the job cannot be served."""
+    """Time for loading the environment; beyond it the worker cannot serve the job."""
 
 
 class EnvironmentSpec(Documented):
     """One environment of a job."""
 
     ref: Annotated[str, StringConstraints(max_length=1024), AfterValidator(_reference)]
-    """Where its class is: `package.module:Class` or `path/to/file.py:Class`. Or a registered one: `name@version`, or
-    `name` for the newest version when the job is submitted."""
+    """Its class: `package.module:Class` or `path/to/file.py:Class`. Or a registered environment: `name@version`, or
+    `name` for the newest version at the time the job is submitted."""
     config: FreeForm = Field(default_factory=dict)
-    """Keyword arguments of the class. A registered version has its own."""
+    """Keyword arguments for the class. A registered version brings its own."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Its share of the groups, relative to the weights of the other environments."""
+    """Its share of the groups, relative to the other environments' weights."""
     limits: Limits = Field(default_factory=Limits)
-    """Bounds for episodes of this environment; they win over the job's."""
+    """Limits for episodes of this environment; they override the job's."""
     host: HostSpec = Field(default_factory=HostSpec)
-    """Bounds of the processes that it runs in."""
+    """Limits of the processes that it runs in."""
     broken_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """The reward of an episode whose own action broke its environment (`tool_timeout`, `env_crash`).
     Left out: the low end of the environment's `reward_range`, else 0."""
 
 
 class RolloutSpec(Documented):
-    """How episodes are collected, and how old what is trained may be."""
+    """How episodes are collected, and how stale training data may be."""
 
     group_size: PositiveInt = 8
-    """Episodes of one task; their rewards are compared with each other."""
+    """Episodes of one task, whose rewards are compared with each other."""
     max_staleness: Count = 4
     """Steps by which sampling may run ahead of the published weights. 0 is exactly synchronous."""
     staleness_cap: Count = Field(default_factory=lambda given: STALENESS_CAP_FACTOR * given["max_staleness"])
-    """No token older than so many steps is trained. Left out: 4 times `max_staleness`."""
+    """Tokens older than this many steps are never trained. Left out: 4 times `max_staleness`."""
     on_stale: Literal["mask", "drop", "wait"] = "mask"
     """What happens to an episode beyond the cap: `mask` withholds the old tokens and keeps the reward in its group's
     baseline, `drop` drops the group, `wait` delays a step that would put an unfinished episode beyond it."""
     stale_wait_s: Seconds = 600.0
-    """With `on_stale: wait`: so long a step is delayed at most; what is beyond the cap then is masked."""
+    """With `on_stale: wait`: the longest that a step is delayed; after that, tokens beyond the cap are masked."""
     on_partial_group: Annotated[str, StringConstraints(pattern=r"^(all|drop|min_viable:[1-9][0-9]*)$")] = "all"
     """A group with a member that cannot be finished: `all` waits for every member within its retries, `min_viable:k`
     trains the group from k finished members on, `drop` drops the group."""
     on_stragglers: Literal["wait", "cancel"] = "wait"
-    """With `on_partial_group: min_viable:k`, while a batch lacks groups: `wait` waits for the members that still play,
-    `cancel` ends them where they stand as soon as k members of their group have a reward. Dispatch more members than
-    you need and the slowest hold up nobody; it prefers short episodes, which `selection/*` measures."""
+    """With `on_partial_group: min_viable:k`, while a batch lacks groups: `wait` waits for the members still playing,
+    `cancel` ends them as soon as k members of their group have a reward. Dispatch more members than you need, and the
+    slowest hold nobody up; this favours short episodes, which `selection/*` measures."""
     chunk_tokens: PositiveInt = 1024
-    """Longer turns are sampled in pieces of so many tokens; a killed process loses at most one piece."""
+    """Longer turns are sampled in pieces of this many tokens; a killed process loses at most one piece."""
     lease_tokens: PositiveInt | None = None
-    """While others wait for a place at a rollout worker, an episode samples so many tokens in one go; then it waits
-    behind them and goes on from what is stored. Left out: every episode keeps its place, which costs no token twice and
-    is best while workers have places for all."""
+    """While other episodes wait for a place on a rollout worker, an episode samples this many tokens at a stretch, then
+    queues behind them and continues from what is stored. Left out: every episode keeps its place, which computes no
+    token twice and is best while workers have places for all."""
     lease_s: Seconds | None = None
-    """The same, by time: an episode keeps its place for so long while others wait for one."""
+    """The same by time: how long an episode keeps its place while others wait for one."""
     weight_sync: Literal["retract", "in_place"] = "retract"
-    """What happens to requests in flight when new weights come: `retract` computes their tokens anew under the new
-    weights, `in_place` goes on with the keys and values of the old ones, which pauses engines for less time and which
-    no version reproduces."""
+    """What happens to requests in flight when new weights arrive: `retract` recomputes their keys and values under the
+    new weights, `in_place` continues with those of the old ones, which pauses engines for less time but gives results
+    that no single version reproduces."""
     weight_transport: Literal["disk", "group"] = "disk"
-    """How new weights come to engines: `disk` has them read from a volume that trainer and engines share under one
-    path, `group` sends the tensors over the network (gloo, or NCCL from a trainer with a GPU), one engine at a time."""
+    """How new weights reach the engines: `disk` has engines read them from a volume that they and the trainer mount at
+    the same path, `group` sends the tensors over the network (gloo, or NCCL from a trainer with a GPU), one engine at
+    a time."""
     max_engine_k3: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.02
     """Largest divergence (k3, per token) between the log-probs of an engine and of the trainer under the same weights.
-    Beyond it nothing is trained: an engine with other weights, a wrong template or temperature, or broken numerics."""
+    Beyond it nothing is trained: the engine has other weights, a wrong template or temperature, or broken numerics."""
 
     @property
     def min_group_size(self) -> int:
@@ -245,8 +246,8 @@ class RolloutSpec(Documented):
     def _check(self) -> Self:
         if self.staleness_cap < self.max_staleness:
             raise ValueError(
-                f"staleness_cap ({self.staleness_cap}) must not lie below max_staleness ({self.max_staleness}): "
-                "what admission lets in would be withheld. Raise it or leave it out"
+                f"staleness_cap ({self.staleness_cap}) must not be below max_staleness ({self.max_staleness}): "
+                "episodes that admission allows would be withheld. Raise it or leave it out"
             )
         if self.min_group_size > self.group_size:
             raise ValueError(
@@ -263,11 +264,11 @@ class SamplingSpec(Documented):
     """How the policy is sampled while it trains."""
 
     temperature: Temperature = 1.0
-    """Of the distribution that tokens are drawn from; the trainer uses the same."""
+    """Temperature of the distribution that tokens are drawn from; the trainer uses the same."""
     max_new_tokens: PositiveInt = 1024
     """Sampled tokens of one turn."""
     top_p: Annotated[float, AfterValidator(_whole_vocabulary)] = 1.0
-    """Always 1, all of the vocabulary: the recorded log-probs describe no other distribution."""
+    """Always 1, the whole vocabulary: the recorded log-probs describe no other distribution."""
 
 
 class ChatSpec(Documented):
@@ -280,19 +281,19 @@ class ChatSpec(Documented):
     """The syntax in which the model writes tool calls, where its own template is used: `qwen_xml` for Qwen3-Coder and
     Qwen3.5, `llama_json` for Llama 3. `auto` goes by what the template tells the model."""
     thinking: Literal["keep", "template"] = "keep"
-    """Earlier reasoning when a new question comes: `keep` leaves the history as it was sampled; `template` removes it
-    where the model's template does, which starts a new branch of the episode."""
+    """What happens to earlier reasoning when a new user message comes: `keep` leaves the history as it was sampled;
+    `template` removes it where the model's template does, which starts a new branch of the episode."""
     variables: FreeForm = Field(default_factory=dict)
-    """Handed to the template, e.g. `{"enable_thinking": false}` for Qwen3."""
+    """Passed to the template, e.g. `{"enable_thinking": false}` for Qwen3."""
 
 
 class EvaluationSpec(Documented):
     """Episodes on held-out tasks; they are measured and never trained."""
 
     tasks: PositiveInt = 32
-    """How many held-out tasks are played; fewer where the environments have fewer."""
+    """Number of held-out tasks to play; fewer if the environments have fewer."""
     episodes_per_task: PositiveInt = 1
-    """Episodes of each of them."""
+    """Episodes per task."""
     every: PositiveInt = 10
     """Steps between evaluations. One is also made before the first step and one after the last."""
     temperature: Temperature | None = None
@@ -303,20 +304,20 @@ class CheckpointSpec(Documented):
     """What is kept on disk."""
 
     keep: PositiveInt = 2
-    """The newest so many checkpoints."""
+    """Number of newest checkpoints to keep."""
     keep_versions: PositiveInt = 4
-    """The newest so many published versions of the weights."""
+    """Number of newest published weight versions to keep."""
     keep_batches: PositiveInt = 200
-    """The newest so many batch logs, to look at what was trained; what a kept checkpoint needs is kept besides."""
+    """Number of newest batch logs to keep, for inspection; logs that a kept checkpoint needs are kept as well."""
 
 
 class ResourceSpec(Documented):
-    """What a job needs in order to be placed; it waits until that is there."""
+    """What a job needs in order to be placed; it waits until this is available."""
 
     device: Literal["any", "cpu", "cuda"] = "any"
     """Kind of device that the trainer runs on."""
     num_engines: PositiveInt = 1
-    """Engines that serve the job before it starts."""
+    """Engines that must serve the job before it starts."""
     priority: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
     """Its share of the rollout workers' places, relative to the other jobs that want them."""
 
@@ -327,25 +328,26 @@ class JobSpec(Documented):
     name: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     """A label for people; it need not be unique."""
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\s\x00](.*[^\s\x00])?$")]
-    """The model to start from: a directory with its files in the format of Hugging Face, seen by all processes."""
+    """The model to start from: a directory with its files in the format of Hugging Face, seen by all processes; or
+    OWNER/NAME of the hub, which `gspo fetch` has fetched. The job then stores the directory of that commit."""
     environments: Annotated[tuple[EnvironmentSpec, ...], Field(min_length=1, max_length=64)]
-    """Where it learns; tasks are drawn from all of them by weight."""
+    """The environments it learns in; tasks are drawn from all of them by weight."""
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     """The loss."""
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
-    """How episodes are collected, and how old what is trained may be."""
+    """How episodes are collected, and how stale training data may be."""
     sampling: SamplingSpec = Field(default_factory=SamplingSpec)
     """How the policy is sampled while it trains."""
     chat: ChatSpec = Field(default_factory=ChatSpec)
     """How messages become tokens."""
     limits: Limits = Field(default_factory=Limits)
-    """Bounds for every episode; those of an environment's entry win."""
+    """Limits for every episode; those in an environment's entry override them."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """How the loss changes the weights."""
     learner: LearnerOptions = Field(default_factory=LearnerOptions)
     """How the trainer computes: low-rank additions, memory against speed, precision."""
     steps: PositiveInt = 200
-    """Steps until the job has succeeded."""
+    """Steps after which the job has succeeded."""
     groups_per_step: PositiveInt = 8
     """Groups that make up the batch of one step."""
     checkpoint_every: PositiveInt = 20
@@ -357,11 +359,11 @@ class JobSpec(Documented):
     stop: StopSpec = Field(default_factory=StopSpec)
     """What ends the job before its last step."""
     watchdog: WatchdogSpec = Field(default_factory=WatchdogSpec)
-    """What happens when nothing moves any more."""
+    """What happens when the run makes no progress."""
     resources: ResourceSpec = Field(default_factory=ResourceSpec)
     """What the job needs in order to be placed."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of everything random that the job itself decides: order of tasks, seeds of episodes, order of the updates."""
+    """Seed of everything random that the job itself decides: task order, episode seeds, order of updates."""
     metadata: dict[str, str] = Field(default_factory=dict)
     """Labels for people and scripts, at most 16; they change nothing."""
 
@@ -394,8 +396,8 @@ def spec_warnings(spec: JobSpec) -> list[str]:
     warnings = [f"objective.{warning}" for warning in config_warnings(spec.objective)]
     if spec.rollout.max_staleness > 0 and spec.objective.correction == "none" and spec.objective.anchor == "proximal":
         warnings.append(
-            f"objective.correction: none leaves what up to {spec.rollout.staleness_cap} steps of staleness change "
-            "uncorrected; set rollout.max_staleness to 0 or a correction"
+            f"objective.correction: none leaves up to {spec.rollout.staleness_cap} steps of staleness uncorrected; "
+            "set rollout.max_staleness to 0, or choose a correction"
         )
     episode_tokens = spec.limits.max_episode_tokens
     if episode_tokens is not None and episode_tokens < spec.sampling.max_new_tokens:
@@ -411,14 +413,14 @@ def _metadata_refusals(metadata: Mapping[str, str]) -> Iterator[str]:
     if len(metadata) > pairs:
         yield f"metadata: at most {pairs} labels, not {len(metadata)}"
     if any(len(key) > key_length or len(value) > value_length for key, value in metadata.items()):
-        yield f"metadata: a key has at most {key_length} characters and a value {value_length}"
+        yield f"metadata: a key may have at most {key_length} characters, a value at most {value_length}"
 
 
 def _schedule_refusals(spec: JobSpec) -> Iterator[str]:
     optimizer = spec.optimizer
     if optimizer.schedule != "constant" and (optimizer.decay_steps or spec.steps) <= optimizer.warmup_steps:
         yield (
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} leaves nothing of {spec.steps} steps for the schedule "
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} leaves none of the {spec.steps} steps for the schedule "
             f"{optimizer.schedule}"
         )
 
@@ -427,8 +429,8 @@ def _learner_refusals(spec: JobSpec) -> Iterator[str]:
     objective = spec.objective
     if spec.learner.routing_replay and (objective.anchor == "behavior" or objective.minibatches == 1):
         yield (
-            "learner.routing_replay: repeats the experts of the proximal forward pass, which there is with "
-            "objective.anchor: proximal and more than one of objective.minibatches only; remove it"
+            "learner.routing_replay: reuses the experts of the proximal forward pass, which runs only with "
+            "objective.anchor: proximal and objective.minibatches above 1; remove it"
         )
 
 
@@ -437,17 +439,17 @@ def _objective_refusals(spec: JobSpec) -> Iterator[str]:
     if spec.objective.staleness_cap not in (None, spec.rollout.staleness_cap):
         yield (
             f"objective.staleness_cap: {spec.objective.staleness_cap} contradicts rollout.staleness_cap "
-            f"({spec.rollout.staleness_cap}); say it there only"
+            f"({spec.rollout.staleness_cap}); set it only there"
         )
     longest = max(spec.episode_limits(place).max_episode_tokens for place in range(len(spec.environments)))
     if spec.objective.correction.startswith("product") and longest > spec.objective.product_max_tokens:
         yield (
             f"objective.correction: {spec.objective.correction} refuses episodes of more than "
-            f"{spec.objective.product_max_tokens} sampled tokens (objective.product_max_tokens), but here they may "
-            f"have {longest}; set limits.max_episode_tokens to at most {spec.objective.product_max_tokens}"
+            f"{spec.objective.product_max_tokens} sampled tokens (objective.product_max_tokens), but this job allows "
+            f"{longest}; set limits.max_episode_tokens to at most {spec.objective.product_max_tokens}"
         )
     if spec.objective.advantage.min_group_size > spec.rollout.min_group_size:
         yield (
             f"objective.advantage.min_group_size: {spec.objective.advantage.min_group_size} is more than the "
-            f"{spec.rollout.min_group_size} members that rollout makes a group of: every advantage could be 0"
+            f"{spec.rollout.min_group_size} members that a group may have under rollout: every advantage could be 0"
         )

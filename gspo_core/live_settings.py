@@ -32,18 +32,18 @@ _FIXED = "is fixed for the life of a job; submit another one"
 # The longest beginning of a key decides.
 _REASONS: Mapping[str, str] = {
     "": _FIXED,
-    "groups_per_step": "is what admission counts in, and what is under way was started for it",
+    "groups_per_step": "is the unit of admission, and groups in flight were started for it",
     "rollout": "was read by the rollout workers when they took the job",
     "sampling": "was read by the rollout workers when they took the job",
     "limits": "was read by the rollout workers when they took the job",
     "environments": "was read by the rollout workers when they took the job",
     "chat": "was read by the rollout workers when they took the job",
     "optimizer": "is part of the optimizer's state; submit another job",
-    "learner": "decides how the model is loaded; submit another job",
-    "objective": "decides which loss this is; submit another job",
-    "objective.staleness_cap": "is rollout.staleness_cap; say it there",
-    "objective.clip": "is said as objective.clip_low and objective.clip_high",
-    "evaluation": "decides which held-out episodes are compared with each other",
+    "learner": "determines how the model is loaded; submit another job",
+    "objective": "determines the loss; submit another job",
+    "objective.staleness_cap": "follows rollout.staleness_cap; set it there",
+    "objective.clip": "is set through objective.clip_low and objective.clip_high",
+    "evaluation": "determines which held-out episodes are compared with each other",
 }
 
 
@@ -60,7 +60,7 @@ def live_values(changes: Mapping[str, JSON]) -> dict[str, JSON]:
     values = dict(_flat(changes, ""))
     refused = [problem for key in values if (problem := _problem(key)) is not None]
     if not values:
-        refused = [Problem("missing_field", (), "nothing is to be changed")]
+        refused = [Problem("missing_field", (), "there is nothing to change")]
     if refused:
         raise ChangeRefused(refused)
     return values
@@ -107,10 +107,10 @@ def _problem(key: str) -> Problem | None:
         section = section.rpartition(".")[0]
     path = tuple(key.split("."))
     if path[0] not in JobSpec.model_fields:
-        return Problem("unknown_field", path, f"{key} is no setting of a job{near(key, LIVE_SETTINGS)}")
+        return Problem("unknown_field", path, f"{key} is not a setting of a job{near(key, LIVE_SETTINGS)}")
     return Problem("not_live", path, f"{key} cannot change while the job runs: it {_REASONS[section]}")
 
 
 def _synchronous() -> Problem:
-    message = "rollout.max_staleness: 0 promises that nothing is ever sampled with old weights, and much was already"
+    message = "rollout.max_staleness: 0 promises that nothing is ever sampled with old weights, but much already was"
     return Problem("not_live", ("rollout", "max_staleness"), message)

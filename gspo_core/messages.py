@@ -6,7 +6,7 @@ it covers. This module neither parses nor runs anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NotRequired, Required, TypeAlias, TypedDict
@@ -133,3 +133,11 @@ class ParsedTurn:
         """An attempt could not be read as a call at all (a call of an unknown tool can be read)."""
         readable = {CallStatus.OK, CallStatus.UNKNOWN_TOOL}
         return any(call.status not in readable for call in self.calls)
+
+
+def other_parts(message: Message) -> list[str]:
+    """The types of the content parts that are not text."""
+    content = message.get("content")
+    parts: Sequence[object] = content if isinstance(content, list) else ()
+    types = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
+    return sorted(types - {"text"})

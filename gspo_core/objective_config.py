@@ -61,7 +61,7 @@ OTHER_KEYS: Mapping[str, Mapping[str, JSON]] = {
     "importance_sampling_level": {
         "enum": ["sequence", "token"],
         "type": "string",
-        "description": "Another name of ratio.",
+        "description": "Another name for ratio.",
     },
 }
 # The ratio that a loss is defined on, where it leaves no choice.
@@ -95,12 +95,12 @@ class AdvantageConfig(Documented):
     eps: NonNegativeFloat = 1e-6
     """Added to the standard deviation."""
     min_std: NonNegativeFloat = 0.0
-    """A smaller standard deviation is replaced by this one, so that tiny differences are not blown up; counted."""
+    """A smaller standard deviation is raised to this, so that tiny differences are not blown up; counted."""
     min_group_size: Annotated[int, Field(ge=2)] = 2
     """Groups with fewer rewards get advantage 0; counted."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """Groups whose rewards are all equal teach nothing. `keep`: they stay in the batch with advantage 0. `drop`
-    (dynamic sampling): they leave before the batch is formed and others take their place; counted."""
+    (dynamic sampling): they are dropped before the batch is formed and others take their place; counted."""
     turn_reward_weight: NonNegativeFloat = 0.0
     """Above 0, every turn gets an advantage of its own: the episode's, plus this weight times the advantage of the
     turn rewards from that turn on, compared within the group at the same turn."""
@@ -111,13 +111,13 @@ class AdvantageConfig(Documented):
     def _check(self) -> Self:
         idle = [key for key in ("ddof", "eps", "min_std") if self.scale == "none" and not _is_default(self, key)]
         if idle:
-            raise ValueError(f"{', '.join(idle)}: acts on a standard deviation only, but scale is none; remove it")
+            raise ValueError(f"{', '.join(idle)}: only acts on a standard deviation, but scale is none; remove it")
         if self.scale != "none" and self.eps == 0 and self.min_std == 0:
-            raise ValueError("eps: 0 together with min_std 0 can divide by almost nothing; set one of them")
+            raise ValueError("eps: 0 together with min_std 0 can divide by almost zero; set one of them")
         if self.turn_reward_weight and self.scale.startswith("batch"):
             raise ValueError(f"scale: {self.scale} is not defined for turn rewards; use group_std or none")
         if not self.turn_reward_weight and not _is_default(self, "turn_discount"):
-            raise ValueError("turn_discount: acts on turn rewards only; set turn_reward_weight or remove it")
+            raise ValueError("turn_discount: only acts on turn rewards; set turn_reward_weight or remove it")
         return self
 
 
@@ -136,7 +136,7 @@ class Band(Documented):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min > self.max:
-            raise ValueError(f"min: {self.min} lies above max: {self.max}")
+            raise ValueError(f"min: {self.min} is above max: {self.max}")
         return self
 
 
@@ -153,10 +153,10 @@ Given: TypeAlias = dict[str, JSON]
 
 class ObjectiveConfig(Documented):
     """The loss. The default is decoupled GSPO: the trust region is measured from the trainer's own policy when the
-    batch entered it, and what lies between that policy and the sampler is corrected by a bounded weight.
+    batch entered it, and the gap between that policy and the sampler is corrected by a bounded weight.
 
-    Accepted besides: `name` sets loss and ratio, `clip` sets clip_low and clip_high, `importance_sampling_level` is
-    another name of ratio, and the corrections have the short names token, icepop, geometric and product.
+    Also accepted: `name` sets loss and ratio, `clip` sets clip_low and clip_high, `importance_sampling_level` is
+    another name for ratio, and the corrections have the short names token, icepop, geometric and product.
     """
 
     model_config = ConfigDict(json_schema_extra=_add_other_spellings)
@@ -164,7 +164,7 @@ class ObjectiveConfig(Documented):
     loss: Loss = "clip"
     """`clip` is the pessimistic clip of PPO, GRPO and GSPO; the others are alternatives to it."""
     ratio: Literal["sequence", "turn", "token"] = "sequence"
-    """Over what log ratios are averaged: an episode (GSPO), each of its turns, or nothing (GRPO, PPO)."""
+    """What log ratios are averaged over: an episode (GSPO), each of its turns, or nothing (GRPO, PPO)."""
     gradient: Literal["per_token", "shared"] = "per_token"
     """How the gradient of a sequence or turn ratio reaches its tokens. `per_token` (GSPO-token): each token with its
     own advantage and weight. `shared` (GSPO): their mean. Equal where advantage and weight are constant."""
@@ -177,10 +177,10 @@ class ObjectiveConfig(Documented):
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Where the advantage is negative the loss is capped at this many times its size. Null: never."""
     log_ratio_clamp: PositiveFloat | None = 10.0
-    """Log ratios above it are cut, without gradient, and counted. Null: never."""
+    """Log ratios above it are clamped, without gradient, and counted. Null: never."""
     aggregate: Literal["sequence", "token", "sum"] = "sequence"
     """Mean over the tokens of a sequence, then over sequences; mean over all tokens; or sum over the tokens of a
-    sequence and mean over sequences. Only the first gives episodes of all lengths the same say."""
+    sequence and mean over sequences. Only the first gives episodes of all lengths the same weight."""
     advantage_reduction: Literal["none", "mean"] = "none"
     """`mean` averages advantages per token over their sequence before the clip."""
 
@@ -194,9 +194,9 @@ class ObjectiveConfig(Documented):
     """Accept a clip narrower than 0.001 on the sampler's log-probs without compensation, which a job refuses."""
 
     correction: Correction = "token_truncate"
-    """Weight for the way from the sampler to the proximal policy: exp of the difference per token, its geometric mean
+    """Weight that corrects from the sampler to the proximal policy: exp of the difference per token, its geometric mean
     over the sequence, or its product; `truncate` bounds it, `mask` drops what lies outside the bounds.
-    With `anchor: behavior` the ratio contains it, and it is `none`."""
+    With `anchor: behavior` the ratio already contains it, so it is `none`."""
     correction_max: PositiveFloat = 2.0
     """Upper bound of the weight."""
     correction_min: PositiveFloat | None = None
@@ -214,7 +214,7 @@ class ObjectiveConfig(Documented):
     """Sequences with a negative advantage whose mean log-prob fell by more since they were sampled are withheld (OPSM).
     Null: never."""
     staleness_cap: Annotated[int, Field(ge=0)] | None = None
-    """Tokens staler than this many steps are withheld. Null: none. In a job it follows from the rollout section."""
+    """Tokens staler than this many steps are withheld. Null: none. A job takes it from its rollout section."""
 
     kl_coef: NonNegativeFloat = 0.0
     """Coefficient of the k3 estimate of the KL divergence from a frozen reference model."""
@@ -256,13 +256,13 @@ class ObjectiveConfig(Documented):
         if "name" in given:
             name = given.pop("name")
             if not isinstance(name, str) or name not in NAMES:
-                raise ValueError(f"name: {name!r} is unknown; one of {', '.join(NAMES)}")
+                raise ValueError(f"name: {name!r} is unknown; use one of {', '.join(NAMES)}")
             for key, value in NAMES[name].items():
                 _put(given, key, value, f"name: {name}")
         if "importance_sampling_level" in given:
             level = given.pop("importance_sampling_level")
             if level not in ("sequence", "token"):
-                raise ValueError(f"importance_sampling_level: sequence or token, not {level!r}")
+                raise ValueError(f"importance_sampling_level: must be sequence or token, not {level!r}")
             _put(given, "ratio", level, f"importance_sampling_level: {level}")
         if "clip" in given:
             _resolve_clip(given)
@@ -285,10 +285,10 @@ class ObjectiveConfig(Documented):
                 "own; set advantage_reduction: mean or remove the weight"
             )
         if self.correction_min is not None and self.correction_min > self.correction_max:
-            raise ValueError(f"correction_min: {self.correction_min} lies above correction_max: {self.correction_max}")
+            raise ValueError(f"correction_min: {self.correction_min} is above correction_max: {self.correction_max}")
         for key, condition in _idle_keys(self).items():
             if not _is_default(self, key):
-                raise ValueError(f"{key}: acts only with {condition}; remove it or change the other key")
+                raise ValueError(f"{key}: only acts with {condition}; remove it or change the other key")
         return self
 
 
@@ -301,7 +301,7 @@ def _resolve_clip(given: Given) -> None:
     clip = given.pop("clip")
     pair = list(clip) if isinstance(clip, list | tuple) else [clip, clip]
     if len(pair) != 2:
-        raise ValueError(f"clip: a number or [low, high], not {clip!r}")
+        raise ValueError(f"clip: must be a number or [low, high], not {clip!r}")
     _put(given, "clip_low", pair[0], f"clip: {clip}")
     _put(given, "clip_high", pair[1], f"clip: {clip}")
 
@@ -340,7 +340,7 @@ def _idle_keys(config: ObjectiveConfig) -> dict[str, str]:
         acts[name] = (loss == name.split("_")[0], f"the loss {name.split('_')[0]}")
     idle = {key: condition for key, (does_act, condition) in acts.items() if not does_act}
     if behavior and config.correction != "none":
-        raise ValueError("correction: with anchor: behavior the ratio contains the correction; set it to none")
+        raise ValueError("correction: with anchor: behavior the ratio already contains the correction; set it to none")
     return idle
 
 
@@ -357,8 +357,8 @@ def config_refusals(config: ObjectiveConfig) -> list[str]:
     if _is_one_sided(config) and not config.allow_one_sided_clip:
         refusals.append(
             f"compensate: a clip of {config.clip_low:g}/{config.clip_high:g} on anchor: behavior without compensation "
-            "drops negative advantages only, as soon as engine and trainer differ; use anchor: proximal, or "
-            "compensate: true, or a band, or say allow_one_sided_clip: true"
+            "drops negative advantages only, as soon as engine and trainer differ; use anchor: proximal, "
+            "compensate: true or a band, or set allow_one_sided_clip: true"
         )
     if config.advantage.turn_reward_weight:
         refusals.append(

@@ -68,25 +68,29 @@ def check_url(url: str, networks: Sequence[Network], resolve: Resolve | None = N
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise AddressRefused(f"this is no URL: {error}") from None
+        raise AddressRefused(f"this is not a URL: {error}") from None
     if len(url) > MAX_URL_CHARS or any(ord(letter) <= 32 or ord(letter) == 127 for letter in url):
-        raise AddressRefused(f"a URL has at most {MAX_URL_CHARS} characters and no blanks")
+        raise AddressRefused(f"a URL may have at most {MAX_URL_CHARS} characters and no spaces")
     if parts.scheme not in SECURE | PLAIN:
-        raise AddressRefused(f"{parts.scheme or 'nothing'!r} is no scheme of a URL here; https and wss are")
+        raise AddressRefused(f"the URL scheme {parts.scheme or 'nothing'!r} is not supported here; use https or wss")
     if parts.username is not None or parts.password is not None:
-        raise AddressRefused("a URL names no user and no password")
+        raise AddressRefused("a URL must not contain a user or a password")
     if not parts.hostname:
-        raise AddressRefused("the URL names no host")
+        raise AddressRefused("the URL has no host")
     port = port if port is not None else _DEFAULT_PORTS[parts.scheme]
     addresses = _resolved(parts.hostname, port, resolve or _system)
     if all(_is_listed(one, networks) for one in addresses):
         return
     if not all(is_allowed(one, networks) for one in addresses):
-        raise AddressRefused(f"{parts.hostname} leads to an address that is not public; an operator can allow networks")
+        raise AddressRefused(
+            f"{parts.hostname} resolves to an address that is not public; an operator can allow networks"
+        )
     if parts.scheme in PLAIN:
-        raise AddressRefused(f"{parts.scheme} is for networks that the operator has listed; use https or wss")
+        raise AddressRefused(
+            f"{parts.scheme} is only allowed in networks that the operator has listed; use https or wss"
+        )
     if port not in PORTS:
-        raise AddressRefused(f"port {port} is none of {', '.join(map(str, sorted(PORTS)))}")
+        raise AddressRefused(f"port {port} is not one of {', '.join(map(str, sorted(PORTS)))}")
 
 
 def guard_connections(networks: Sequence[Network]) -> None:

@@ -25,7 +25,7 @@ class FolderRefused(ValueError):
 def pack_folder(folder: Path) -> bytes:
     """A zip archive. Raises FolderRefused, OSError."""
     if not folder.is_dir():
-        raise FolderRefused(f"{folder} is no folder")
+        raise FolderRefused(f"{folder} is not a folder")
     names = _names(folder)
     if not names:
         raise FolderRefused(f"{folder} holds no file")
@@ -46,7 +46,7 @@ def _names(folder: Path) -> list[str]:
         folders[:] = [name for name in folders if not name.startswith(".") and name != _MADE]
         for name in (*folders, *files):
             if (Path(place) / name).is_symlink():
-                raise FolderRefused(f"{Path(place) / name} is a link; put the file itself there")
+                raise FolderRefused(f"{Path(place) / name} is a symbolic link; put the file itself there")
         wanted = (name for name in files if not name.startswith(".") and not name.endswith(".pyc"))
         found += [(Path(place) / name).relative_to(folder).as_posix() for name in wanted]
         if len(found) > MAX_FILES:

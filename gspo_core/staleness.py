@@ -91,11 +91,6 @@ def token_staleness(
     return ages[places_T]
 
 
-def groups_published(taken: Mapping[int, int], published_step: int) -> int:
-    """How many groups went into steps whose weights are published; ``taken`` maps a step to its number of groups."""
-    return sum(count for step, count in taken.items() if step <= published_step)
-
-
 def groups_admissible(
     *, max_staleness: int, groups_per_step: int, num_dispatched: int, num_dropped: int, num_published: int
 ) -> int:

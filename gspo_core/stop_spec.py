@@ -21,46 +21,46 @@ class RewardTarget(Documented):
     """A reward that is good enough."""
 
     at_least: Finite
-    """The value that is wanted."""
+    """The value to reach."""
     series: Series = "reward/mean"
-    """The metric that is looked at: `reward/mean` of each step, or `eval/reward/mean` of each evaluation."""
+    """The metric to watch: `reward/mean` of each step, or `eval/reward/mean` of each evaluation."""
     times: PositiveInt = 3
-    """So many values in a row must reach it."""
+    """Number of values in a row that must reach it."""
 
 
 class NoProgress(Documented):
-    """A series that rises no more."""
+    """A series that no longer rises."""
 
     values: PositiveInt
-    """So many values in a row without a new best one."""
+    """Number of values in a row without a new best one."""
     series: Series = "reward/mean"
-    """The metric that is looked at; a step (or evaluation) that has no such value does not count."""
+    """The metric to watch; a step (or evaluation) without a value does not count."""
     min_gain: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """A new best value lies more than this above the best one so far."""
+    """A new best value must exceed the best so far by more than this."""
 
 
 class StopSpec(Documented):
-    """What ends a job early. It has succeeded then, and its status names the condition."""
+    """What ends a job early. The job has then succeeded, and its status names the condition."""
 
     reward: RewardTarget | None = None
     """End when the reward is good enough."""
     no_progress: NoProgress | None = None
-    """End when the reward rises no more."""
+    """End when the reward no longer rises."""
     wall_time_s: Seconds | None = None
-    """End at the first step boundary so long after the job began to run, pauses included."""
+    """End at the first step boundary this long after the job began to run, pauses included."""
 
 
 class WatchdogSpec(Documented):
-    """What happens to a run in which nothing moves: no step ends and no piece of an episode arrives."""
+    """What happens to a run without progress: no step finishes and no segment of an episode arrives."""
 
     alarm_s: Seconds | None = 900.0
-    """So long without any movement raises an alarm. Null: never."""
+    """Time without progress that raises an alarm. Null: never."""
     end_s: Seconds | None = 3600.0
-    """So long ends the attempt; another one goes on from the checkpoint, and it counts like the loss of a trainer.
-    It must be more than the longest step takes to train. Null: never."""
+    """Time without progress that ends the attempt; another one continues from the checkpoint, and this one counts as a
+    lost trainer. It must exceed the time that the longest step takes to train. Null: never."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.alarm_s is not None and self.end_s is not None and self.end_s < self.alarm_s:
-            raise ValueError(f"end_s ({self.end_s:g}) lies before alarm_s ({self.alarm_s:g}): nobody would be warned")
+            raise ValueError(f"end_s ({self.end_s:g}) is below alarm_s ({self.alarm_s:g}): nobody would be warned")
         return self

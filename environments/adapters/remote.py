@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from gspo_core.env import CallStatus, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
-from gspo_core.env.contract import PhaseLimits, description
+from gspo_core.env.contract import Phase, PhaseLimits, description
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
@@ -107,7 +107,7 @@ class RemoteSession:
 
     async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         if self._owner is not None:
-            raise RuntimeError("a session starts once")
+            raise RuntimeError("a session can only be started once")
         self._jobs = asyncio.Queue()
         self._owner = asyncio.create_task(self._own())
         messages = await self._phase("reset", self._limits.reset_timeout_s, lambda line: line.begin(task, seed))
@@ -183,14 +183,14 @@ class RemoteSession:
         timeout_s = self._limits.step_timeout_s
         return await self._ask(timeout_s, "act", lambda line: line.call(name, arguments))
 
-    async def _phase(self, phase: str, timeout_s: float, job: Callable[[Connection], Awaitable[T]]) -> T:
+    async def _phase(self, phase: Phase, timeout_s: float, job: Callable[[Connection], Awaitable[T]]) -> T:
         try:
             return await self._ask(timeout_s, phase, job)
         except TimeoutError:
             await self.close()
             raise EnvironmentFailed(phase, f"no answer within {timeout_s:g}s") from None
 
-    async def _ask(self, timeout_s: float, phase: str, job: Callable[[Connection], Awaitable[T]]) -> T:
+    async def _ask(self, timeout_s: float, phase: Phase, job: Callable[[Connection], Awaitable[T]]) -> T:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         assert self._owner is not None
         self._jobs.put_nowait(partial(_settle, job, answer))
@@ -231,7 +231,7 @@ async def _settle(job: Callable[[Connection], Awaitable[T]], answer: asyncio.Fut
             answer.set_result(result)
 
 
-def _result(answer: asyncio.Future[T], phase: str) -> T:
+def _result(answer: asyncio.Future[T], phase: Phase) -> T:
     try:
         return answer.result()
     except (EnvironmentFailed, TimeoutError):

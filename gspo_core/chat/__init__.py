@@ -9,6 +9,7 @@ from gspo_core.chat.hermes import TOOLS_FOOTER, TOOLS_HEADER, HermesCodec
 from gspo_core.chat.jinja import TemplateRefused
 from gspo_core.chat.selection import ChatCodec, UnsuitableChat, load_codec
 from gspo_core.chat.template import TemplateCodec
+from gspo_core.chat.text import NotText
 from gspo_core.chat.tokenizer import Tokenizer, UnsuitableTokenizer, load_tokenizer
 from gspo_core.messages import CallStatus, ForkReason, Message, ParsedTurn, ToolCall, ToolSchema
 
@@ -21,6 +22,7 @@ __all__ = [
     "HermesCodec",
     "LlamaCalls",
     "Message",
+    "NotText",
     "ParsedTurn",
     "TaggedCalls",
     "TemplateCodec",

@@ -8,14 +8,18 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from gspo_core.json_value import JSON
-from gspo_core.messages import Message, ToolSchema
+from gspo_core.messages import Message, ToolSchema, other_parts
 
 MAX_DEPTH = 64
 """Maximum nesting of JSON from a policy, so that every process that forwards it can serialize it."""
 
 
+class NotText(ValueError):
+    """A message holds something else than text, such as an image, and no model here reads that."""
+
+
 def text_of(message: Message | None) -> str:
-    """The text of a message. Raises ``ValueError`` for any other content."""
+    """The text of a message. Raises ``NotText`` for any other content."""
     content = None if message is None else message.get("content")
     if message is None or content is None:
         return ""
@@ -23,7 +27,8 @@ def text_of(message: Message | None) -> str:
         return content
     if all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         return "".join(str(part["text"]) for part in content)
-    raise ValueError(f"this codec renders text only, but a {message['role']} message has other content parts")
+    others = ", ".join(other_parts(message))
+    raise NotText(f"models read text only here, but a {message['role']} message holds content of type {others}")
 
 
 def to_json(value: JSON | ToolSchema) -> str:

@@ -49,7 +49,7 @@ def _parser() -> CommandParser:
     _add_episodes(commands)
     add_env(commands, _add_server)
     _add_workers(commands)
-    doctor = commands.add_parser("doctor", help="look for what is missing or wrong on this machine")
+    doctor = commands.add_parser("doctor", help="check what is missing or wrong on this machine")
     _add_server(doctor)
     doctor.set_defaults(run=_doctor)
     return parser
@@ -67,8 +67,8 @@ def _add_submit(commands: argparse._SubParsersAction[CommandParser]) -> None:
     submit = commands.add_parser("submit", help="submit a job from a JSON, YAML or TOML file")
     submit.add_argument("file")
     submit.add_argument("--dry-run", action="store_true", help="check the file against the server; create nothing")
-    submit.add_argument("--watch", action="store_true", help="follow the job after it was accepted")
-    submit.add_argument("--key", help="submitted again with the same key it is the same job (Idempotency-Key)")
+    submit.add_argument("--watch", action="store_true", help="follow the job once it is accepted")
+    submit.add_argument("--key", help="submitting again with the same key returns the same job (Idempotency-Key)")
     _add_server(submit)
     submit.set_defaults(run=_submit)
 
@@ -89,18 +89,18 @@ def _add_jobs(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _add_control(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    what = {"pause": "pause a job after its present step", "resume": "let a paused job go on", "cancel": "cancel a job"}
+    what = {"pause": "pause a job after its current step", "resume": "resume a paused job", "cancel": "cancel a job"}
     for name, text in what.items():
         control = commands.add_parser(name, help=text)
         control.add_argument("job")
         if name == "cancel":
-            control.add_argument("--drain", action="store_true", help="train what is under way first")
+            control.add_argument("--drain", action="store_true", help="train the work in progress first")
             control.add_argument("--checkpoint", action="store_true", help="write a checkpoint at the end")
         _add_server(control)
         control.set_defaults(run=_control, verb=name)
-    change = commands.add_parser("set", help="change settings of a job that runs, from its next step on")
+    change = commands.add_parser("set", help="change settings of a running job, from its next step on")
     change.add_argument("job")
-    change.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="for instance optimizer.lr=5e-7")
+    change.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="for example optimizer.lr=5e-7")
     _add_server(change)
     change.set_defaults(run=_set)
 
@@ -108,21 +108,21 @@ def _add_control(commands: argparse._SubParsersAction[CommandParser]) -> None:
 def _add_workers(commands: argparse._SubParsersAction[CommandParser]) -> None:
     workers = commands.add_parser("workers", help="list trainers, rollout workers and engines")
     workers.set_defaults(run=_workers)
-    drain = commands.add_parser("drain", help="ask a trainer or rollout worker to leave, or leave an engine alone")
-    drain.add_argument("process", help="its id, as `gspo workers` shows it; of an engine the address")
+    drain = commands.add_parser("drain", help="ask a trainer or rollout worker to leave, or drain an engine")
+    drain.add_argument("process", help="its id, as shown by `gspo workers`; for an engine, its address")
     drain.add_argument("--undo", action="store_true", help="use an engine again")
     drain.set_defaults(run=_drain)
     for action in (workers, drain):
-        action.add_argument("--json", action="store_true", help="the answer as JSON")
+        action.add_argument("--json", action="store_true", help="print the answer as JSON")
         _add_server(action)
 
 
 def _add_episodes(commands: argparse._SubParsersAction[CommandParser]) -> None:
     episodes = commands.add_parser("episodes", help="list the trained episodes of a job, or read one")
     episodes.add_argument("which", metavar="JOB | JOB/GROUP/MEMBER")
-    episodes.add_argument("--step", type=int, help="only of this step")
-    episodes.add_argument("--max-reward", type=float, help="only those with at most this reward")
-    episodes.add_argument("--limit", type=int, default=20, help="how many (default: 20)")
+    episodes.add_argument("--step", type=int, help="only episodes of this step")
+    episodes.add_argument("--max-reward", type=float, help="only episodes with at most this reward")
+    episodes.add_argument("--limit", type=int, default=20, help="number of episodes to list (default: 20)")
     episodes.add_argument("--json", action="store_true", help="one JSON object per episode")
     _add_server(episodes)
     episodes.set_defaults(run=_episodes)

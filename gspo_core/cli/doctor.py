@@ -21,7 +21,7 @@ def doctor(url: str) -> int:
     for finding in examine(url):
         problems += finding.verdict is Verdict.PROBLEM
         print(f"{marks[finding.verdict]} {finding.subject:<12} {finding.text}", flush=True)
-    print("\nnothing stands in the way" if not problems else f"\n{problems} problem(s) to mend, marked ✗")
+    print("\nno problems found" if not problems else f"\n{problems} problem(s) to fix, marked ✗")
     return 1 if problems else 0
 
 
@@ -43,7 +43,7 @@ def _python() -> Finding:
 
 
 def _no_service() -> Finding:
-    text = "not installed: this is the client, for an API elsewhere; a checkout of the project has it (make setup)"
+    text = "not installed: this is only the client of an API elsewhere; a checkout of the project has them (make setup)"
     return Finding(Verdict.NOTE, "services", text)
 
 
@@ -57,7 +57,7 @@ def _api(url: str) -> Finding:
     try:
         body = answer.json()
     except ValueError:
-        return Finding(Verdict.PROBLEM, "api", f"{url} answers, but it is no GSPO API (status {answer.status_code})")
+        return Finding(Verdict.PROBLEM, "api", f"{url} answers, but it is not a GSPO API (status {answer.status_code})")
     if answer.status_code != 200:
         reason = body.get("error", {}).get("message", answer.text)
         return Finding(Verdict.PROBLEM, "api", f"{url} is not ready: {reason}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gspo_core.messages import Message, ToolSchema
     from gspo_core.testing import EnvironmentReport
 
-PLAY_HELP = """Write a call (add amount=3), JSON ({"name": "add", "arguments": {"amount": 3}}), or words for a turn
+PLAY_HELP = """Write a call (add amount=3), JSON ({"name": "add", "arguments": {"amount": 3}}), or text for a turn
 without a call. :tools shows the tools, an empty line or :end ends the episode."""
 
 
@@ -46,7 +46,7 @@ def _examine(order: Mapping[str, JSON]) -> EnvironmentReport:
         return EnvironmentReport.from_json(json.loads(text))
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     return EnvironmentReport(
-        str(order["ref"]), [Check("process", Status.FAIL, f"it ends the process that it runs in ({how})")]
+        str(order["ref"]), [Check("process", Status.FAIL, f"it ended the process that it ran in ({how})")]
     )
 
 
@@ -81,9 +81,9 @@ def _config(text: str | None) -> dict[str, JSON]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise CommandError(f"--config is no JSON: {error}") from error
+        raise CommandError(f"--config is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CommandError("--config is a JSON object, the keyword arguments of the class")
+        raise CommandError("--config must be a JSON object, the keyword arguments of the class")
     return value
 
 

@@ -21,7 +21,7 @@ LOCAL_REF = "package.module:Class or path/to/file.py:Class"
 def add_env(commands: Actions, add_server: AddServer) -> None:
     from gspo_core.cli.service import add_service_commands
 
-    env = commands.add_parser("env", help="environments: examine one, try one by hand, register one")
+    env = commands.add_parser("env", help="examine, try out and register environments")
     actions = env.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_local(actions, add_server)
     _add_add(actions, add_server)
@@ -32,12 +32,12 @@ def add_env(commands: Actions, add_server: AddServer) -> None:
 def _add_local(actions: Actions, add_server: AddServer) -> None:
     validate = actions.add_parser("validate", help="examine an environment before it trains anything")
     validate.add_argument("ref", help=f"{LOCAL_REF}; or a registered NAME, which a rollout worker examines")
-    validate.add_argument("--json", action="store_true", help="the report as JSON")
-    validate.add_argument("--model", help="a model directory, to know how long the prompts are in tokens")
-    validate.add_argument("--timeout", type=float, default=5.0, help="seconds for each call (default: 5)")
+    validate.add_argument("--json", action="store_true", help="print the report as JSON")
+    validate.add_argument("--model", help="a model directory, for the length of the prompts in tokens")
+    validate.add_argument("--timeout", type=float, default=5.0, help="seconds allowed per call (default: 5)")
     add_server(validate)
     validate.set_defaults(run=_validate)
-    play = actions.add_parser("play", help="be the policy: play an episode on the terminal")
+    play = actions.add_parser("play", help="play an episode in the terminal, as the policy")
     play.add_argument("ref", help=LOCAL_REF)
     _add_task(play)
     play.set_defaults(run=_play)
@@ -57,19 +57,19 @@ def _add_add(actions: Actions, add_server: AddServer) -> None:
         help="register an environment under a name",
         description="Register an environment: the same content under the same name is the same version.",
     )
-    add.add_argument("name", help="small letters, digits, _ and -")
+    add.add_argument("name", help="lower-case letters, digits, _ and -")
     add.add_argument(
         "ref",
         nargs="?",
-        help="package.module:Class that is installed with the workers; path/to/file.py:Class is uploaded",
+        help="package.module:Class, installed with the workers; or path/to/file.py:Class, which is uploaded",
     )
     add.add_argument("--folder", metavar="DIR", help="upload this folder; REF is a class in it")
     add.add_argument("--openenv", metavar="ADDRESS", help="an OpenEnv server, wss://HOST/ws")
     add.add_argument("--gym", metavar="ID", help="a Gymnasium environment")
-    add.add_argument("--reasoning-gym", metavar="DATASET", help="a data set of reasoning-gym")
+    add.add_argument("--reasoning-gym", metavar="DATASET", help="a reasoning-gym data set")
     add.add_argument("--mcp", metavar="ADDRESS", help="an MCP server; with --reward and --tasks")
-    add.add_argument("--reward", metavar="REF", help="of --mcp: package.module:function of the workers")
-    add.add_argument("--tasks", metavar="FILE", help="of --mcp: one JSON object a line, each with a prompt")
+    add.add_argument("--reward", metavar="REF", help="for --mcp: package.module:function, installed with the workers")
+    add.add_argument("--tasks", metavar="FILE", help="for --mcp: one JSON object per line, each with a prompt")
     add.add_argument("--config", metavar="JSON", help="further keyword arguments of the class or adapter")
     _ask(add, add_server, _call("add"))
 
@@ -78,10 +78,12 @@ def _add_registered(actions: Actions, add_server: AddServer) -> None:
     listing = actions.add_parser("list", help="registered environments")
     listing.add_argument("name", nargs="?", help="only the versions of this name")
     _ask(listing, add_server, _call("listing"))
-    show = actions.add_parser("show", help="one registered environment: where it comes from, what was found")
-    show.add_argument("--schema", action="store_true", help="its tools and limits too, asked of a rollout worker")
+    show = actions.add_parser("show", help="show one registered environment: its source and what was found")
+    show.add_argument("--schema", action="store_true", help="also its tools and limits, from a rollout worker")
     trial = actions.add_parser("try", help="have a rollout worker play one episode of a registered environment")
-    trial.add_argument("--turns", metavar="JSON", help='what the policy does: [{"text": "42"}] (default: its oracle)')
+    trial.add_argument(
+        "--turns", metavar="JSON", help='turns of the policy: [{"text": "42"}] (default: from its oracle)'
+    )
     _add_task(trial)
     remove = actions.add_parser("remove", help="remove a version that no open job uses")
     for action, name in ((show, "show"), (trial, "trial"), (remove, "remove")):
@@ -90,7 +92,7 @@ def _add_registered(actions: Actions, add_server: AddServer) -> None:
 
 
 def _ask(parser: argparse.ArgumentParser, add_server: AddServer, run: Callable[[argparse.Namespace], int]) -> None:
-    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     add_server(parser)
     parser.set_defaults(run=run)
 
@@ -109,7 +111,7 @@ def _validate(arguments: argparse.Namespace) -> int:
     if arguments.ref.endswith(".py"):
         from gspo_core.cli.command import CommandError
 
-        raise CommandError(f"{arguments.ref} is a file; say which class of it, as in {arguments.ref}:MyClass")
+        raise CommandError(f"{arguments.ref} is a file; name a class in it, as in {arguments.ref}:MyClass")
     if ":" not in arguments.ref:
         return _call("validate")(arguments)
     from gspo_core.cli import env

@@ -28,7 +28,7 @@ def show(url: str, which: str, *, limit: int, step: int | None, max_reward: floa
     for one in found:
         say(json.dumps(one) if as_json else _line(one))
     if not found and not as_json:
-        print("no such episodes: they appear with the job's first step")
+        print("no such episodes; the first appear with the job's first step")
     return 0
 
 
@@ -62,7 +62,7 @@ def _transcript(episode: EpisodeDetail) -> Iterator[str]:
 
 def _call(call: ShownCall) -> str:
     if call["status"] not in READABLE:
-        return f"what cannot be read ({call['status']}): {call['raw'].strip()}"
+        return f"unreadable call ({call['status']}): {call['raw'].strip()}"
     return f"{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}"
 
 

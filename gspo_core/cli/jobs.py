@@ -82,13 +82,13 @@ def change(url: str, job_id: str, assignments: Sequence[str]) -> int:
     for assignment in assignments:
         key, is_assigned, text = assignment.partition("=")
         if not is_assigned:
-            raise CommandError(f"{assignment}: write KEY=VALUE, for instance optimizer.lr=5e-7")
+            raise CommandError(f"{assignment}: write KEY=VALUE, for example optimizer.lr=5e-7")
         *sections, name = key.split(".")
         place = changes
         for section in sections:
             inner = place.setdefault(section, {})
             if not isinstance(inner, dict):
-                raise CommandError(f"{assignment}: {section} was given a value before it")
+                raise CommandError(f"{assignment}: {section} was already given a value")
             place = inner
         try:
             place[name] = json.loads(text)
@@ -96,12 +96,12 @@ def change(url: str, job_id: str, assignments: Sequence[str]) -> int:
             place[name] = text
     with connected(url) as client:
         job = client.change(job_id, changes)
-    print(f"{job['id']} goes on from its next step with {json.dumps(job['settings'])}")
+    print(f"{job['id']} continues from its next step with {json.dumps(job['settings'])}")
     return 0
 
 
 _REACHED = {"pause": ("paused",), "resume": ("running",), "cancel": ("succeeded", "failed", "cancelled")}
-_ASKED = {"pause": "to pause", "resume": "to go on", "cancel": "to end"}
+_ASKED = {"pause": "to pause", "resume": "to resume", "cancel": "to end"}
 
 
 def control(url: str, job_id: str, verb: Verb, **manner: bool) -> int:

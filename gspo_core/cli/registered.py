@@ -40,7 +40,7 @@ def _upload(client: Client, arguments: argparse.Namespace, config: Mapping[str, 
     if not arguments.folder and path.suffix != ".py":
         return None
     if config:
-        raise CommandError("--config: what is uploaded has its own defaults; write them there")
+        raise CommandError("--config: an upload carries its own defaults; write them there")
     try:
         if arguments.folder:
             return client.upload_folder(arguments.name, ref, arguments.folder)
@@ -82,7 +82,7 @@ def _tasks(file: str) -> list[dict[str, JSON]]:
 def _json_object(text: str, what: str) -> dict[str, JSON]:
     value = _json(text, what)
     if not isinstance(value, dict):
-        raise CommandError(f"{what} is a JSON object")
+        raise CommandError(f"{what} must be a JSON object")
     return value
 
 
@@ -90,7 +90,7 @@ def _json(text: str, what: str) -> JSON:
     try:
         return cast(JSON, json.loads(text))
     except ValueError as error:
-        raise CommandError(f"{what} is no JSON: {error}") from error
+        raise CommandError(f"{what} is not JSON: {error}") from error
 
 
 def listing(arguments: argparse.Namespace) -> int:
@@ -163,7 +163,7 @@ def _turns(text: str) -> list[dict[str, JSON]]:
     given = _json(text, "--turns")
     turns = [turn for turn in given if isinstance(turn, dict)] if isinstance(given, list) else []
     if turns != given:
-        raise CommandError('--turns is a JSON list: [{"text": "42"}]')
+        raise CommandError('--turns must be a JSON list: [{"text": "42"}]')
     return turns
 
 

@@ -22,6 +22,7 @@ REGISTRY = "services.launch.commands"
 ABSENT: Mapping[str, str] = {
     "up": "run the whole stack on this machine (needs the service)",
     "launch": "run the whole stack elsewhere (needs the service)",
+    "fetch": "fetch a model or a data set of the Hugging Face hub (needs the service)",
     "env serve": "serve an environment over OpenEnv's protocol (needs the service)",
 }
 Actions: TypeAlias = "argparse._SubParsersAction[CommandParser]"
@@ -95,7 +96,7 @@ def _filler(command: ServiceCommand) -> Callable[[argparse.ArgumentParser], None
             module = cast(CommandModule, import_module(command.module))
         except ModuleNotFoundError as error:
             raise CommandError(
-                f"`gspo {command.name}` runs the service, and {error.name} is not installed here: `make setup` in the "
+                f"`gspo {command.name}` runs the service, but {error.name} is not installed here: `make setup` in the "
                 f"checkout of the project installs what it needs"
             ) from error
         parser.set_defaults(run=module.run)
@@ -107,7 +108,7 @@ def _filler(command: ServiceCommand) -> Callable[[argparse.ArgumentParser], None
 def _add_absent(actions: Actions, name: str, text: str) -> None:
     def run(_: argparse.Namespace) -> int:
         raise CommandError(
-            f"`gspo {name}` needs the service, and only the library is installed here. Use a checkout of the project: "
+            f"`gspo {name}` needs the service, but only the library is installed here. Use a checkout of the project: "
             f"`make up` there installs what it needs and starts the whole stack, `make setup` only installs."
         )
 

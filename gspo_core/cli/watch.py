@@ -125,7 +125,7 @@ def watch(url: str, job_id: str, *, as_json: bool) -> int:
                 follow(view, lambda on_wait: client.events(job_id, after="0", on_wait=on_wait))
             except KeyboardInterrupt:
                 if not view.is_over:
-                    hint = f"{job_id} goes on; look again: gspo watch {job_id}; end it: gspo cancel {job_id}"
+                    hint = f"{job_id} keeps running; watch it again: gspo watch {job_id}; end it: gspo cancel {job_id}"
                     print(f"\n{hint}", file=sys.stderr)
                 raise
     return 0 if view.status == "succeeded" else 1
@@ -150,7 +150,7 @@ def follow(view: WatchedJob, open_events: Callable[[Callable[[int], None]], Iter
     with Live(draw(view, console.width), console=console, refresh_per_second=4) as live:
 
         def lost(failures: int) -> None:
-            view.connection = f"connection lost, trying again ({failures + 1})"
+            view.connection = f"connection lost, reconnecting ({failures + 1})"
             live.update(draw(view, console.width))
 
         for event in open_events(lost):

@@ -9,8 +9,8 @@ from gspo_core.cli.connection import connected
 from gspo_core.cli.terminal import say
 
 _STATES = {
-    "draining": "drains: {job} gives it back when nothing runs on it",
-    "drained": "is drained: it may be stopped",
+    "draining": "is draining: {job} gives it back once nothing runs on it",
+    "drained": "is drained and may be stopped",
 }
 
 
@@ -42,5 +42,5 @@ def drain(url: str, process: str, *, undo: bool, as_json: bool) -> int:
     if not is_engine:
         print(f"{process} was asked to leave" if found["alive"] else f"{process} has left")
         return 0
-    print(f"{process} " + _STATES.get(found["state"], "is used again").format(job=found["job"]))
+    print(f"{process} " + _STATES.get(found["state"], "is in use again").format(job=found["job"]))
     return 0

@@ -6,12 +6,14 @@ Read in this order: ``contract`` (the interface), ``plain`` (a user's class behi
 """
 
 from gspo_core.env.contract import (
+    IMAGES,
     AtCapacity,
     Context,
     Environment,
     EnvironmentFailed,
     InvalidEnvironment,
     Observation,
+    Phase,
     Session,
     Start,
     Timeouts,
@@ -23,6 +25,7 @@ from gspo_core.env.trl import from_trl
 from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema
 
 __all__ = [
+    "IMAGES",
     "RESERVED_NAMES",
     "AtCapacity",
     "CallStatus",
@@ -33,6 +36,7 @@ __all__ = [
     "Message",
     "Observation",
     "ParsedTurn",
+    "Phase",
     "PlainEnvironment",
     "Session",
     "Start",

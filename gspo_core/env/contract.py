@@ -8,22 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Literal, Protocol, TypeAlias
 
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
 from gspo_core.types import Split, StopReason
 
+Phase: TypeAlias = Literal[
+    "boot", "task", "start", "reset", "prompt", "act", "done", "score", "snapshot", "restore", "host", "replay",
+    "connection", "engine", "unexpected", "capacity", "images",
+]  # fmt: skip
+"""Where an attempt at an episode failed. An environment of another release may name another place."""
+
 
 class InvalidEnvironment(Exception):
     """The reference names no usable environment. The text says what to change."""
 
 
+IMAGES: Final = "images"
+"""The phase of a failure that never passes: the environment shows something else than text."""
+
+
 class EnvironmentFailed(Exception):
     """A failure that the policy did not cause. The episode gets no reward; ``phase`` says where it happened."""
 
-    def __init__(self, phase: str, reason: str) -> None:
+    def __init__(self, phase: Phase, reason: str) -> None:
         super().__init__(f"{phase}: {reason}")
         self.phase = phase
         self.reason = reason

@@ -54,7 +54,7 @@ def from_functions(
     """
     for task in (*tasks, *eval_tasks):
         if "prompt" not in task:
-            raise InvalidEnvironment(f"from_functions: every task has a prompt, {dict(task)!r} has none")
+            raise InvalidEnvironment(f"from_functions: every task needs a prompt, {dict(task)!r} has none")
     members: dict[str, object] = {function.__name__: _as_method(function) for function in functions}
     members |= {"tasks": list(tasks), "__doc__": system or None, **attributes}
     if eval_tasks:

@@ -29,7 +29,9 @@ def load_environment(
     """The environment that ``ref`` names; ``config`` becomes the keyword arguments of its class."""
     module_name, separator, attribute = ref.rpartition(":")
     if not separator or not module_name or not attribute:
-        raise InvalidEnvironment(f"{ref!r} names no environment: write package.module:Class or path/to/file.py:Class")
+        raise InvalidEnvironment(
+            f"{ref!r} does not name an environment: write package.module:Class or path/to/file.py:Class"
+        )
     module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
     found: object = module
     for part in attribute.split("."):
@@ -43,15 +45,17 @@ def load_environment(
 def _as_environment(ref: str, found: object, config: Mapping[str, JSON], system_prompt: str) -> Environment:
     if isinstance(found, PlainEnvironment | TrlEnvironment):
         if config:
-            raise InvalidEnvironment(f"{ref} is a finished environment: no place for the config {sorted(config)}")
+            raise InvalidEnvironment(
+                f"{ref} is a finished environment and takes no config, but was given {sorted(config)}"
+            )
         return found
     adapter = getattr(found, "as_environment", None)
     if adapter is not None:  # a world that is no class of tools, e.g. a foreign server
         return _adapted(ref, adapter, config)
     if inspect.iscoroutinefunction(found):
         raise InvalidEnvironment(
-            f"{ref} is a rollout function that samples by itself; that needs the agent gateway, which does not exist "
-            "yet. Write a class whose public methods are tools"
+            f"{ref} is a rollout function that does its own sampling; that needs the agent gateway, which does not "
+            "exist yet. Write a class whose public methods are tools"
         )
     if not callable(found):
         raise InvalidEnvironment(f"{ref} is a {type(found).__name__}, not a class")

@@ -86,7 +86,7 @@ class PlainEnvironment:
     async def task(self, split: Split, index: int) -> Mapping[str, JSON]:
         if not 0 <= index < self.num_tasks(split):
             raise EnvironmentFailed(
-                "task", f"{self.name} has {self.num_tasks(split)} {split} tasks, not one at {index}"
+                "task", f"{self.name} has {self.num_tasks(split)} {split} tasks, none at index {index}"
             )
         tasks, _ = self._tasks[split]
         if not callable(tasks):
@@ -122,7 +122,7 @@ class PlainEnvironment:
             if not callable(getattr(self.cls, member, None)):
                 raise InvalidEnvironment(f"{self.name} needs a method {member}(); see environments/README.md")
         if hasattr(self.cls, "snapshot") != hasattr(self.cls, "restore"):
-            raise InvalidEnvironment(f"{self.name}: snapshot() and restore(state) come together, or neither")
+            raise InvalidEnvironment(f"{self.name}: define both snapshot() and restore(state), or neither")
         if inspect.isclass(self._factory):
             try:
                 inspect.signature(self.cls).bind(**self._config)
@@ -166,7 +166,9 @@ class PlainEnvironment:
                 f"with {count_name}, because the task of an episode is chosen by its number"
             )
         if len(tasks) and not isinstance(tasks[0], Mapping):
-            raise InvalidEnvironment(f"{self.name}: each of {tasks_name} is a dict, not a {type(tasks[0]).__name__}")
+            raise InvalidEnvironment(
+                f"{self.name}: each of {tasks_name} must be a dict, not a {type(tasks[0]).__name__}"
+            )
         return tasks, 0
 
     def _make_example(self) -> Any:
@@ -177,7 +179,7 @@ class PlainEnvironment:
         except ModuleNotFoundError as error:
             raise InvalidEnvironment(f"{self.name} needs the module {error.name!r}, which is not installed") from error
         except Exception as error:
-            raise InvalidEnvironment(f"{self.name}: making an instance failed: {error_text(error)}") from error
+            raise InvalidEnvironment(f"{self.name}: creating an instance failed: {error_text(error)}") from error
 
 
 def _find_tools(cls: type, dialect: Dialect) -> list[Tool]:
@@ -201,5 +203,5 @@ def _reward_range(cls: type) -> tuple[float, float] | None:
     except (TypeError, ValueError):
         low, high = math.nan, math.nan
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-        raise InvalidEnvironment(f"{cls.__name__}.reward_range is (low, high), two finite numbers, not {given!r}")
+        raise InvalidEnvironment(f"{cls.__name__}.reward_range must be (low, high), two finite numbers, not {given!r}")
     return low, high

@@ -40,7 +40,7 @@ def _base(prompt: JSON) -> list[Message]:
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
         return cast(list[Message], [{**item} for item in prompt if isinstance(item, dict)])
-    raise ValueError(f"the task's prompt is text or a list of messages, not {type(prompt).__name__}")
+    raise ValueError(f"the task's prompt must be text or a list of messages, not {type(prompt).__name__}")
 
 
 def _join(content: Content | None, observation: object) -> Content:
@@ -56,4 +56,4 @@ def _parts(content: object) -> list[ContentPart]:
         return [{"type": "text", "text": content}]
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         return list(content)
-    raise ValueError(f"reset returns text, None or a list of content parts, not {type(content).__name__}")
+    raise ValueError(f"reset must return text, None or a list of content parts, not {type(content).__name__}")

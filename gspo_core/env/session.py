@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from gspo_core.env.calls import DeadlineExceeded, MemberCaller
-from gspo_core.env.contract import Context, EnvironmentFailed, Observation, PhaseLimits, Start
+from gspo_core.env.contract import Context, EnvironmentFailed, Observation, Phase, PhaseLimits, Start
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import first_messages
 from gspo_core.env.tools import ArgumentError, Choice, Tool, error_text
@@ -72,7 +72,7 @@ class PlainSession:
 
     async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         if self._instance is not None:
-            raise RuntimeError("a session starts once")
+            raise RuntimeError("a session can only be started once")
         self._context.task, self._context.seed = task, seed
         timeout_s = self._limits.reset_timeout_s
         observation = await self._or_fail("reset", timeout_s, self._reset(task, seed, timeout_s))
@@ -116,7 +116,7 @@ class PlainSession:
         timeout_s = self._limits.step_timeout_s
         state = await self._or_fail("snapshot", timeout_s, self._call_member("snapshot", timeout_s))
         if not isinstance(state, bytes):
-            raise EnvironmentFailed("snapshot", f"snapshot() returns bytes, not {type(state).__name__}")
+            raise EnvironmentFailed("snapshot", f"snapshot() must return bytes, not {type(state).__name__}")
         context = self._context
         around = json.dumps(
             {"metrics": context.metrics, "calls": self._num_calls, "messages": context.messages}
@@ -125,7 +125,7 @@ class PlainSession:
 
     async def restore(self, task: Mapping[str, JSON], seed: int, state: bytes) -> None:
         if self._instance is not None:
-            raise RuntimeError("a session starts once")
+            raise RuntimeError("a session can only be started once")
         end = _LENGTH.size + _LENGTH.unpack_from(state)[0]
         around = json.loads(state[_LENGTH.size : end])
         self._context.task, self._context.seed = task, seed
@@ -234,7 +234,7 @@ class PlainSession:
             keywords["ctx"] = self._context
         return await self._caller.call(member, timeout_s, *arguments, **keywords)
 
-    async def _or_fail(self, phase: str, timeout_s: float, awaitable: Awaitable[T]) -> T:
+    async def _or_fail(self, phase: Phase, timeout_s: float, awaitable: Awaitable[T]) -> T:
         try:
             return await awaitable
         except DeadlineExceeded as error:

@@ -132,7 +132,7 @@ class TrlEnvironment:
             return await self._own_tasks.task(split, index)
         rows = self._rows[split] or ()
         if not 0 <= index < len(rows):
-            raise EnvironmentFailed("task", f"{self.name} has {len(rows)} {split} rows, not one at {index}")
+            raise EnvironmentFailed("task", f"{self.name} has {len(rows)} {split} rows, none at index {index}")
         return rows[index]
 
     def of_row(self, row: Mapping[str, JSON]) -> PlainEnvironment:
@@ -204,7 +204,7 @@ class TrlSession(PlainSession):
         finally:
             caller.close()
         if not isinstance(rewards, Sequence) or len(rewards) != 1:
-            raise EnvironmentFailed("score", f"{function.__name__} returns a list with one reward per completion")
+            raise EnvironmentFailed("score", f"{function.__name__} must return a list with one reward per completion")
         return rewards[0]
 
 
@@ -213,7 +213,7 @@ _NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
 def _check_reward_function(function: RewardFunction) -> None:
     if not callable(function) or not hasattr(function, "__name__"):
-        raise InvalidEnvironment(f"reward_funcs: {function!r} is no function; reward models are not run here")
+        raise InvalidEnvironment(f"reward_funcs: {function!r} is not a function; reward models are not supported here")
     for name in _NOT_GIVEN:
         parameter = inspect.signature(function).parameters.get(name)
         if parameter is not None and parameter.default is parameter.empty:

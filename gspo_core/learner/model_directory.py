@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from gspo_core.batch import Layout
 from gspo_core.learner.attention import PACKED
+from gspo_core.model_files import HEAD_SETTINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 _SAMPLE_BYTES = 2**20
-# Settings that change the head's output in ways the chunked log-probs do not support, with their neutral values.
-_HEAD_SETTINGS = {"final_logit_softcapping": (None,), "logit_scale": (None, 1), "logits_scaling": (None, 1)}
 
 # transformers patches its own methods while loading. Overlapping loads can leave them patched for good, and then no
 # model in the process ties its embedding to its head.
@@ -66,7 +65,7 @@ def load_model(model_dir: Path, layout: Layout) -> PreTrainedModel:
     name = type(model).__name__
     if layout != "padded" and not model._supports_attention_backend:
         raise UnsupportedModel(f"{name} brings its own attention: {attention_advice(model)}")
-    for key, neutral in _HEAD_SETTINGS.items():
+    for key, neutral in HEAD_SETTINGS.items():
         if getattr(model.config, key, None) not in neutral:
             raise UnsupportedModel(f"{name} sets {key}, which the log-probs do not follow")
     model.config.use_cache = False

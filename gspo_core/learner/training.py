@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo_core.batch import MicroBatch, TrainSequence, deal_minibatches, split_batch
+from gspo_core.batch.collate import scored_places
 from gspo_core.learner import state
 from gspo_core.learner.model_directory import export_share, fingerprint, join_shares
 from gspo_core.learner.optimizer import Update, apply_update, build_adamw, learning_rate
@@ -170,13 +171,18 @@ class Learner:
         return metrics | self._update_metrics([update])
 
     @torch.no_grad()
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
-        """Log-prob of each token given its prefix, at the sequence's temperature; 0 for the first token."""
+    def logprobs(self, sequences: Sequence[TrainSequence], *, sampled_only: bool = False) -> list[NDArray[np.float32]]:
+        """Log-prob of each token given its prefix, at the sequence's temperature; 0 for the first token.
+
+        With ``sampled_only`` 0 for every token that the policy did not sample too: the head, which is the larger part
+        of the work where a vocabulary is large and prompts are long, then runs for few tokens."""
+        places = [scored_places(sequence, score_all=not sampled_only) for sequence in sequences]
         starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
         flat = torch.zeros(int(starts[-1]), device=self._device)
-        for micro_batch in self._split(sequences, range(len(sequences)), score_all=True):
-            places = [np.arange(starts[index] + 1, starts[index + 1]) for index in micro_batch.indices]
-            index_N = torch.from_numpy(np.concatenate([*places, np.zeros(0, np.int64)])).to(self._device)
+        scored = [index for index, found in enumerate(places) if len(found)]
+        for micro_batch in self._split(sequences, scored, score_all=not sampled_only):
+            cells = [starts[index] + places[index] for index in micro_batch.indices]
+            index_N = torch.from_numpy(np.concatenate([*cells, np.zeros(0, np.int64)])).to(self._device)
             flat[index_N] = self._policy(micro_batch)
         values = self._ranks.sum(flat).cpu().numpy()
         return [values[start:end].copy() for start, end in pairwise(starts)]

@@ -10,13 +10,13 @@ from dataclasses import asdict
 
 from gspo_core.types import WeightFile, WeightsManifest
 
-_FORMAT = 1
+FORMAT = 1
 
 
 def encode_manifest(manifest: WeightsManifest) -> bytes:
     """The file that lies beside the weights."""
     record = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "job": manifest.job,
         "version": manifest.version,
         "epoch": manifest.epoch,
@@ -29,8 +29,8 @@ def encode_manifest(manifest: WeightsManifest) -> bytes:
 def decode_manifest(data: bytes) -> WeightsManifest:
     """Raises ValueError, KeyError or TypeError where ``data`` is no manifest of this format."""
     record = json.loads(data)
-    if record["format"] != _FORMAT:
-        raise ValueError(f"format {record['format']}, this release reads {_FORMAT}")
+    if record["format"] != FORMAT:
+        raise ValueError(f"format {record['format']}, this release reads {FORMAT}")
     return WeightsManifest(
         job=record["job"],
         version=record["version"],

@@ -1,6 +1,7 @@
 """The records of a job that outlive Redis: what was accepted, its states, its environments, its published versions.
 
-The rule: each is a JSON object with sorted keys, written once; anything else is damage.
+The rule: each is a JSON object with sorted keys, written once; anything else is damage. Records of schema 1 carry no
+number; from the next schema on each says its own under ``schema``, and what a later release wrote is refused by name.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import asdict, dataclass
 from gspo_core.json_value import JSON
 from gspo_core.spec import JobSpec
 
+SCHEMA = 1
+
 
 class DamagedRecord(Exception):
-    """A record is not what was written."""
+    """A record is not what was written, or a later release wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,17 @@ def encode_record(record: Mapping[str, JSON] | AcceptedJob | VersionRecord) -> b
     return json.dumps(fields, sort_keys=True, allow_nan=False).encode()
 
 
-def decode_record(data: bytes) -> dict[str, JSON]:
-    """Raises DamagedRecord."""
+def decode_record(data: bytes, schema: int = SCHEMA) -> dict[str, JSON]:
+    """``schema``: the newest that the caller can read. Raises DamagedRecord."""
     try:
         record = json.loads(data)
     except ValueError as error:
         raise DamagedRecord(str(error)) from error
     if not isinstance(record, dict):
         raise DamagedRecord("holds no record")
+    number = record.pop("schema", 1)
+    if number not in range(1, schema + 1):
+        raise DamagedRecord(
+            f"has the schema {number!r}, this release reads up to {schema}: go on with the release that wrote it"
+        )
     return record

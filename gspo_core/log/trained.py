@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from gspo_core.types import EpisodeKey
 
-_MAGIC = b"GSPOTRND"
+SCHEMA = 1
+# The magic is the number of the schema: the bytes of another one begin otherwise.
+_MAGIC = {1: b"GSPOTRND"}[SCHEMA]
 _HEADER = struct.Struct("<8sI")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

@@ -46,7 +46,7 @@ def load_job_spec(path: Path | str) -> JobSpec:
     path = Path(path)
     form = _FORMATS.get(path.suffix.lower())
     if form is None:
-        raise SpecFileError(f"{path}: a job file ends in .json, .yaml, .yml or .toml, not in {path.suffix!r}")
+        raise SpecFileError(f"{path}: a job file must end in .json, .yaml, .yml or .toml, not in {path.suffix!r}")
     text = _text(path)
     try:
         data = form.read(text)
@@ -55,7 +55,7 @@ def load_job_spec(path: Path | str) -> JobSpec:
         where = ":".join(str(part) for part in (path, error.line, error.column) if part is not None)
         raise SpecFileError(f"{where}: {error}") from None
     if not isinstance(data, dict):
-        raise SpecFileError(f"{path}: a job is written as keys and values, not as {_kind(data)}")
+        raise SpecFileError(f"{path}: a job must be written as keys and values, not as {_kind(data)}")
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
@@ -69,7 +69,7 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise SpecFileError(f"{path}: {error.strerror or error}") from None
     if len(raw) > MAX_BYTES:
-        raise SpecFileError(f"{path}: larger than {MAX_BYTES} bytes, which no job specification is")
+        raise SpecFileError(f"{path}: larger than {MAX_BYTES} bytes, too large for a job specification")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -99,18 +99,20 @@ def _check_plain(data: Any) -> None:
         if isinstance(value, dict):
             for key, item in value.items():
                 if not isinstance(key, str):
-                    raise TextRejected(f"{spell((*path, str(key)))}: a key is a text; write it in quotes")
+                    raise TextRejected(f"{spell((*path, str(key)))}: a key must be a string; write it in quotes")
                 pending.append(((*path, key), item))
         elif isinstance(value, list):
             pending += [((*path, position), item) for position, item in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
-            raise TextRejected(f"{spell(path)}: numbers are finite, not {value}")
+            raise TextRejected(f"{spell(path)}: numbers must be finite, not {value}")
         elif value is not None and not isinstance(value, str | int | float):
-            raise TextRejected(f"{spell(path)}: {_kind(value)} has no meaning here; write it in quotes if it is a text")
+            raise TextRejected(
+                f"{spell(path)}: {_kind(value)} has no meaning here; write it in quotes if it is a string"
+            )
 
 
 def _kind(value: Any) -> str:
-    names = {"NoneType": "nothing", "list": "a list", "str": "a text", "int": "a number", "float": "a number"}
+    names = {"NoneType": "nothing", "list": "a list", "str": "a string", "int": "a number", "float": "a number"}
     name = type(value).__name__
     return names.get(name, f"a {name}")
 

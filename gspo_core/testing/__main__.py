@@ -2,7 +2,7 @@
 
 Rule: what an environment prints is not mixed with the answer, and an environment that ends its process ends only this
 one. ``ORDER`` is JSON, or the number of a descriptor that holds it; the answer is written, as JSON, to the descriptor
-that it names. ``do`` says what is wanted: ``validate`` (the default), ``schema``, ``tasks`` or ``play``.
+that it names. ``do`` says what is wanted: ``validate`` (the default), ``schema``, ``tasks``, ``prompts`` or ``play``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from gspo_core.testing import excerpts
 from gspo_core.testing.watch import timeouts_of, validate
 from gspo_core.types import Split
 
+# Enough to meet a long one where they differ little, few enough for a person to wait.
+NUM_PROMPTS = 16
+
 
 class Order(TypedDict, total=False):
     """``do`` decides which of the others are there."""
 
-    do: Literal["validate", "schema", "tasks", "play"]
+    do: Literal["validate", "schema", "tasks", "play", "prompts"]
     ref: Required[str]
     config: Required[dict[str, JSON]]
     descriptor: Required[int]
@@ -46,7 +49,7 @@ class Order(TypedDict, total=False):
 
 
 class Result(TypedDict):
-    result: JSON | excerpts.TaskExcerpt | excerpts.Played
+    result: JSON | excerpts.TaskExcerpt | excerpts.Played | excerpts.Starts
 
 
 class Refusal(TypedDict):
@@ -97,6 +100,9 @@ def _excerpt(order: Order) -> Result | Refusal:
             case "tasks":
                 found = excerpts.tasks(environment, Split(order["split"]), order["first"], order["count"])
                 return {"result": asyncio.run(found)}
+            case "prompts":
+                timeouts = timeouts_of(environment, order["timeout_s"])
+                return {"result": asyncio.run(excerpts.starts(environment, timeouts, NUM_PROMPTS))}
             case _:
                 timeouts = timeouts_of(environment, order["timeout_s"])
                 given = (Split(order["split"]), order["task"], order["turns"], order["seed"])

@@ -54,7 +54,7 @@ def calls_check(random: Sequence[Answered], oracle: Sequence[Answered] | None) -
     shown = f"none of {len(judged)} {whose} succeeded, for example: {errors[0][:_SHOWN]}"
     if oracle or _fail_whatever_they_are_given(judged):
         return Check("calls", Status.FAIL, shown, data)
-    advice = "if only random arguments are to blame, give an oracle: its calls are then looked at"
+    advice = "if only random arguments are to blame, define an oracle: its calls are then checked"
     return Check("calls", Status.WARN, f"{shown}; {advice}", data)
 
 

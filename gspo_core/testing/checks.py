@@ -71,7 +71,7 @@ async def examine(subject: Subject) -> AsyncIterator[Check]:
     except EnvironmentFailed as failure:
         yield _failed(failure)
         return
-    for check in (_reset(played), _timeouts(subject, played)):
+    for check in (_reset(played), *_content(played), _timeouts(subject, played)):
         yield check
         if check.status is FAIL:
             return
@@ -81,7 +81,7 @@ async def examine(subject: Subject) -> AsyncIterator[Check]:
         isolation = await _isolation(subject, played, changed, chance)
         yield isolation
         if isolation.status is FAIL:
-            yield Check("together", SKIP, "cannot be compared: not even one after the other are episodes alike")
+            yield Check("together", SKIP, "cannot be compared: episodes differ even when played one after the other")
         else:
             yield await _together(subject, played[0], chance)
         by_oracle = await _by_oracle(subject, played[0].task)
@@ -104,7 +104,7 @@ def _tools(environment: Environment) -> Check:
     tools: Sequence[ToolSchema] = environment.tools
     named = getattr(environment, "tools_by_name", {})
     wrong = [
-        f"{name} takes **kwargs alone, so the policy is told of no argument: name them"
+        f"{name} takes only **kwargs, so the policy is told of no arguments: name them"
         for name, tool in named.items()
         if getattr(tool, "open_ended", False) and not tool.parameters
     ]
@@ -125,7 +125,7 @@ def _tools(environment: Environment) -> Check:
         return Check("tools", FAIL, "; ".join(wrong), {"problems": wrong})
     names = [tool["function"]["name"] for tool in tools]
     if not names:
-        return Check("tools", WARN, "no public method, so the policy can only speak")
+        return Check("tools", WARN, "no public method, so the policy can only write text")
     return Check("tools", PASS, ", ".join(names), {"tools": names})
 
 
@@ -140,7 +140,7 @@ async def _tasks(environment: Environment) -> Check:
             return Check("tasks", FAIL, failure.reason)
     shared = set(splits[Split.TRAIN]) & set(splits[Split.EVAL])
     if shared:
-        return Check("tasks", WARN, f"{len(shared)} held-out tasks are trained as well", counts)
+        return Check("tasks", WARN, f"{len(shared)} held-out tasks are also training tasks", counts)
     if not counts["eval"]:
         return Check("tasks", WARN, f"{counts['train']} tasks, none held out: nothing can be measured", counts)
     return Check("tasks", PASS, f"{counts['train']} to train, {counts['eval']} held out", counts)
@@ -168,6 +168,14 @@ def _reset(played: Sequence[_Played]) -> Check:
     return Check("reset", PASS, f"{num_tasks} {'task begins' if num_tasks == 1 else 'tasks begin'}")
 
 
+def _content(played: Sequence[_Played]) -> Iterator[Check]:
+    """Nothing where all is text, as it nearly always is."""
+    found = sorted({part for one in played for part in one.transcript.other_parts})
+    if found:
+        message = f"models read text only here, but other content is shown: {'; '.join(found)}"
+        yield Check("content", FAIL, message, {"found": found})
+
+
 def _timeouts(subject: Subject, played: Sequence[_Played]) -> Check:
     limit = f"timed out after {subject.timeouts.step_timeout_s:g}s"
     for one in played:
@@ -193,7 +201,7 @@ async def _isolation(subject: Subject, played: Sequence[_Played], changed: Seque
             return Check("isolation", FAIL, message, data)
     if chance is not None:
         status, word = (FAIL, "declared replayable, but ") if environment.replayable else (WARN, "")
-        return Check("isolation", status, f"{word}chance does not come from `seed`: {chance}", data)
+        return Check("isolation", status, f"{word}randomness does not come from `seed`: {chance}", data)
     if changed:
         return Check("isolation", WARN, f"episodes are alike, but they write to {', '.join(changed)}", data)
     return Check("isolation", PASS, "the same seed and calls give the same episode, whatever was played before")
@@ -220,8 +228,8 @@ async def _together(subject: Subject, one: _Played, chance: str | None) -> Check
     for transcript in transcripts:
         if not transcript.same_as(one.transcript):
             difference = one.transcript.difference(transcript)
-            return Check("together", FAIL, f"episodes that run at the same time change each other: {difference}")
-    return Check("together", PASS, f"{NUM_TOGETHER} episodes at the same time leave each other alone")
+            return Check("together", FAIL, f"episodes that run at the same time affect each other: {difference}")
+    return Check("together", PASS, f"{NUM_TOGETHER} episodes at the same time do not affect each other")
 
 
 def _answered(played: Sequence[_Played]) -> list[Answered]:
@@ -253,13 +261,13 @@ async def _reward(subject: Subject, played: Sequence[_Played], by_oracle: _Playe
     low, high = environment.reward_range or (-math.inf, math.inf)
     outside = [value for value in (*rewards, floor, *([] if best is None else [best])) if not low <= value <= high]
     if outside:
-        return Check("reward", FAIL, f"{outside[0]} lies outside of the declared reward_range ({low}, {high})", data)
+        return Check("reward", FAIL, f"{outside[0]} is outside the declared reward_range ({low}, {high})", data)
     if best is not None and best <= floor:
         return Check("reward", FAIL, f"the oracle gets {best}, doing nothing gets {floor}", data)
     shown = f"random calls {min(rewards):g} to {max(rewards):g}, doing nothing {floor:g}"
     shown += "" if best is None else f", oracle {best:g}"
     if best is None and played[0].transcript.answers and floor > max(rewards):
-        advice = "a policy may learn to do nothing; an oracle would show what acting can be worth"
+        advice = "a policy may learn to do nothing; an oracle would show what acting is worth"
         return Check("reward", WARN, f"{shown}: no random episode is worth as much as doing nothing, so {advice}", data)
     if environment.reward_range is None:
         return Check("reward", WARN, f"{shown}; no reward_range, so a broken episode is worth 0", data)
@@ -280,15 +288,15 @@ async def _errors(subject: Subject, task: Mapping[str, JSON]) -> Check:
     await rehearsal.end(score=False)
     answers = [str(message["content"]) for message in observation.messages]
     if any("Traceback" in answer for answer in answers):
-        return Check("errors", FAIL, "an answer to a wrong call holds a traceback, which a policy would learn from")
-    return Check("errors", PASS, f"{len(answers)} wrong calls are answered, none ends the episode")
+        return Check("errors", FAIL, "an answer to a wrong call contains a traceback, which a policy would learn from")
+    return Check("errors", PASS, f"{len(answers)} wrong calls are answered, and none ends the episode")
 
 
 async def _snapshot(subject: Subject, one: _Played) -> Check:
     environment = subject.environment
     if not environment.has_snapshot:
         how = "by replay" if environment.replayable else "from their beginning (neither snapshot nor replayable)"
-        return Check("resume", PASS if environment.replayable else WARN, f"interrupted episodes go on {how}")
+        return Check("resume", PASS if environment.replayable else WARN, f"interrupted episodes resume {how}")
     seed_everything()
     half = len(one.actions) // 2
     first = Rehearsal(environment, subject.timeouts)
@@ -307,7 +315,7 @@ async def _snapshot(subject: Subject, one: _Played) -> Check:
     restored = await second.end()
     if not restored.same_as(one.transcript):
         difference = one.transcript.difference(restored)
-        return Check("resume", FAIL, f"an episode restored from its snapshot goes on otherwise: {difference}")
+        return Check("resume", FAIL, f"an episode restored from its snapshot continues differently: {difference}")
     return Check("resume", PASS, f"a snapshot of {len(state)} bytes restores an episode")
 
 

@@ -12,13 +12,15 @@ from typing import TypedDict
 from gspo_core.api_answers import TrialCall, TrialEntry
 from gspo_core.env import Environment, ParsedTurn, Timeouts, ToolCall
 from gspo_core.json_value import JSON
-from gspo_core.messages import CallStatus
+from gspo_core.messages import CallStatus, Message, ToolSchema
 from gspo_core.testing.rehearsal import as_turn
 from gspo_core.testing.watch import oracle_of
 from gspo_core.types import Split
 
 MAX_TEXT_CHARS = 20_000
 MAX_TURNS = 64
+# Of all first prompts together: less than an answer may have.
+MAX_STARTS_CHARS = 4 << 20
 
 
 class TaskExcerpt(TypedDict):
@@ -31,6 +33,17 @@ class Played(TypedDict):
     stop_reason: str | None
     reward: float
     reward_parts: dict[str, float]
+
+
+class FirstPrompt(TypedDict):
+    task: int
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema]
+
+
+class Starts(TypedDict):
+    starts: list[FirstPrompt]
+    limits: Mapping[str, JSON]
 
 
 class ScriptedCall(TypedDict):
@@ -55,6 +68,24 @@ async def tasks(environment: Environment, split: Split, first: int, count: int) 
     total = environment.num_tasks(split)
     found = [await environment.task(split, index) for index in range(first, min(first + count, total))]
     return {"total": total, "tasks": [_plain(dict(one)) for one in found]}
+
+
+async def starts(environment: Environment, timeouts: Timeouts, count: int) -> Starts:
+    """The first prompts of ``count`` training tasks, spread evenly; fewer if they are very long. Raises
+    ``EnvironmentFailed``."""
+    found: list[FirstPrompt] = []
+    total, num_chars = environment.num_tasks(Split.TRAIN), 0
+    for index in sorted({number * total // count for number in range(count)}):
+        session = environment.session(limits=timeouts, episode_id="start")
+        try:
+            start = await session.start(await environment.task(Split.TRAIN, index), 0)
+        finally:
+            await session.close()
+        num_chars += len(json.dumps([start.messages, start.tools], default=str))
+        if num_chars > MAX_STARTS_CHARS:
+            break
+        found.append({"task": index, "messages": start.messages, "tools": start.tools})
+    return {"starts": found, "limits": environment.limits}
 
 
 async def play(
@@ -91,7 +122,7 @@ async def play(
 def _by_oracle(environment: Environment, task: Mapping[str, JSON]) -> list[ParsedTurn]:
     oracle = oracle_of(environment)
     if oracle is None:
-        raise LookupError(f"{environment.name} has no oracle: say what the policy does in `turns` (`--turns`)")
+        raise LookupError(f"{environment.name} has no oracle: give the policy's turns in `turns` (`--turns`)")
     return [as_turn(action) for action in oracle(**task)][:MAX_TURNS]
 
 

@@ -61,7 +61,7 @@ def prompt_check(meter: PromptMeter, lengths: Sequence[int], limits: Mapping[str
     too_long = sum(length >= bound for length in lengths)
     if too_long:
         message = (
-            f"{shown}, but {of_what} is {bound} tokens: {too_long} of {len(lengths)} tasks leave no room to answer"
+            f"{shown}, but {of_what} is {bound} tokens: {too_long} of {len(lengths)} tasks leave no room for an answer"
         )
         return Check("prompt", Status.FAIL, message, data)
     return Check("prompt", Status.PASS, f"{shown}; an episode may hold {bound}", data)

@@ -23,7 +23,7 @@ from gspo_core.env import (
     ToolCall,
 )
 from gspo_core.json_value import JSON
-from gspo_core.messages import Content, ParameterSchema, ToolSchema
+from gspo_core.messages import Content, Message, ParameterSchema, ToolSchema, other_parts
 from gspo_core.types import StopReason
 
 T = TypeVar("T")
@@ -39,6 +39,8 @@ class Transcript:
     answers: list[str] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
     """The text of each answer."""
+    other_parts: list[str] = field(default_factory=list)
+    """What is shown besides text, with its place."""
     stop: StopReason | None = None
     reward: float = 0.0
     close_failure: str | None = None
@@ -69,6 +71,7 @@ class Rehearsal:
     async def start(self, task: Mapping[str, JSON], seed: int = 0) -> None:
         start = await self._timed("reset", self.session.start(task, seed))
         self.transcript.first = _dump([start.messages, start.tools])
+        self._note("the first messages", start.messages)
 
     async def act(self, action: Action) -> None:
         """Nothing once the episode has ended."""
@@ -77,7 +80,11 @@ class Rehearsal:
         observation = await self._timed("step", self.session.act(as_turn(action)))
         self.transcript.answers.append(_dump([observation.messages, observation.stop_reason]))
         self.transcript.contents.append("".join(_text(message["content"]) for message in observation.messages))
+        self._note("an answer", observation.messages)
         self.transcript.stop = observation.stop_reason
+
+    def _note(self, place: str, messages: Sequence[Message]) -> None:
+        self.transcript.other_parts += [f"{place}: {kind}" for message in messages for kind in other_parts(message)]
 
     async def end(self, *, score: bool = True) -> Transcript:
         try:

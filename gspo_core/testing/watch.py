@@ -101,10 +101,8 @@ class _Watched:
     def _silence(self, thread: threading.Thread) -> str:
         place = _where(thread)
         if place is None:
-            return (
-                f"the examination did not come back for {self._longest_s:g}s, not in the environment's code: try again"
-            )
-        return f"{self._now} does not come back: {place}"
+            return f"the examination did not return for {self._longest_s:g}s, not in the environment's code: try again"
+        return f"{self._now} does not return: {place}"
 
     def _work(self, oracle: Oracle | None, model: Path | None) -> None:
         try:

@@ -81,6 +81,7 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
             registry=EnvironmentRegistry(data_dir.environments),
             networks=parse_networks(settings.outbound_networks),
             may_upload=settings.env_uploads,
+            hub=data_dir.hub,
             news=Store(news),
         )
         app = create_app(
@@ -132,7 +133,7 @@ async def _serve_app(app: FastAPI, settings: Settings, stop: asyncio.Event, grac
             stopping = tasks.create_task(stop.wait(), name="stopping")
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not stop.is_set():
-                raise RuntimeError("the HTTP server ended by itself; its log says why")
+                raise RuntimeError("the HTTP server stopped on its own; see its log")
             server.should_exit = True
 
 
@@ -150,7 +151,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.api", description="Serves the API and the viewer.")
+    parser = argparse.ArgumentParser(prog="python -m services.api", description="Serve the API and the viewer.")
     parser.add_argument("--grace-s", type=int, default=GRACE_S, help="seconds to finish open requests after a signal")
     grace_s = parser.parse_args().grace_s
     try:

@@ -50,7 +50,9 @@ from services.api.views.event_tails import EventTails
 from services.api.views.exports import Exports
 from services.api.views.history import TrainedHistory
 from services.process.cancelling import cancel_all
+from services.state.drains import Drains
 from services.state.kept_replies import KeptReplies
+from services.state.resubmissions import Resubmissions
 from services.state.worker_requests import WorkerRequests
 
 LEASE_S = 30.0
@@ -140,10 +142,12 @@ def _context(
         ring=ring,
         worker_requests=WorkerRequests(backend.redis),
         exports=Exports(),
-        redis=backend.redis,
+        drains=Drains(backend.redis),
+        resubmissions=Resubmissions(backend.redis),
         replies=KeptReplies(backend.redis),
         registry=backend.registry,
         networks=backend.networks,
         may_upload=backend.may_upload,
+        hub=backend.hub,
         ping_s=ping_s,
     )

@@ -106,16 +106,16 @@ def _text_decoder(model_dir: Path) -> Callable[[list[int]], str]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m services.engine", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="folder with config.json and safetensors")
+    parser.add_argument("--model", type=Path, required=True, help="model folder with config.json and safetensors")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32")
-    parser.add_argument("--threads", type=int, default=1, help="threads of one torch operation on the CPU")
-    parser.add_argument("--max-concurrency", type=int, default=128, help="requests that run at a time")
-    parser.add_argument("--context-length", type=int, help="default: what the model was made for")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads per torch operation")
+    parser.add_argument("--max-concurrency", type=int, default=128, help="requests that run at the same time")
+    parser.add_argument("--context-length", type=int, help="default: the model's own limit")
     parser.add_argument("--prefix-cache-mib", type=int, default=512, help="memory for prefixes of finished requests")
-    parser.add_argument("--weight-version", default="default", help="label of the weights it starts with")
+    parser.add_argument("--weight-version", default="default", help="label of the initial weights")
     parser.add_argument("--random-seed", type=int, default=0)
     return parser.parse_args()
 

@@ -39,7 +39,7 @@ def read_checkpoint(directory: Path, shapes: Mapping[str, torch.Size], optional:
         if tensor.shape != shapes[name]:
             raise CheckpointRejected(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(shapes[name])}")
         if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise CheckpointRejected(f"{name} holds something else than finite floating-point numbers")
+            raise CheckpointRejected(f"{name} contains values that are not finite floating-point numbers")
     return tensors
 
 
@@ -54,7 +54,7 @@ def _files(directory: Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointRejected(f"{_INDEX} is damaged: {error!r}") from error
     if any(Path(name).name != name for name in names):
-        raise CheckpointRejected(f"{_INDEX} names files outside of its folder")
+        raise CheckpointRejected(f"{_INDEX} refers to files outside of its folder")
     return [directory / name for name in names]
 
 

@@ -191,7 +191,7 @@ class Decoder:
                 )
             )
         if state:
-            raise UnservableModel(f"{self.config.model_type} has weights that are not known here: {sorted(state)[:3]}")
+            raise UnservableModel(f"{self.config.model_type} has unknown weights: {sorted(state)[:3]}")
 
     def _derive(self) -> None:
         for layer in self._layers:
@@ -231,7 +231,7 @@ def _check_config(config: PretrainedConfig) -> None:
         "use_sliding_window": not getattr(config, "use_sliding_window", False),
     }
     if strange := [name for name, is_known in known.items() if not is_known]:
-        raise UnservableModel(f"{config.model_type}: no support for its {', '.join(strange)}")
+        raise UnservableModel(f"{config.model_type}: unsupported: {', '.join(strange)}")
 
 
 class _Chunk(NamedTuple):

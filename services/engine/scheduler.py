@@ -285,7 +285,7 @@ class Scheduler:
         leaving: dict[int, Finish | RequestFailed] = {}
         for row, (request, token_id, logprob) in enumerate(zip(self.running, ids, logprobs, strict=True)):
             if not logprob > -float("inf"):  # also true for NaN
-                leaving[row] = RequestFailed("the model computes numbers that are not finite")
+                leaving[row] = RequestFailed("the model computes non-finite numbers")
                 continue
             request.output_ids.append(token_id)
             request.logprobs.append(logprob)

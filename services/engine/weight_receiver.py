@@ -67,7 +67,7 @@ class WeightReceiver:
         if body.group_name in self._groups:
             raise WeightsRefused(f"there is a group {body.group_name!r} already")
         if body.backend not in ("gloo", "nccl"):
-            raise WeightsRefused(f"a group is joined by gloo or nccl, not {body.backend!r}")
+            raise WeightsRefused(f"a group's backend must be gloo or nccl, not {body.backend!r}")
         try:
             group = await ProcessGroup.join(
                 host=body.master_address,
@@ -79,7 +79,7 @@ class WeightReceiver:
                 timeout_s=_TIMEOUT_S,
             )
         except (RuntimeError, ValueError) as error:
-            raise WeightsRefused(f"the group was not joined: {error}") from error
+            raise WeightsRefused(f"joining the group failed: {error}") from error
         device = torch.device("cpu") if body.backend == "gloo" else self._engine.decoder.device
         self._groups[body.group_name] = group, device
 
@@ -99,12 +99,12 @@ class WeightReceiver:
         try:
             await group.broadcast(tensors.values())
         except RuntimeError as error:
-            raise WeightsRefused(f"the tensors did not come: {error}") from error
+            raise WeightsRefused(f"receiving the tensors failed: {error}") from error
         if strange := [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]:
-            raise WeightsRefused(f"{strange[0]} holds something else than finite numbers")
+            raise WeightsRefused(f"{strange[0]} contains values that are not finite")
         label = self._engine.label if body.weight_version is None else body.weight_version
         if not await self._engine.take_weights(tensors, label, flush_cache=body.flush_cache, unless_after=num_before):
-            raise WeightsRefused("other weights were loaded meanwhile")
+            raise WeightsRefused("other weights were loaded in the meantime")
 
     def leave(self, name: str) -> None:
         if name not in self._groups:
@@ -114,7 +114,7 @@ class WeightReceiver:
     def _room(self, body: TensorsBody, device: torch.device) -> dict[str, Tensor]:
         """Memory for the tensors; refuses those that the model has no place for before anything is sent."""
         if not len(body.names) == len(body.dtypes) == len(body.shapes) > 0:
-            raise WeightsRefused("names, dtypes and shapes are lists of one length")
+            raise WeightsRefused("names, dtypes and shapes must be lists of equal length")
         parameters = self._engine.decoder.parameters
         found: dict[str, Tensor] = {}
         for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True):

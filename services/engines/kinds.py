@@ -56,5 +56,5 @@ def kind_of(address: str) -> str:
         return DEFAULT_KIND
     if name == DEFAULT_KIND or name not in KINDS:
         others = ", ".join(sorted(KINDS.keys() - {DEFAULT_KIND})) or "none"
-        raise NoSuchKind(f"{address} names a kind of engine that is not among the named ones ({others})")
+        raise NoSuchKind(f"{address} names an unknown kind of engine; kinds that can be named: {others}")
     return name

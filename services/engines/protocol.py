@@ -103,11 +103,15 @@ class Sampling(Protocol):
         rid: str | None = None,
         extra_key: str | None = None,
         sampling_seed: int | None = None,
+        vocab_size: int | None = None,
     ) -> Generation:
         """Samples until a stop token (kept in the output), ``max_new_tokens``, or an abort (partial output).
 
         ``rid`` must be fresh and is chosen when left out. ``extra_key`` names a space of the prefix cache. Cancelling
         the call aborts the request in the engine.
+
+        ``vocab_size``: of the model behind, which may be another one for each call. EngineRejected: an input id lies
+        outside, and nothing was sent. EngineProtocolError: a sampled one does.
         """
 
     async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:

@@ -64,7 +64,7 @@ class EngineProfile:
         """``0.5.23``, ``0.5.12.post1``; raises EngineProtocolError."""
         match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
         if match is None:
-            raise EngineProtocolError(f"an engine says its version like 0.5.23, not {text!r}")
+            raise EngineProtocolError(f"an engine version must look like 0.5.23, not {text!r}")
         major, minor, patch = map(int, match.groups())
         return cls((major, minor, patch))
 
@@ -166,13 +166,11 @@ class EngineClient:
         url: str,
         http: httpx.AsyncClient,
         *,
-        vocab_size: int | None = None,
         api_key: str | None = None,
         admin_api_key: str | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._http = http
-        self._vocab_size = vocab_size
         self._keys = {False: api_key, True: admin_api_key or api_key}
         self._has_weight_sessions: bool | None = None
 
@@ -186,16 +184,19 @@ class EngineClient:
         rid: str | None = None,
         extra_key: str | None = None,
         sampling_seed: int | None = None,
+        vocab_size: int | None = None,
     ) -> Generation:
         """Samples until a stop token (kept in the output), ``max_new_tokens``, or an abort (partial output).
 
         ``rid`` must be fresh and is 32 hex digits when left out. ``extra_key`` names a space of the prefix cache.
+        ``vocab_size`` is that of the model behind: an id outside, which can crash an engine, is never sent, and refused
+        in an answer.
         Cancelling the call aborts the request in the engine.
         """
         rid = rid or os.urandom(16).hex()
         body: _Body = {
             "rid": rid,
-            "input_ids": self._checked_input(input_ids, max_new_tokens),
+            "input_ids": self._checked_input(input_ids, max_new_tokens, vocab_size),
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": False,
@@ -210,7 +211,7 @@ class EngineClient:
                 async with asyncio.timeout(_ABORT_TIMEOUT_S):
                     await self.abort(rid)
             raise
-        return self._read_generation(response.content, rid, max_new_tokens)
+        return self._read_generation(response.content, rid, max_new_tokens, vocab_size)
 
     async def score(self, input_ids: Sequence[int]) -> tuple[list[float], str]:
         """The log-prob of each id but the first at temperature 1, and the label of the weights that they are of."""
@@ -229,7 +230,7 @@ class EngineClient:
             raise EngineProtocolError(f"{self.url}: not an answer to a scoring request: {error}") from error
         logprobs = [logprob for logprob, _, _ in meta.input_token_logprobs[1:] if logprob is not None]
         if [entry[1] for entry in meta.input_token_logprobs] != list(input_ids) or len(logprobs) + 1 != len(input_ids):
-            raise EngineProtocolError(f"{self.url}: scored other ids than it was given")
+            raise EngineProtocolError(f"{self.url}: scored different ids than it was given")
         return logprobs, meta.weight_version
 
     async def abort(self, rid: str) -> None:
@@ -264,7 +265,7 @@ class EngineClient:
             if _NOTHING_REPLACED in str(refusal):
                 raise
             if _REPLACED_BUT_FAILED not in str(refusal):
-                raise EngineDirty(f"{self.url}: a weight load failed half-way: {refusal}") from refusal
+                raise EngineDirty(f"{self.url}: a weight load failed halfway: {refusal}") from refusal
             await self._finish_replaced(label)
         except EngineUnavailable as lost:
             if isinstance(lost.__cause__, httpx.ConnectError):
@@ -388,20 +389,22 @@ class EngineClient:
             new_label: _Body = {"new_version": label, "abort_all_requests": False}
             await self._call("POST", "/update_weight_version", new_label, admin=True)
         except EngineError as error:
-            raise EngineDirty(f"{self.url}: new weights behind an old cache or label: {error}") from error
+            raise EngineDirty(f"{self.url}: it has new weights but an old cache or label: {error}") from error
 
-    def _checked_input(self, input_ids: Sequence[int], max_new_tokens: int) -> msgspec.Raw:
+    def _checked_input(
+        self, input_ids: Sequence[int], max_new_tokens: int, vocab_size: int | None = None
+    ) -> msgspec.Raw:
         """The ids as JSON. Refuses ids that would crash a real engine."""
         if not input_ids:
             raise ValueError("a request needs at least one input id")
         ids = input_ids if isinstance(input_ids, TokenIds) else TokenIds(input_ids)
-        if self._vocab_size is not None and ids.largest >= self._vocab_size:
-            raise ValueError(f"input ids lie in [0, {self._vocab_size}), as {ids.largest} does not")
+        if vocab_size is not None and ids.largest >= vocab_size:
+            raise EngineRejected(f"{self.url}: not sent: input ids must be in [0, {vocab_size}), not {ids.largest}")
         if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is at least 1, not {max_new_tokens}")
+            raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         return msgspec.Raw(ids.to_json())
 
-    def _read_generation(self, content: bytes, rid: str, max_new_tokens: int) -> Generation:
+    def _read_generation(self, content: bytes, rid: str, max_new_tokens: int, vocab_size: int | None) -> Generation:
         try:
             answer = _decode_answer(content)
         except msgspec.DecodeError as error:
@@ -410,11 +413,11 @@ class EngineClient:
         logprobs = [entry[0] for entry in meta.output_token_logprobs]
         broken = (
             (meta.id != rid and f"rid {meta.id!r} instead of {rid!r}")
-            or (len(output_ids) > max_new_tokens and f"{len(output_ids)} tokens, {max_new_tokens} were asked for")
+            or (len(output_ids) > max_new_tokens and f"{len(output_ids)} tokens, {max_new_tokens} were requested")
             or (meta.completion_tokens != len(output_ids) and f"completion_tokens {meta.completion_tokens}")
-            or ([entry[1] for entry in meta.output_token_logprobs] != output_ids and "log-probs of other ids")
+            or ([entry[1] for entry in meta.output_token_logprobs] != output_ids and "log-probs of different ids")
             or (not all(-math.inf < logprob <= MAX_LOGPROB for logprob in logprobs) and "log-probs out of range")
-            or (self._has_foreign_ids(output_ids) and "ids outside the vocabulary")
+            or (_has_foreign_ids(output_ids, vocab_size) and "ids outside the vocabulary")
         )
         if broken:
             raise EngineProtocolError(f"{self.url}: answer of {len(output_ids)} tokens with {broken}")
@@ -431,9 +434,6 @@ class EngineClient:
             )
         except EngineProtocolError as error:
             raise EngineProtocolError(f"{self.url}: {error}") from error
-
-    def _has_foreign_ids(self, output_ids: list[int]) -> bool:
-        return bool(output_ids) and not 0 <= min(output_ids) <= max(output_ids) < (self._vocab_size or math.inf)
 
     def _read_finish(self, finish: _Finish) -> FinishReason:
         match finish.type:
@@ -513,6 +513,10 @@ def _sampling_params(
     if sampling_seed is not None:
         params["sampling_seed"] = sampling_seed
     return msgspec.Raw(msgspec.json.encode(params))
+
+
+def _has_foreign_ids(output_ids: list[int], vocab_size: int | None) -> bool:
+    return bool(output_ids) and not 0 <= min(output_ids) <= max(output_ids) < (vocab_size or math.inf)
 
 
 def _text_or_none(value: object) -> str | None:

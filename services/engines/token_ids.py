@@ -33,10 +33,10 @@ class TokenIds(Sequence[int]):
         try:
             added = array("i", ids)
         except (TypeError, OverflowError) as error:
-            raise ValueError(f"token ids are a flat list of ints: {error}") from error
+            raise ValueError(f"token ids must be a flat list of ints: {error}") from error
         numbers = np.frombuffer(added, dtype=np.int32)
         if (smallest := np.minimum.reduce(numbers)) < 0:
-            raise ValueError(f"token ids are not negative, as {smallest} is")
+            raise ValueError(f"token ids must not be negative, as {smallest} is")
         if self._digits:
             self._digits += b","
         self._digits += msgspec.json.encode(added.tolist())[1:-1]

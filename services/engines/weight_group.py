@@ -114,7 +114,7 @@ async def _all_or_dirty(
     except (EngineError, RuntimeError) as error:
         if isinstance(error, EngineRejected) and not refused_is_dirty:
             raise
-        raise EngineDirty(f"weights were not handed over: {error}") from error
+        raise EngineDirty(f"handing over weights failed: {error}") from error
     finally:
         for task in tasks:
             task.cancel()

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-from gspo_core.chat import ChatCodec
-from gspo_core.env import EnvironmentFailed, Message, ParsedTurn, Start, ToolSchema
+from gspo_core.chat import ChatCodec, NotText
+from gspo_core.env import IMAGES, EnvironmentFailed, Message, ParsedTurn, Start, ToolSchema
 from gspo_core.messages import ForkReason
 from gspo_core.types import Segment, StopReason
 from services.episodes.counters import Counters
@@ -34,6 +34,8 @@ class Conversation:
         self.ledger = ledger
         self.messages: list[Message] = []
         self.tools: Sequence[ToolSchema] = ()
+        self.num_prompt_tokens = 0
+        """Of the first prompt, also of one that is too long."""
         self._codec = codec
         self._counters = counters
         self._max_context_tokens = max_context_tokens
@@ -48,6 +50,7 @@ class Conversation:
         """Opens the first turn, or returns why it cannot."""
         self.messages, self.tools = list(start.messages), start.tools
         prompt = self._render()
+        self.num_prompt_tokens = len(prompt)
         if len(prompt) >= self._max_context_tokens:
             return StopReason.CONTEXT_OVERFLOW
         self.ledger.observe(prompt)
@@ -96,5 +99,7 @@ def _wording() -> Iterator[None]:
     """Turns errors of the chat format into failures: it may be unable to render what an environment shows."""
     try:
         yield
+    except NotText as error:
+        raise EnvironmentFailed(IMAGES, str(error)) from error
     except ValueError as error:
         raise EnvironmentFailed("prompt", str(error)) from error

@@ -84,7 +84,7 @@ class Ledger:
     def observe(self, token_ids: Sequence[int]) -> None:
         """Opens the next turn with the tokens that the policy reads before it."""
         if not token_ids:
-            raise LedgerConflict(f"{self.key}: a turn starts with at least one token to read")
+            raise LedgerConflict(f"{self.key}: a turn must start with at least one observed token")
         self.turns.append(Turn(observed=_packed(token_ids)))
         self._token_ids.extend(self.turns[-1].observed)
 
@@ -112,9 +112,9 @@ class Ledger:
         num_observed = segment.num_tokens - segment.num_actions
         token_ids: list[int] = segment.token_ids.tolist()
         if found != expected or segment.is_final or segment.action_mask[:num_observed].any():
-            raise LedgerConflict(f"{self.key}: segment {found} is no continuation at {expected}")
+            raise LedgerConflict(f"{self.key}: segment {found} does not continue at {expected}")
         if token_ids[:num_observed] != self._token_ids[self._num_sealed :]:
-            raise LedgerConflict(f"{self.key}: segment {segment.index} was sampled after another observation")
+            raise LedgerConflict(f"{self.key}: segment {segment.index} was sampled after a different observation")
         self._sample(token_ids[num_observed:], segment.version, segment.engine_id)
         self.num_segments += 1
 

@@ -61,7 +61,7 @@ class Retrier:
     def _note(self, error: Away, *, is_first: bool) -> None:
         self._counters.add("redis/not_now" if error.has_answered else "redis/retries")
         if error.has_answered and is_first:
-            get_logger().warning("Redis refuses for a while: waiting", error=str(error))
+            get_logger().warning("Redis is refusing commands: waiting", error=str(error))
 
     async def pause(self, attempt: int) -> None:
         await asyncio.sleep(self._backoff.wait_s(attempt, self._rng.random()))

@@ -16,6 +16,7 @@ from gspo_core.types import Segment
 from services.episodes.ledger import Ledger
 from services.episodes.tally import TurnTally
 
+SCHEMA = 1
 # A larger value in one call would hold up every other client.
 MAX_WORLD_BYTES = 1024 * 1024
 
@@ -37,6 +38,7 @@ class WorldSnapshot(msgspec.Struct, frozen=True):
     tally: TurnTally
     state: bytes
     """Of the environment."""
+    schema: int = SCHEMA
 
     def encode(self) -> bytes:
         """Raises ``WorldSnapshotNotKept``."""
@@ -52,9 +54,10 @@ class WorldSnapshot(msgspec.Struct, frozen=True):
     def decode(cls, data: bytes) -> WorldSnapshot | None:
         """None if another release wrote it."""
         try:
-            return msgspec.msgpack.decode(data, type=cls)
+            found = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
             return None
+        return found if found.schema == SCHEMA else None
 
     def stands_at(self, record: Sequence[Segment], stop_ids: Collection[int]) -> bool:
         """Whether it holds every action of ``record``, and no other."""

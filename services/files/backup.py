@@ -5,7 +5,7 @@ Rule: an installation can resume from a backup, whatever is written and removed 
 and renamed into place, and a directory is read in the order of its names: the logs of a job before its checkpoints,
 whose newest one needs no older log. Files that appear while a directory is read are saved too, because the files that
 they replace may vanish before they are read. A file that vanishes is left out; one that grows is cut at its length when
-opened. Only plain files are saved and restored.
+opened. Only plain files are saved and restored. A backup says which layout it has; one of a later layout is refused.
 """
 
 from __future__ import annotations
@@ -18,22 +18,27 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from services.files.data_dir import NOT_SAVED, DataDir
+from services.files.data_dir import LAYOUT, NOT_SAVED, DataDir
 from services.files.durable import TEMPORARY_PREFIX
 from services.process.settings import SettingsError, load_settings
 
 # Bounds the chase after a writer that is faster than this reader.
 MAX_LOOKS = 20
+_LAYOUT = "GSPO.layout"
 
 
 class JobsAreThere(Exception):
     """Two histories do not mix: a backup is restored only where there are no jobs."""
 
 
+class LaterLayout(Exception):
+    """A later release made the backup, and its files have other names."""
+
+
 def save(data_dir: Path, to: IO[bytes]) -> int:
     """Returns the number of files."""
     count = 0
-    with tarfile.open(fileobj=to, mode="w|gz") as archive:
+    with tarfile.open(fileobj=to, mode="w|gz", pax_headers={_LAYOUT: str(LAYOUT)}) as archive:
         for path in _files(data_dir, NOT_SAVED):
             count += _add(archive, path, path.relative_to(data_dir))
     return count
@@ -77,20 +82,26 @@ def _add(archive: tarfile.TarFile, path: Path, name: Path) -> bool:
 
 
 def restore(data_dir: Path, source: IO[bytes]) -> None:
-    """Raises ``JobsAreThere``, or an error of ``tarfile`` for a broken archive."""
+    """Raises ``JobsAreThere``, ``LaterLayout``, or an error of ``tarfile`` for a broken archive."""
     data_dir.mkdir(parents=True, exist_ok=True)
     jobs = DataDir(data_dir).jobs
     if not jobs.is_empty():
-        raise JobsAreThere(f"{jobs.path} holds jobs: a backup is taken back where there are none")
+        raise JobsAreThere(f"{jobs.path} already holds jobs: restore a backup only where there are none")
     with tarfile.open(fileobj=source, mode="r|gz") as archive:
+        layout = archive.pax_headers.get(_LAYOUT, "1")
+        if not layout.isdecimal() or int(layout) > LAYOUT:
+            raise LaterLayout(
+                f"the backup has the layout {layout}, this release reads up to {LAYOUT}: restore it with the release "
+                "that made it"
+            )
         archive.extractall(data_dir, filter="data")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m services.files.backup", description="Save GSPO_DATA_DIR to the standard output."
+        prog="python -m services.files.backup", description="Write a backup of GSPO_DATA_DIR to standard output."
     )
-    parser.add_argument("--restore", action="store_true", help="take it back, from the standard input")
+    parser.add_argument("--restore", action="store_true", help="restore it, from standard input")
     given = parser.parse_args(arguments)
     try:
         data_dir = load_settings().data_dir
@@ -98,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             restore(data_dir, sys.stdin.buffer)
         else:
             print(f"{save(data_dir, sys.stdout.buffer)} files", file=sys.stderr)
-    except (JobsAreThere, SettingsError, OSError, tarfile.TarError) as error:
+    except (JobsAreThere, LaterLayout, SettingsError, OSError, tarfile.TarError) as error:
         print(f"services.files.backup: {error}", file=sys.stderr)
         return 1
     return 0

@@ -67,7 +67,7 @@ class BatchLog:
         try:
             write_once(path, encode_batch(Position(epoch, step), groups, extra), epoch=epoch)
         except FileExistsError as error:
-            raise BatchLogExists(f"{path} exists; batch logs are written once") from error
+            raise BatchLogExists(f"{path} already exists; a batch log is written only once") from error
         return path
 
     def read(self, epoch: int, step: int) -> LoggedBatch:
@@ -142,5 +142,5 @@ def read_batch(path: Path) -> LoggedBatch:
         raise DamagedBatchLog(path, str(error)) from error
     named = parse_step_name(path.name)
     if named is not None and named != batch.position:
-        raise DamagedBatchLog(path, f"holds epoch {batch.epoch} step {batch.step}: it was renamed")
+        raise DamagedBatchLog(path, f"holds epoch {batch.epoch} step {batch.step}: the file was renamed")
     return batch

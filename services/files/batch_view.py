@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("path", type=Path, help="a directory to list, or one batch log to show")
     parser.add_argument("--tokens", action="store_true", help="show every token")
-    parser.add_argument("--json", action="store_true", help="an object per episode and line, with all tokens")
+    parser.add_argument("--json", action="store_true", help="one JSON object per episode and line, with all tokens")
     parser.add_argument(
         "--only", action="append", default=[], metavar="GROUP[/MEMBER]", help="this group or episode; may be repeated"
     )

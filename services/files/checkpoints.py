@@ -200,8 +200,8 @@ class CheckpointStore:
                 problems.append(f"{name} is missing")
             except DAMAGE as error:
                 problems.append(f"{name} is damaged: {error}")
-                get_logger().warning("record of an epoch is damaged", name=name, error=str(error))
-        raise LostForkRecord(f"where epoch {epoch} forked off is known no more: {', '.join(problems)}")
+                get_logger().warning("the record of an epoch is damaged", name=name, error=str(error))
+        raise LostForkRecord(f"it is no longer known where epoch {epoch} forked off: {', '.join(problems)}")
 
 
 def _fork_records(epoch: int) -> tuple[str, str]:

@@ -4,7 +4,7 @@ The rule: no other module builds a path below the data directory. It opens and c
 go as a whole to the modules that fill them, which name their content.
 
     jobs/ID/   environments/NAME/   keys/   audit.jsonl   secrets/ROLE/   engine.port
-    logs/   venvs/   redis/   models/   demo/
+    logs/   venvs/   redis/   models/   demo/   hub/models/   hub/datasets/
 """
 
 from __future__ import annotations
@@ -13,14 +13,24 @@ import os
 import re
 import uuid
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
 from services.files.job_dir import JobsDir
 
+# Of the names below the data directory and below a job's. A backup carries it.
+LAYOUT = 1
 # Left out of backups: rebuilt from the rest, installed again, or secret.
 NOT_SAVED = frozenset({"redis", "venvs", "logs", "secrets"})
 
 UPLOADS = ".uploads"
+FETCHED = "fetched.json"
+"""In a directory that was fetched from the hub: what it is."""
+_NAME = re.compile(
+    r"(?P<owner>[A-Za-z0-9][\w.-]{0,95})/(?P<repository>[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w./-]+))?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _RECORD = re.compile(r"(\d{8})\.json")
 _REPORT = re.compile(r"\d{8}\.report-(\d{4})\.json")
 
@@ -74,6 +84,11 @@ class DataDir:
     def model(self, name: str) -> Path:
         """A model that was made here."""
         return self.path / "models" / name
+
+    @property
+    def hub(self) -> HubDir:
+        """What was fetched from the hub."""
+        return HubDir(self.path / "hub")
 
     def witness(self) -> Path:
         """A fresh name for a file that proves that several machines see the same directory."""
@@ -147,3 +162,57 @@ class SecretsDir:
 
     def secret(self, role: str, name: str) -> Path:
         return self.path / role / name
+
+
+class HubKind(StrEnum):
+    MODEL = "model"
+    DATASET = "dataset"
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """``owner/repository``, with ``@revision`` where one is asked for: a branch, a tag or a commit."""
+
+    owner: str
+    repository: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """None for a text that names no repository: a path, or a name without an owner."""
+        found = _NAME.fullmatch(text)
+        return None if found is None else cls(found["owner"], found["repository"], found["revision"])
+
+    @property
+    def repo_id(self) -> str:
+        return f"{self.owner}/{self.repository}"
+
+    def __str__(self) -> str:
+        return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubDir:
+    """What was fetched, by kind: ``models/OWNER--REPOSITORY@COMMIT/`` and ``datasets/...``."""
+
+    path: Path
+
+    def place(self, kind: HubKind) -> Path:
+        return self.path / f"{kind}s"
+
+    def directory(self, kind: HubKind, name: HubName, commit: str) -> Path:
+        return self.place(kind) / f"{name.owner}--{name.repository}@{commit}"
+
+    def fetched(self, kind: HubKind, name: HubName) -> Path | None:
+        """The directory of the commit that ``name`` asks for, or of the one that was fetched last."""
+        if name.revision is not None and not _COMMIT.fullmatch(name.revision):
+            return None  # a branch or a tag moves: only the hub knows where it stands
+        found = self.place(kind).glob(f"{name.owner}--{name.repository}@{name.revision or '*'}")
+        whole = [one for one in found if _COMMIT.fullmatch(one.name.rpartition("@")[2]) and (one / FETCHED).is_file()]
+        return max(whole, key=lambda one: (one / FETCHED).stat().st_mtime_ns, default=None)
+
+
+def commit_of(directory: Path) -> str | None:
+    """The commit that a fetched directory holds; None for any other directory."""
+    commit = directory.name.rpartition("@")[2]
+    return commit if _COMMIT.fullmatch(commit) else None

@@ -53,6 +53,6 @@ async def write_when_there_is_room(function: Callable[P, T], /, *args: P.args, *
                 return await asyncio.to_thread(function, *args, **kwargs)
         except NoRoom as error:
             if not is_told:
-                get_logger().warning("disk full: tried again until there is room", error=str(error))
+                get_logger().warning("disk full: retrying until there is room", error=str(error))
             is_told = True
         await asyncio.sleep(RETRY_S)

@@ -32,9 +32,9 @@ def export_checkpoint(job: JobDir, epoch: int, step: int, target: Path) -> Path:
     Raises CheckpointNotFound, ExportFailed.
     """
     if not CheckpointStore(job).has(Position(epoch, step)):
-        raise CheckpointNotFound(f"job {job.id} keeps no checkpoint of epoch {epoch}, step {step}")
+        raise CheckpointNotFound(f"job {job.id} has no checkpoint of epoch {epoch}, step {step}")
     if target.exists():
-        raise ExportFailed(f"{target} exists; an export is written once")
+        raise ExportFailed(f"{target} already exists; an export is written only once")
     # -P keeps the caller's folder off the path: a user's own `services` must not shadow ours.
     argv = [
         sys.executable,

@@ -64,7 +64,7 @@ class JobRecords:
         path = self._job.version_record(record.version)
         _write(path, record)
         if VersionRecord(**_read(path)) != record:
-            raise RecordConflict(f"{path} names other weights")
+            raise RecordConflict(f"{path} names different weights")
 
     def versions(self) -> list[VersionRecord]:
         """All published versions, in order."""

@@ -68,7 +68,7 @@ class WeightStore:
         """Publish on disk everything that ``save`` writes into a given directory."""
         target = self.path(version)
         if os.path.lexists(target):
-            raise VersionExists(f"{target} exists; versions are written once")
+            raise VersionExists(f"{target} already exists; a version is written only once")
         with whole_directory(target, epoch=epoch, name=_rename_once) as temporary:
             save(temporary)
             manifest = WeightsManifest(
@@ -103,7 +103,9 @@ class WeightStore:
         """Read every file of the version; raises ``DamagedVersion`` for the first that differs from ``manifest``."""
         directory = self.path(manifest.version)
         if self.manifest(manifest.version) != manifest:
-            raise DamagedVersion(directory, MANIFEST_NAME, "describes other weights than the manifest to be checked")
+            raise DamagedVersion(
+                directory, MANIFEST_NAME, "describes different weights than the manifest to be checked"
+            )
         for file in manifest.files:
             problem = _problem(directory / file.path, file)
             if problem:
@@ -146,7 +148,7 @@ def _flush_and_hash(root: Path) -> tuple[WeightFile, ...]:
     for path in _files(root):
         name = path.relative_to(root).as_posix()
         if path.is_symlink() or not path.is_file():
-            raise InvalidValue(f"{name} is no plain file; a version holds plain files only")
+            raise InvalidValue(f"{name} is not a regular file; a version holds only regular files")
         if name == MANIFEST_NAME:
             raise InvalidValue(f"the name {MANIFEST_NAME} is taken by the manifest of the version")
         with path.open("rb") as file:
@@ -166,10 +168,10 @@ def _problem(path: Path, expected: WeightFile) -> str | None:
         return "is missing"
     size_bytes = path.stat().st_size
     if size_bytes != expected.size_bytes:
-        return f"has {size_bytes} bytes, not {expected.size_bytes}"
+        return f"has {size_bytes} bytes instead of {expected.size_bytes}"
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-            return "has another sha256 than the manifest says"
+            return "has a different sha256 than the manifest"
     return None
 
 
@@ -179,5 +181,5 @@ def _rename_once(source: Path, target: Path) -> None:
         name_directory(source, target)
     except OSError as error:
         if os.path.lexists(target):
-            raise VersionExists(f"{target} was written by another process meanwhile") from error
+            raise VersionExists(f"{target} was written by another process in the meantime") from error
         raise

@@ -46,7 +46,7 @@ def unpack(
     if it raises, nothing is left behind.
     """
     if len(packed) > MAX_PACKED_BYTES:
-        raise ArchiveRefused(f"an upload has at most {MAX_PACKED_BYTES} bytes")
+        raise ArchiveRefused(f"an upload may have at most {MAX_PACKED_BYTES} bytes")
     if target.is_dir():
         check(target)
         return
@@ -91,18 +91,18 @@ def _zip_members(packed: bytes) -> Iterator[tuple[str, IO[bytes] | None]]:
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         entries = archive.infolist()
         if len(entries) > MAX_FILES:
-            raise ArchiveRefused(f"an archive holds at most {MAX_FILES} files")
+            raise ArchiveRefused(f"an archive may hold at most {MAX_FILES} files")
         for entry in entries:
             kind = stat.S_IFMT(entry.external_attr >> 16)
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise ArchiveRefused(f"{entry.orig_filename[:80]!r} is neither a file nor a directory")
             # Other methods allocate as much memory as the archive says, and fail in ways of their own.
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise ArchiveRefused(f"{entry.orig_filename[:80]!r} is not compressed as zip files usually are")
+                raise ArchiveRefused(f"{entry.orig_filename[:80]!r} is not compressed with deflate")
             if entry.flag_bits & 1:
                 raise ArchiveRefused("the archive is encrypted")
             if "\0" in entry.orig_filename:
-                raise ArchiveRefused("a name holds a zero")
+                raise ArchiveRefused("a file name contains a NUL byte")
             if entry.is_dir():
                 yield entry.orig_filename, None
             else:
@@ -135,7 +135,7 @@ class _Counted:
         data = self._stream.read(_PIECE if size < 0 else min(size, self._left + 1))
         self._left -= len(data)
         if self._left < 0:
-            raise ArchiveRefused(f"an archive holds at most {MAX_UNPACKED_BYTES} bytes")
+            raise ArchiveRefused(f"an archive may hold at most {MAX_UNPACKED_BYTES} bytes")
         return data
 
 
@@ -152,7 +152,7 @@ class _Unpacking:
         for name, content in members:
             count += 1
             if count > MAX_FILES:
-                raise ArchiveRefused(f"an archive holds at most {MAX_FILES} files")
+                raise ArchiveRefused(f"an archive may hold at most {MAX_FILES} files")
             parts = _parts(name)
             if not parts:
                 continue
@@ -171,7 +171,7 @@ class _Unpacking:
             entry = (name, is_directory or depth < len(parts))
             held = self._seen.setdefault(_folded(name), entry)
             if held != entry or (depth == len(parts) and not is_directory and self._files_seen(name)):
-                raise ArchiveRefused(f"{name[:80]!r} is there twice, or in two spellings, or as file and directory")
+                raise ArchiveRefused(f"{name[:80]!r} occurs twice, in two spellings, or as both a file and a directory")
 
     def _files_seen(self, name: str) -> bool:
         return (self._folder / name).exists()
@@ -182,18 +182,18 @@ class _Unpacking:
                 self._written += len(data)
                 if self._written > self._most:
                     raise ArchiveRefused(
-                        f"unpacked it is more than {MAX_UNPACKED_BYTES} bytes, or than {MAX_RATIO} times its size"
+                        f"it unpacks to more than {MAX_UNPACKED_BYTES} bytes, or {MAX_RATIO} times its size"
                     )
                 file.write(data)
 
 
 def _parts(name: str) -> tuple[str, ...]:
     if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
-        raise ArchiveRefused(f"{name[:80]!r} is no name for a file")
+        raise ArchiveRefused(f"{name[:80]!r} is not a valid file name")
     if name.startswith("/") or "\\" in name or ":" in name:
-        raise ArchiveRefused(f"{name[:80]!r}: names are relative and use /")
+        raise ArchiveRefused(f"{name[:80]!r}: names must be relative and use /")
     if any(part == ".." for part in name.split("/")):
-        raise ArchiveRefused(f"{name[:80]!r} leads out of the archive")
+        raise ArchiveRefused(f"{name[:80]!r} points outside of the archive")
     parts = tuple(part for part in PurePosixPath(name).parts if part != ".")
     if len(parts) > MAX_DEPTH or any(len(part.encode()) > MAX_PART_BYTES for part in parts):
         raise ArchiveRefused(f"{name[:80]!r} is too long or too deep")

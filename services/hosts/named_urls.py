@@ -47,7 +47,7 @@ class Share:
     def require_room(self, where: str) -> None:
         """Raises AddressNamed."""
         if len(self.judged) == MAX_HOSTS:
-            raise AddressNamed(where, f"at most {MAX_HOSTS} different hosts are named at once")
+            raise AddressNamed(where, f"at most {MAX_HOSTS} different hosts may be named at once")
         if self.judged and self._clock() > self._until:
             raise AddressNamed(where, "the names before this one took too long to resolve")
 

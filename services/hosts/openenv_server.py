@@ -131,7 +131,7 @@ class ServedEpisode:
         try:
             request = json.loads(text)
         except ValueError:
-            return _error("INVALID_JSON", "a frame is one JSON object")
+            return _error("INVALID_JSON", "a frame must be one JSON object")
         kind, data = _parts(request)
         if kind not in self.answers:
             return _error("UNKNOWN_TYPE", f"unknown type {kind!r}; known: {[*self.answers, 'close']}")
@@ -173,7 +173,7 @@ class ServedEpisode:
             call = ToolCall(name, data.get("arguments", {}), CallStatus.OK, "", 0, 0)
             turn = ParsedTurn("", (call,))
         else:
-            raise Refusal("VALIDATION_ERROR", "a step is call_tool with a tool_name, message, or list_tools")
+            raise Refusal("VALIDATION_ERROR", "a step must be call_tool with a tool_name, message, or list_tools")
         self.num_steps += 1
         observation = await self.session.act(turn)
         return await self._seen(observation, None if kind == "message" else str(name))
@@ -248,7 +248,7 @@ async def serve(environment: HostedEnvironment, host: str, port: int, capacity: 
         if request.path == "/ws":
             return None
         if request.path not in pages:
-            return connection.respond(HTTPStatus.NOT_FOUND, "there are /ws, /health, /schema and /metadata\n")
+            return connection.respond(HTTPStatus.NOT_FOUND, "the paths are /ws, /health, /schema and /metadata\n")
         response = connection.respond(HTTPStatus.OK, json.dumps(pages[request.path]))
         del response.headers["Content-Type"]
         response.headers["Content-Type"] = "application/json"
@@ -275,7 +275,7 @@ def _split(name: JSON) -> Split:
     try:
         return Split(str(name))
     except ValueError:
-        raise Refusal("VALIDATION_ERROR", f"split is train or eval, not {name!r}") from None
+        raise Refusal("VALIDATION_ERROR", f"split must be train or eval, not {name!r}") from None
 
 
 def _error(code: str, message: str, **more: int) -> Answer:

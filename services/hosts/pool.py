@@ -145,7 +145,7 @@ class HostPool:
     async def _fork(self) -> Process:
         process = await self._ask_for_process() or await self._ask_for_process()
         if process is None:
-            raise EnvironmentFailed("boot", "the host ends as soon as it has started")
+            raise EnvironmentFailed("boot", "the host exits as soon as it has started")
         process.num_sessions = 1
         process.on_death = self._bury
         self._processes.append(process)
@@ -187,7 +187,7 @@ class HostPool:
             return
         self._count(f"host/{process.death.cause}")
         get_logger().warning(
-            "a process of an environment died",
+            "an environment process died",
             environment=self._order.ref,
             cause=str(process.death.cause),
             detail=process.death.detail,

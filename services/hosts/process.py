@@ -48,9 +48,9 @@ class Death:
 
 
 _WORDS = {
-    Cause.HUNG: "did not answer in time and was ended",
+    Cause.HUNG: "did not answer in time and was killed",
     Cause.CRASHED: "crashed",
-    Cause.OVER_MEMORY: "went beyond its memory limit and was ended",
+    Cause.OVER_MEMORY: "exceeded its memory limit and was killed",
     Cause.KILLED: "was killed from outside",
     Cause.CLOSED: "was closed",
 }

@@ -13,12 +13,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 from gspo_core.json_value import JSON
+from gspo_core.log.records import decode_record
 from services.files.data_dir import EnvironmentsDir
 from services.files.durable import make_directory, write_once
 
+# Of registrations and reports.
+SCHEMA = 1
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _REFERENCE = re.compile(rf"({NAME.pattern})(?:@([1-9][0-9]{{0,7}}))?")
 MAX_REPORTS = 50
@@ -151,8 +154,7 @@ class EnvironmentRegistry:
         numbers = self._reports(one)
         if not numbers:
             return None
-        report: ExaminationReport = json.loads(self._report_path(one, numbers[-1]).read_bytes())
-        return report
+        return cast(ExaminationReport, decode_record(self._report_path(one, numbers[-1]).read_bytes(), SCHEMA))
 
     def add_report(self, one: Registration, report: ExaminationReport) -> None:
         number = max(self._reports(one), default=0) + 1
@@ -167,7 +169,8 @@ class EnvironmentRegistry:
         return self._directory.versions(name)
 
     def _read(self, name: str, version: int) -> Registration:
-        return Registration(**json.loads(self._directory.record(name, version).read_bytes()))
+        record: dict[str, Any] = decode_record(self._directory.record(name, version).read_bytes(), SCHEMA)
+        return Registration(**record)
 
     def _is_removed(self, one: Registration) -> bool:
         return self._directory.removed(one.name, one.version).exists()
@@ -182,4 +185,4 @@ class EnvironmentRegistry:
 def _require_owner(held: Sequence[Registration], owner: str) -> None:
     """A name belongs to the owner of its first version."""
     if held and held[0].owner != owner:
-        raise NameTaken(f"the name {held[0].name} belongs to another owner; choose another one")
+        raise NameTaken(f"the name {held[0].name} belongs to another owner; choose a different one")

@@ -63,8 +63,8 @@ class RemoteHosts:
         """Tries again until ``boot_timeout_s``. Raises ``InvalidEnvironment`` or ``BootFailed``."""
         if order.paths:
             raise InvalidEnvironment(
-                f"{order.ref} was uploaded: its files are here, and the services in GSPO_ENV_HOSTS cannot read them. "
-                "Put them where those services can, and name them as path/to/file.py:Class"
+                f"{order.ref} was uploaded: its files are here, where the services in GSPO_ENV_HOSTS cannot read them. "
+                "Put them where those services can read them, and refer to them as path/to/file.py:Class"
             )
         wait_s, reason = RETRY_S[0], "no address"
         try:
@@ -199,7 +199,7 @@ class RemoteHost(asyncio.Protocol):
             for body in self._frames.feed(data):
                 self._hear(_read(body))
         except (BadFrame, msgspec.DecodeError, RecursionError) as error:
-            self.tail = f"it sent a frame that cannot be read: {error}"
+            self.tail = f"it sent an unreadable frame: {error}"
             if self._transport is not None:
                 self._transport.abort()
 
@@ -207,7 +207,7 @@ class RemoteHost(asyncio.Protocol):
         self.is_dead = True
         self._fail(_Lost(str(error or "the service closed the connection (a wrong GSPO_ENV_TOKEN?)")))
         for process in list(self._processes.values()):
-            process.end(Death(Cause.KILLED, process.acting(), "the service of environments is away"))
+            process.end(Death(Cause.KILLED, process.acting(), "the environment service is unreachable"))
 
     def _hear(self, said: Said) -> None:
         if not self._ready.done():

@@ -199,7 +199,7 @@ class RunningHost(asyncio.Protocol):
             for body in self._frames.feed(data):
                 self._hear(body)
         except (BadFrame, msgspec.DecodeError) as error:
-            self._fail(BootFailed(f"{self._order.ref}: its host sent a frame that cannot be read: {error}"))
+            self._fail(BootFailed(f"{self._order.ref}: its host sent an unreadable frame: {error}"))
 
     def _hear(self, body: bytes) -> None:
         if not self._ready.done():
@@ -225,7 +225,7 @@ class RunningHost(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.is_dead = True
         self.gone.set()
-        self._fail(BootFailed(f"{self._order.ref}: its host ended while loading it: {self.tail or 'no output'}"))
+        self._fail(BootFailed(f"{self._order.ref}: its host exited while loading it: {self.tail or 'no output'}"))
         for process in list(self._processes.values()):
             if not process.ended.done():
                 process.ended.set_result(("signal", int(signal.SIGKILL)))

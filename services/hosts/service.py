@@ -273,10 +273,10 @@ async def serve(settings: Settings, host: str, port: int, stop: asyncio.Event) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m services.hosts.service", description="Runs environments for rollout workers."
+        prog="python -m services.hosts.service", description="Run environments for rollout workers."
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8010, help="port to bind; 0 takes a free one")
+    parser.add_argument("--port", type=int, default=8010, help="port to bind; 0 picks a free one")
     arguments = parser.parse_args()
     try:
         settings = load_settings()

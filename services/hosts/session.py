@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, cast
 
 from gspo_core.env import AtCapacity, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
-from gspo_core.env.contract import PhaseLimits
+from gspo_core.env.contract import Phase, PhaseLimits
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
@@ -36,7 +36,7 @@ _CANCEL_GRACE_S = 1.0
 class SessionLost(EnvironmentFailed):
     """The session is gone, and neither its policy nor its environment is known to be the cause: neither is charged."""
 
-    def __init__(self, phase: str, reason: str, *, is_suspect: bool = False) -> None:
+    def __init__(self, phase: Phase, reason: str, *, is_suspect: bool = False) -> None:
         super().__init__(phase, reason)
         self.is_suspect = is_suspect
         """This session may be the culprit: its successor is to be watched (``HostedSession.watch``)."""
@@ -99,7 +99,7 @@ class HostedEnvironment:
     async def task(self, split: Split, index: int) -> HostedTask:
         if not 0 <= index < self.num_tasks(split):
             raise EnvironmentFailed(
-                "task", f"{self.name} has {self.num_tasks(split)} {split} tasks, not one at {index}"
+                "task", f"{self.name} has {self.num_tasks(split)} {split} tasks, none at index {index}"
             )
         return HostedTask(split, index)
 
@@ -161,7 +161,7 @@ class HostedSession:
 
     async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
         if self._first is not None:
-            raise RuntimeError("a session starts once")
+            raise RuntimeError("a session can only be started once")
         self._prepare(task, seed)
         while True:
             try:
@@ -197,7 +197,7 @@ class HostedSession:
                 self._lose(died.death)
                 if may_have_acted and not self._environment.replayable:
                     me = self._died_as in died.death.suspects
-                    raise SessionLost("host", f"it may have acted or not: {died.death}", is_suspect=me) from died
+                    raise SessionLost("host", f"it is unknown whether it acted: {died.death}", is_suspect=me) from died
             else:
                 self._is_suspect = False
                 if self._environment.replayable:
@@ -224,7 +224,7 @@ class HostedSession:
 
     async def restore(self, task: Mapping[str, JSON], seed: int, state: bytes) -> None:
         if self._first is not None:
-            raise RuntimeError("a session starts once")
+            raise RuntimeError("a session can only be started once")
         self._prepare(task, seed)
         self._snapshot = base64.b64encode(state).decode()
         self._first = ()
@@ -286,7 +286,7 @@ class HostedSession:
             self._leave()
         if reply.failed is not None:
             phase, reason = reply.failed
-            raise AtCapacity(int(reason)) if phase == "capacity" else EnvironmentFailed(phase, reason)
+            raise AtCapacity(int(reason)) if phase == "capacity" else EnvironmentFailed(cast(Phase, phase), reason)
         return reply
 
     # when its process is gone
@@ -366,4 +366,4 @@ class HostedSession:
 
     def _differs(self) -> NoReturn:
         self._count("host/replay_differed")
-        raise SessionLost("replay", f"{self._environment.name} says that it is replayable, but answers differently")
+        raise SessionLost("replay", f"{self._environment.name} is declared replayable, but answers differently")

@@ -36,7 +36,7 @@ class Sites:
         one, root = self._look_up(order.ref)
         if self.elsewhere and root is not None:
             raise InvalidEnvironment(
-                f"{order.ref} was uploaded; services elsewhere (GSPO_ENV_HOSTS) lack its files: only references run"
+                f"{order.ref} was uploaded; remote services (GSPO_ENV_HOSTS) lack its files and run references only"
             )
         if root is None:
             networks = self.networks if one.is_remote else None
@@ -58,7 +58,7 @@ class Sites:
             return one, None
         root = self.registry.upload_dir(one.upload)
         if not root.is_dir():
-            raise InvalidEnvironment(f"{one.id}: what was uploaded is not below {self.registry.path}")
+            raise InvalidEnvironment(f"{one.id}: its upload is not below {self.registry.path}")
         return one, root
 
     def booting(self, boot: Callable[[HostOrder], Awaitable[Host]]) -> Callable[[HostOrder], Awaitable[Host]]:

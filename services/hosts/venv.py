@@ -70,7 +70,7 @@ def requirements_of(ref: str) -> tuple[str, ...]:
     except tomllib.TOMLDecodeError as error:
         raise InvalidEnvironment(f"{path}: its block `# /// script` is not TOML: {error}") from None
     if not isinstance(wanted, list) or not all(isinstance(one, str) and not one.startswith("-") for one in wanted):
-        raise InvalidEnvironment(f"{path}: dependencies of its block `# /// script` are a list of requirements")
+        raise InvalidEnvironment(f"{path}: dependencies in its block `# /// script` must be a list of requirements")
     return tuple(wanted)
 
 
@@ -115,14 +115,14 @@ def _make(venv: Path, requirements: Sequence[str]) -> None:
 def _run(*program: str) -> None:
     done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise InvalidEnvironment(f"installing what an environment needs failed: {done.stderr.strip()[-TAIL_CHARS:]}")
+        raise InvalidEnvironment(f"installing the requirements failed: {done.stderr.strip()[-TAIL_CHARS:]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m services.hosts.venv", description="Installs what environments need."
+        prog="python -m services.hosts.venv", description="Install the requirements of environments."
     )
-    parser.add_argument("directory", type=Path, help="where: DATA_DIR/venvs of the installation")
+    parser.add_argument("directory", type=Path, help="target directory: DATA_DIR/venvs of the installation")
     parser.add_argument("ref", nargs="+", help="package.module:Class or path/to/file.py:Class")
     arguments = parser.parse_args()
     for ref in arguments.ref:

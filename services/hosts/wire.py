@@ -33,7 +33,7 @@ def encode(frame: Mapping[str, object]) -> bytes:
     # Tokenizers and decoders refuse a lone surrogate, so it becomes a question mark here.
     body = json.dumps(frame, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     if len(body) > MAX_FRAME_BYTES:
-        raise FrameTooLong(f"{len(body)} bytes; a frame has at most {MAX_FRAME_BYTES}")
+        raise FrameTooLong(f"{len(body)} bytes; a frame may have at most {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -71,7 +71,7 @@ class HostLimits:
         for name in ("sessions_per_process", "max_processes", "memory_mb", "file_mb"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"hosting: {name} is positive, not {value}")
+                raise ValueError(f"hosting: {name} must be positive, not {value}")
 
 
 class TurnFrame(TypedDict):
@@ -206,19 +206,19 @@ def observation_from_json(given: JSON) -> Observation:
         reason = StopReason(str(stop)) if stop is not None else None
         return Observation(messages, reason is not None, reason, None if reward is None else _number(reward))
     except ValueError as error:
-        raise BadFrame(f"no observation: {error}") from None
+        raise BadFrame(f"not an observation: {error}") from None
 
 
 def score_from_json(given: JSON) -> tuple[float, dict[str, float]]:
     match given:
         case [reward, dict() as parts]:
             return _number(reward), {name: _number(part) for name, part in parts.items()}
-    raise BadFrame("no score: a reward and its parts are wanted")
+    raise BadFrame("not a score: expected a reward and its parts")
 
 
 def _number(given: JSON) -> float:
     if not isinstance(given, int | float):
-        raise BadFrame(f"{given!r:.80} is no number")
+        raise BadFrame(f"{given!r:.80} is not a number")
     return float(given)
 
 

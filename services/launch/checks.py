@@ -20,7 +20,7 @@ MIN_FREE_BYTES = 2 * 1024**3
 def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if cores < 2:
-        return Finding(Verdict.NOTE, "cores", "1; engine and trainer will take turns on it")
+        return Finding(Verdict.NOTE, "cores", "1; engine and trainer will share it")
     return Finding(Verdict.OK, "cores", str(cores))
 
 
@@ -55,7 +55,7 @@ def _redis() -> Finding:
     try:
         from services.state.server import RedisServer, RedisUnsuitable, find_binary
     except ModuleNotFoundError as error:
-        return Finding(Verdict.NOTE, "redis", f"not examined: {error.name} is not installed")
+        return Finding(Verdict.NOTE, "redis", f"not checked: {error.name} is not installed")
     given = os.environ.get("GSPO_REDIS_URL")
     try:
         if not given:
@@ -71,7 +71,7 @@ def _disk() -> Finding:
     data_dir = Path(os.environ.get("GSPO_DATA_DIR", ".gspo")).resolve()
     existing = next(folder for folder in (data_dir, *data_dir.parents) if folder.exists())
     if not os.access(existing, os.W_OK):
-        return Finding(Verdict.PROBLEM, "data", f"{existing} cannot be written: choose another GSPO_DATA_DIR")
+        return Finding(Verdict.PROBLEM, "data", f"{existing} is not writable: choose another GSPO_DATA_DIR")
     free = shutil.disk_usage(existing).free
     text = f"{free / 1024**3:.1f} GiB free for {data_dir}"
     return Finding(Verdict.OK if free >= MIN_FREE_BYTES else Verdict.PROBLEM, "data", text)

@@ -10,6 +10,7 @@ from gspo_core.cli.service import ServiceCommand
 COMMANDS = (
     ServiceCommand("up", "run the whole stack on this machine until Ctrl-C", "services.launch.up"),
     ServiceCommand("launch", "run the whole stack elsewhere", "services.launch.launch"),
+    ServiceCommand("fetch", "fetch a model or a data set of the Hugging Face hub", "services.launch.fetch"),
     ServiceCommand("env serve", "serve an environment over OpenEnv's protocol", "services.hosts.openenv_server"),
 )
 

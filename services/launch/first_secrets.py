@@ -63,7 +63,7 @@ def _write(path: Path, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m services.launch.first_secrets", description="Make the secrets of an installation, once."
+        prog="python -m services.launch.first_secrets", description="Create the secrets of an installation, once."
     )
     parser.add_argument("root", type=Path)
     parser.add_argument("--redis", default="redis:6379", help="HOST:PORT of Redis (default: %(default)s)")

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    raise AssertionError("a place is required, and each has a run of its own")
+    raise AssertionError("a place is required, and each sets its own run")
 
 
 def found() -> dict[str, Launcher]:

@@ -265,7 +265,7 @@ def check_place(config: StackConfig) -> None:
             pass
     except OSError as error:
         raise StackError(
-            f"cannot write to {config.data_dir} ({error.strerror}): choose another folder with --data-dir"
+            f"cannot write to {config.data_dir} ({error.strerror}): choose another directory with --data-dir"
         ) from error
 
 
@@ -279,8 +279,8 @@ def claim_port(host: str, port: int) -> int:
             probe.bind((host, port))
     except OSError as error:
         raise StackError(
-            f"cannot listen on {host}:{port} ({error.strerror}): another program, perhaps another stack, uses it. "
-            f"Stop it, or choose another port with --port (0 takes a free one)."
+            f"cannot listen on {host}:{port} ({error.strerror}): another program, perhaps another stack, is using it. "
+            f"Stop it, or choose another port with --port (0 picks a free one)."
         ) from error
     return port
 

@@ -63,7 +63,7 @@ class Supervisor:
         wait_s = min(FIRST_WAIT_S * 2 ** min(record.deaths - 1, 10), LONGEST_WAIT_S)
         record.due_at = now + wait_s
         again = f", {record.deaths} times in a row" if record.deaths > 1 else ""
-        self._say(f"{name} {_ending(code)}{again}: it is started again in {wait_s:.0f} s")
+        self._say(f"{name} {_ending(code)}{again}; restarting it in {wait_s:.0f} s")
 
     def _restart(self, name: str, record: _Record) -> None:
         record.due_at, record.started_at = None, self._clock()
@@ -73,7 +73,7 @@ class Supervisor:
             # For example, Redis cannot read its data or memory ran out; the next look schedules another try.
             self._say(f"{name} cannot be started: {error}")
             return
-        self._say(f"{name} runs again")
+        self._say(f"{name} is running again")
 
 
 def _ending(code: int | None) -> str:
@@ -82,6 +82,6 @@ def _ending(code: int | None) -> str:
     if code >= 0:
         return f"ended with code {code}"
     try:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
-        return f"was ended by signal {-code}"
+        return f"was killed by signal {-code}"

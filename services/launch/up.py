@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from services.files.data_dir import DataDir
+from services.files.data_dir import DataDir, HubKind, HubName
+from services.files.disk_space import NoRoom
+from services.files.hub import NotFetched, fetch
 from services.launch.log_view import LogView
 from services.launch.stack import Stack, StackConfig, StackError, check_place, terminate_as_interrupt
 from services.launch.supervisor import Supervisor
@@ -32,11 +34,11 @@ DEMO_MODEL_MODULE = "examples.demo.model"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-dir", help="where everything is kept (default: $GSPO_DATA_DIR or .gspo)")
+    parser.add_argument("--data-dir", help="data directory (default: $GSPO_DATA_DIR or .gspo)")
     parser.add_argument(
-        "--model", help="model that the engine starts with (default: the demo model, made when missing)"
+        "--model", help="model that the engine starts with (default: the demo model, created if missing)"
     )
-    parser.add_argument("--port", type=int, default=8000, help="of the API; 0 takes a free one (default: 8000)")
+    parser.add_argument("--port", type=int, default=8000, help="port of the API; 0 picks a free one (default: 8000)")
     parser.add_argument("--rollout-workers", type=int, default=1, help="number of rollout processes (default: 1)")
 
 
@@ -52,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
 def up(*, data_dir: str | None, model: str | None, port: int, rollout_workers: int) -> int:
     """Returns the exit status: 0 after Ctrl-C or SIGTERM, 1 if the stack could not start."""
     root = Path(data_dir or os.environ.get("GSPO_DATA_DIR", ".gspo")).resolve()
-    model_dir = Path(model).resolve() if model else DataDir(root).model("calculator-tiny")
     try:
         with terminate_as_interrupt():
+            model_dir = model_at(model, DataDir(root)) if model else DataDir(root).model("calculator-tiny")
             config = StackConfig(
                 root,
                 model_dir,
@@ -86,11 +88,30 @@ def serve(config: StackConfig) -> NoReturn:
         look_after(stack, logs)
 
 
+def model_at(model: str, data_dir: DataDir) -> Path:
+    """The directory of a model: as it is named, or of a name of the hub. Raises StackError."""
+    directory, name = Path(model), HubName.parse(model)
+    if directory.is_dir() or name is None:
+        return directory.resolve()
+    if (there := data_dir.hub.fetched(HubKind.MODEL, name)) is not None:
+        return there
+    if not load_settings().allow_downloads:
+        raise StackError(
+            f"there is no directory {model}. If it is a model of the Hugging Face hub, fetch it (gspo fetch {model}) "
+            f"or allow this command to do so (GSPO_ALLOW_DOWNLOADS=true)"
+        )
+    print(f"fetching {name} ...", flush=True)
+    try:
+        return fetch(data_dir.hub, HubKind.MODEL, name)
+    except (NotFetched, NoRoom) as error:
+        raise StackError(str(error)) from error
+
+
 def _provide_model(model_dir: Path, *, make: bool) -> None:
     """Raises StackError if there is no model and none can be made."""
     if not make:
         if not (model_dir / "config.json").exists():
-            raise StackError(f"{model_dir} holds no model: a folder with config.json and *.safetensors is needed")
+            raise StackError(f"{model_dir} holds no model: it needs config.json and *.safetensors")
         return
     done = subprocess.run(
         [sys.executable, "-P", "-m", DEMO_MODEL_MODULE, str(model_dir)],
@@ -101,7 +122,7 @@ def _provide_model(model_dir: Path, *, make: bool) -> None:
         check=False,
     )
     if done.returncode != 0:
-        raise StackError(done.stderr.strip() or f"the demo model cannot be made: {DEMO_MODEL_MODULE} has failed")
+        raise StackError(done.stderr.strip() or f"cannot make the demo model: {DEMO_MODEL_MODULE} failed")
 
 
 def look_after(stack: Stack, logs: LogView) -> NoReturn:
@@ -139,12 +160,12 @@ def typed_gspo() -> str:
 def greeting(stack: Stack, model_dir: Path) -> str:
     flag = "" if stack.api_url.endswith(":8000") else f" --url {stack.api_url}"
     own = f"{stack.engine_url}\nmodel   {model_dir}"
-    given = f"{stack.engine_url}   (given by GSPO_ENGINE_URLS; none is started here)"
+    given = f"{stack.engine_url}   (from GSPO_ENGINE_URLS; none is started here)"
     return (
         f"viewer  {stack.api_url}/ui\n"
         f"API     {stack.api_url}   (described at {stack.api_url}/docs)\n"
         f"engine  {given if stack.config.engine_urls else own}\n"
         f"logs    {stack.log_dir}   (all of them follow here)\n\n"
         f"submit a job with: {typed_gspo()} submit FILE{flag}\n"
-        f"Ctrl-C stops everything; what is in {stack.config.data_dir} stays, and the next start goes on with it.\n"
+        f"Ctrl-C stops everything; what is in {stack.config.data_dir} stays, and the next start continues from it.\n"
     )

@@ -74,7 +74,7 @@ def examine(path: Path, *, ready: bool, now: float) -> str | None:
         return f"process {pid}, which wrote {path}, is gone"
     age_s = now - at
     if not 0 <= age_s <= STALE_S:
-        return f"the event loop has not turned for {age_s:.0f} s"
+        return f"the event loop has been stuck for {age_s:.0f} s"
     if ready and not said["ready"]:
         return "not ready"
     return None
@@ -91,10 +91,10 @@ def born(pid: int) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m services.process.health", description="Is the process beside us alive?"
+        prog="python -m services.process.health", description="Tells whether the process next to this one is alive."
     )
     parser.add_argument("file", type=Path, help="its GSPO_HEALTH_FILE")
-    parser.add_argument("--ready", action="store_true", help="also ready, and not about to leave")
+    parser.add_argument("--ready", action="store_true", help="also require it to be ready and not shutting down")
     arguments = parser.parse_args()
     problem = examine(arguments.file, ready=arguments.ready, now=time.monotonic())
     if problem is not None:

@@ -46,7 +46,7 @@ async def _supervise(main: Main, grace_s: float) -> int:
         if running.done():
             running.result()
             return 0
-        get_logger().error("cancelled: not drained within the grace", grace_s=grace_s)
+        get_logger().error("cancelled: did not drain within the grace period", grace_s=grace_s)
         return 1
     finally:
         await _end(too_late)

@@ -42,7 +42,7 @@ class Settings(BaseSettings):
 
     redis_url: Annotated[str | None, Field(repr=False)] = None
     """The Redis (7.0 or newer) or Valkey (7.2 or newer) to use: ``redis://``, ``rediss://`` or ``unix://``.
-    Unset: a server is started as a child, where the command offers that."""
+    Unset: commands that can start a server as a child do so."""
 
     data_dir: Path = Path(".gspo")
     """Where jobs, weights, batch logs and the embedded Redis keep their files; made absolute. All processes of one
@@ -62,44 +62,49 @@ class Settings(BaseSettings):
     names another kind of engine than the default one."""
 
     env_install: bool = False
-    """Whether rollout workers install what an environment's file asks for (``# /// script``), below
+    """Whether rollout workers install the requirements in an environment's file (``# /// script``), below
     ``GSPO_DATA_DIR/venvs``. Installing runs code from a package index."""
+
+    allow_downloads: bool = False
+    """Whether ``gspo up --model OWNER/NAME`` fetches a model of the Hugging Face hub that is not below
+    ``GSPO_DATA_DIR/hub``. ``gspo fetch`` needs no leave, and a job never makes the service download anything."""
 
     env_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
     """Services that run environments (``python -m services.hosts.service``), ``HOST:PORT`` each, separated by commas.
     Unset: rollout workers run environments in processes beside themselves."""
 
     env_token: SecretStr | None = None
-    """What rollout workers show to ``GSPO_ENV_HOSTS``."""
+    """The token that rollout workers present to ``GSPO_ENV_HOSTS``."""
 
     env_token_sha256: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
     """The SHA-256 of ``GSPO_ENV_TOKEN``, for the service that runs environments: it holds no secret itself."""
 
     secrets_dir: Path | None = None
-    """A directory of files named like settings in small letters (``gspo_redis_url``), each with one value, such as a
-    mounted secret. The environment wins."""
+    """A directory of files named like settings in lower case (``gspo_redis_url``), each with one value, such as a
+    mounted secret. Environment variables take precedence."""
 
     health_file: Path | None = None
-    """A file that a rollout worker, a trainer or a service of environments touches while it lives; for
+    """A file that a rollout worker, a trainer or an environment service touches while it is alive; for
     ``python -m services.process.health FILE``."""
 
     env_uploads: bool = False
-    """Whether the API takes uploaded environments. Their code runs in hosts of the rollout workers, which have files
-    and the network open to them: whoever may upload may run anything there."""
+    """Whether the API accepts uploaded environments. Their code runs in hosts of the rollout workers, with access to
+    files and the network: whoever may upload may run anything there."""
 
     outbound_networks: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
     """Networks such as ``10.1.0.0/16``, separated by commas, that environments behind a registered URL may be in.
-    Without any, only public addresses are. Alike for the API and the rollout workers."""
+    Without any, only public addresses are allowed. Must be the same for the API and the rollout workers."""
 
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    """Seconds without a beat after which a worker's episodes, or a trainer's job, go to another. Alike everywhere."""
+    """Seconds without a heartbeat after which a worker's episodes, or a trainer's job, go to another. Must be the same
+    everywhere."""
 
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """So many trainers in a row may be lost without a new step, then the job has failed. Raise it where trainers are
-    preempted often; one that is stopped by SIGTERM does not count."""
+    """Trainers in a row that may be lost without a new step before the job fails. Raise it where trainers are preempted
+    often; one that is stopped by SIGTERM does not count."""
 
     redis_bytes_per_job: Annotated[int, Field(gt=0)] | None = None
-    """What one job may hold in Redis, reserved before an episode starts. Groups beyond one step's worth wait for room.
+    """Bytes that one job may hold in Redis, reserved before an episode starts. Groups beyond one step's worth wait.
     Unset: no limit."""
 
     trace_endpoint: str | None = None
@@ -110,17 +115,17 @@ class Settings(BaseSettings):
     """The share of the episodes that are traced."""
 
     wandb_project: str | None = None
-    """The project of Weights & Biases that is told the numbers of every job. Needs the extra ``wandb``. Unset: nothing
-    is sent."""
+    """The Weights & Biases project that receives the metrics of every job. Needs the extra ``wandb``. Unset: nothing is
+    sent."""
 
     wandb_mode: Literal["online", "offline"] = "online"
-    """``offline`` keeps what would be sent in the job's directory, for ``wandb sync``."""
+    """``offline`` stores the data in the job's directory instead of sending it, for ``wandb sync``."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe messages that are logged."""
 
     log_format: Literal["console", "json"] | None = None
-    """How log lines look: for people, or one JSON object a line. Unset: for people on a terminal, else JSON."""
+    """Format of log lines: for people, or one JSON object per line. Unset: for people on a terminal, else JSON."""
 
     @field_validator("redis_url")
     @classmethod
@@ -139,7 +144,9 @@ class Settings(BaseSettings):
     def _engine_scheme(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for url in value:
             if not _ENGINE_URL.match(url):
-                raise ValueError("every engine URL starts with http:// or https://, or KIND+ before that")
+                raise ValueError(
+                    "every engine URL must start with http:// or https://, optionally with KIND+ before it"
+                )
         return tuple(url.rstrip("/") for url in value)
 
     @field_validator("env_hosts")
@@ -148,7 +155,7 @@ class Settings(BaseSettings):
         for address in value:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
-                raise ValueError("every address is HOST:PORT")
+                raise ValueError("every address must be HOST:PORT")
         return value
 
     @field_validator("outbound_networks")
@@ -168,7 +175,7 @@ def load_settings() -> Settings:
     _refuse_misspelt(os.environ)
     secrets = os.environ.get(f"{PREFIX}SECRETS_DIR")
     if secrets and not Path(secrets).is_dir():
-        raise SettingsError(f"{PREFIX}SECRETS_DIR: {secrets} is no directory")
+        raise SettingsError(f"{PREFIX}SECRETS_DIR: {secrets} is not a directory")
     try:
         return Settings(_secrets_dir=secrets or None)
     except ValidationError as error:
@@ -185,4 +192,4 @@ def _refuse_misspelt(environment: Mapping[str, str]) -> None:
     for name in environment:
         near = get_close_matches(name, known, n=1, cutoff=0.9) if name.startswith(PREFIX) else []
         if near and name not in known:
-            raise SettingsError(f"{name} is no setting; did you mean {near[0]}?")
+            raise SettingsError(f"{name} is not a setting; did you mean {near[0]}?")

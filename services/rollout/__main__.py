@@ -113,17 +113,17 @@ def boot_for(settings: Settings) -> Boot:
     if not settings.env_hosts:
         return LocalHosts(Interpreters(DataDir(settings.data_dir).venvs, settings.env_install)).boot
     if settings.env_token is None:
-        raise SystemExit("GSPO_ENV_TOKEN is not set: the services in GSPO_ENV_HOSTS ask for it")
+        raise SystemExit("GSPO_ENV_TOKEN is not set: the services in GSPO_ENV_HOSTS require it")
     return RemoteHosts(settings.env_hosts, settings.env_token.get_secret_value()).boot
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.rollout", description="Plays episodes of running jobs.")
+    parser = argparse.ArgumentParser(prog="python -m services.rollout", description="Play episodes of running jobs.")
     parser.add_argument("--max-episodes", type=int, default=64, help="episodes held at once (default: %(default)s)")
     parser.add_argument(
-        "--processes", type=int, default=1, help="event loops, each a process with so many episodes (default: 1)"
+        "--processes", type=int, default=1, help="worker processes, each holding that many episodes (default: 1)"
     )
-    parser.add_argument("--drain-s", type=float, default=8.0, help="time to reach a boundary when asked to leave")
+    parser.add_argument("--drain-s", type=float, default=8.0, help="seconds to reach a turn boundary after SIGTERM")
     arguments = parser.parse_args()
     settings = load_settings()
     grace_s = arguments.drain_s + LEAVING_S

@@ -240,6 +240,16 @@ class EpisodeAttempt:
             "model_s": self._timings.engine_s,
             "env_s": self._timings.env_s,
             "queue_s": self._timings.queue_s,
+            **({} if ledger.turns else self._overflow()),
+        }
+
+    def _overflow(self) -> dict[str, float]:
+        """Why nothing could be sampled: the trainer tells the job's owner."""
+        order = self._order
+        return {
+            "prompt_tokens": self._history.num_prompt_tokens,
+            "context_tokens": order.max_context_tokens,
+            "model_context_tokens": order.model_context_tokens,
         }
 
     async def _in_environment(self, phase: Awaitable[T], *, again: bool = False) -> T:

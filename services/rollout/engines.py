@@ -181,7 +181,7 @@ class EngineTable:
             client = self._connect(url)
         except NoSuchKind as error:
             self._unknown.add(url)
-            get_logger().warning("engine left out", url=url, reason=str(error))
+            get_logger().warning("engine ignored: unknown kind", url=url, reason=str(error))
             return
         self._engines[url] = WatchedEngine(url, client, last_answer=self._clock(), limit=self._make_limit())
 
@@ -228,6 +228,7 @@ class JobEngines:
         job: str,
         *,
         max_staleness: int,
+        vocab_size: int,
         retrier: Retrier,
         counters: Counters,
         clock: Callable[[], float],
@@ -238,6 +239,7 @@ class JobEngines:
         self._versions = versions
         self._job = job
         self._max_staleness = max_staleness
+        self._vocab_size = vocab_size
         self._retrier = retrier
         self._counters = counters
         self._clock = clock
@@ -259,8 +261,7 @@ class JobEngines:
     async def refresh(self) -> None:
         current = await self._retrier.try_once(self._versions.current, self._job)
         if current is not None and current.version not in self._steps:
-            manifests = await self._retrier.keep_trying(self._versions.all, self._job)
-            self._steps = {manifest.version: manifest.step for manifest in manifests}
+            self._learn(await self._retrier.keep_trying(self._versions.all, self._job))
             self._published = current
         self._avoided.clear()
         self._serve_queue()
@@ -308,6 +309,7 @@ class JobEngines:
                 temperature=temperature,
                 stop_token_ids=sorted(stop_token_ids),
                 extra_key=(key := str(engine.label)),
+                vocab_size=self._vocab_size,
             )
             try:
                 try:
@@ -316,7 +318,7 @@ class JobEngines:
                     if self._queue:
                         self._serve_queue()
                 if generation is not None and generation.output_ids:
-                    return self._checked(generation, engine, key, held_s=asked - started)
+                    return await self._checked(generation, engine, key, held_s=asked - started)
                 self._counters.add("engine/no_answers")
             except EngineRejected:
                 self._counters.add("engine/EngineRejected")
@@ -346,7 +348,7 @@ class JobEngines:
                 promised.num_promised -= 1
             raise
         if engine is None:
-            raise Drained(f"{self._job}: no engine came before the worker left")
+            raise Drained(f"{self._job}: the worker left before an engine became available")
         engine.num_promised -= 1
         return engine
 
@@ -396,8 +398,9 @@ class JobEngines:
         preferred.num_wanted += 1
         return None
 
-    def _checked(self, generation: Generation, engine: WatchedEngine, key: str, held_s: float) -> Sampled:
+    async def _checked(self, generation: Generation, engine: WatchedEngine, key: str, held_s: float) -> Sampled:
         versions = [self._version_of(span.label, engine.url) for span in generation.spans]
+        await self._require_published(versions, engine.url)
         # Updated in place, tokens of a later version rest on keys and values of an earlier one.
         is_stale = self._in_place and any(span.label != key for span in generation.spans)
         mode = CacheMode.STALE if is_stale else CacheMode.FRESH
@@ -412,6 +415,20 @@ class JobEngines:
         if label.job != self._job:
             raise InvalidAnswer(f"{url} sampled with weights of {label} for job {self._job}")
         return label.version
+
+    async def _require_published(self, versions: Collection[int], url: str) -> None:
+        """Raises InvalidAnswer. A version is published before any engine is given it, so one that is in no table is not
+        what sampled, and the trainer could give its tokens no age."""
+        if not self._steps.keys() >= set(versions):
+            self._learn(await self._retrier.keep_trying(self._versions.all, self._job))
+        if unknown := sorted(set(versions) - self._steps.keys()):
+            raise InvalidAnswer(
+                f"{url} sampled with version {unknown[0]} of job {self._job}, which was never published"
+            )
+
+    def _learn(self, manifests: Sequence[WeightsManifest]) -> None:
+        # A server that was wiped knows fewer for a while; what was published stays published.
+        self._steps = {**self._steps, **{manifest.version: manifest.step for manifest in manifests}}
 
 
 async def _answer_of(engine: WatchedEngine, request: Coroutine[None, None, Generation]) -> Generation | None:

@@ -22,6 +22,7 @@ from services.rollout.loading import LoadedJob
 from services.rollout.quarantine import Quarantine
 from services.rollout.setting import EpisodeSetting, Order
 from services.state.queue import Append, EpisodeLease, Fenced, Gap
+from services.state.refusals import Damaged
 
 # How long an idle job waits before it asks for new episodes again; a finished episode asks at once.
 LEASE_POLL_S = 0.1
@@ -162,6 +163,8 @@ class JobRollout:
             return await setting.retrier.keep_trying(self._bus.lease, self._job, self._worker, setting.token, limit)
         except Fenced:
             return []  # the worker's beat notices too, and ends everything
+        except Damaged:
+            return []  # its trainer empties the queue; the worker's reaping counts and logs it, less often than this
 
     async def _play(self, lease: EpisodeLease) -> None:
         loaded, setting = self._loaded, self._setting
@@ -177,6 +180,8 @@ class JobRollout:
             await setting.retrier.keep_trying(self._bus.interrupt, self._job, setting.token, [lease.key])
         except Fenced:
             setting.counters.add("episodes/fenced")
+        except Damaged:  # of its group: the queue is emptied, and the group dispatched again
+            setting.counters.add("jobs/damaged")
         except Gap:
             # The server lost acknowledged segments; a new lease says which it still has.
             setting.counters.add("episodes/rolled_back")

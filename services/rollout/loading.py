@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.env import InvalidEnvironment
+from gspo_core.job_spec import ChatSpec
 from gspo_core.json_value import JSON
+from gspo_core.model_files import problem_of
 from gspo_core.spec import EnvironmentSpec, JobSpec
 from services.hosts.pool import Boot
 from services.hosts.server import HostOrder
@@ -34,6 +36,8 @@ class LoadedJob:
     codec: ChatCodec
     context_tokens: int
     """The most tokens that the model can read and write together."""
+    vocab_size: int
+    """Of the model. Its tokenizer may know fewer ids."""
 
     @property
     def capacity(self) -> int:
@@ -47,7 +51,7 @@ class LoadedJob:
 
 async def load_job(spec_text: str, count: Callable[[str], None], boot: Boot) -> LoadedJob:
     """Raises ``JobNotServable``. ``count`` hears what happens to the hosts later."""
-    spec, codec, context_tokens = await asyncio.to_thread(_load, spec_text)
+    spec, codec, context_tokens, vocab_size = await asyncio.to_thread(_load, spec_text)
     environments: list[HostedEnvironment] = []
     try:
         for number, entry in enumerate(spec.environments):
@@ -59,9 +63,9 @@ async def load_job(spec_text: str, count: Callable[[str], None], boot: Boot) -> 
         if isinstance(error, InvalidEnvironment):
             raise JobNotServable(str(error)) from error
         if isinstance(error, ValidationError):
-            raise JobNotServable(f"the limits that an environment's author asks for: {error}") from error
+            raise JobNotServable(f"the environment's author sets invalid limits: {error}") from error
         raise
-    return LoadedJob(spec, environments, codec, context_tokens)
+    return LoadedJob(spec, environments, codec, context_tokens, vocab_size)
 
 
 async def _host(entry: EnvironmentSpec, count: Callable[[str], None], boot: Boot) -> HostedEnvironment:
@@ -70,32 +74,40 @@ async def _host(entry: EnvironmentSpec, count: Callable[[str], None], boot: Boot
     return await HostedEnvironment.open(order, count, boot)
 
 
-def _load(spec_text: str) -> tuple[JobSpec, ChatCodec, int]:
+def _load(spec_text: str) -> tuple[JobSpec, ChatCodec, int, int]:
     try:
         spec = JobSpec.model_validate_json(spec_text)
     except ValidationError as error:
-        raise JobNotServable(f"the stored specification is not valid here: {error}") from error
+        raise JobNotServable(f"this worker cannot read the stored specification: {error}") from error
     if spec.sampling.top_p != 1:
         raise JobNotServable(
-            f"sampling.top_p is {spec.sampling.top_p}, but the log-probs are those of the whole vocabulary; set it to 1"
+            f"sampling.top_p is {spec.sampling.top_p}, but log-probs are over the whole vocabulary; set it to 1"
         )
-    model_dir = Path(spec.model)
+    return spec, *read_model(Path(spec.model), spec.chat)
+
+
+def read_model(model_dir: Path, chat: ChatSpec) -> tuple[ChatCodec, int, int]:
+    """The chat format of a model, the most tokens that it can read and write, and the number of its ids.
+
+    Raises ``JobNotServable``.
+    """
     try:
+        if (problem := problem_of(model_dir)) is not None:
+            raise ValueError(problem)
         config: JSON = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         fields = config if isinstance(config, dict) else {}
         context_tokens = _number(fields, "max_position_embeddings")
-        chat = spec.chat
         codec = load_codec(
             model_dir, format=chat.format, calls=chat.calls, thinking=chat.thinking, variables=chat.variables
         )
-        vocab_size = codec.tokenizer.vocab_size
-        if vocab_size > (most := _number(fields, "vocab_size")):
+        vocab_size = _number(fields, "vocab_size")
+        if (num_ids := codec.tokenizer.vocab_size) > vocab_size:
             # An id that its model does not have can crash an engine.
-            raise ValueError(f"the tokenizer has {vocab_size} ids, the model {most}")
+            raise ValueError(f"the tokenizer has {num_ids} ids, but the model only {vocab_size}")
         _check_ends(fields.get("eos_token_id"), codec.stop_ids)
     except (OSError, ValueError) as error:
         raise JobNotServable(f"the model directory {model_dir} cannot be used: {error}") from error
-    return spec, codec, context_tokens
+    return codec, context_tokens, vocab_size
 
 
 def _check_ends(given: JSON, stop_ids: Collection[int]) -> None:
@@ -108,5 +120,5 @@ def _check_ends(given: JSON, stop_ids: Collection[int]) -> None:
 def _number(config: Mapping[str, JSON], name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int):
-        raise ValueError(f"its config.json does not say {name}")
+        raise ValueError(f"its config.json has no integer {name}")
     return value

@@ -31,7 +31,7 @@ async def watch(
     """
     statuses = await asyncio.gather(*(_keep_running(command, environment, stop) for _ in range(num_processes)))
     if any(statuses):
-        raise NotDrained(f"exit statuses of the worker processes: {statuses}")
+        raise NotDrained(f"not all worker processes drained; exit statuses: {statuses}")
 
 
 async def _keep_running(command: Sequence[str], environment: Mapping[str, str], stop: asyncio.Event) -> int:
@@ -55,7 +55,7 @@ async def _keep_running(command: Sequence[str], environment: Mapping[str, str], 
             if not child.returncode:
                 get_logger().info("worker process has left", pid=child.pid)
                 return 0
-            get_logger().error("worker process ended: starting another", pid=child.pid, status=child.returncode)
+            get_logger().error("worker process died: starting another", pid=child.pid, status=child.returncode)
             await asyncio.wait({stopping}, timeout=RESTART_S)
             if stop.is_set():
                 return 0

@@ -1,7 +1,8 @@
 """Quarantine of an environment: after nothing but failures for a while, only a few attempts try it.
 
-Rule: during quarantine no episode is charged for its failures; they wait, and the first attempt that reaches its end
-releases them all. It is reported once that the environment is ill, with the last error, and once that it is well again.
+Rule: a failure that never passes (images) begins it at once where nothing ever went well. During quarantine no episode
+is charged for its failures; they wait, and the first attempt that reaches its end releases them all. It is reported
+once that the environment is ill, with the last error, and once that it is well again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from gspo_core.env import EnvironmentFailed
+from gspo_core.env import IMAGES, EnvironmentFailed
 from services.episodes.policy import Drained
 from services.hosts.session import SessionLost
 
@@ -36,6 +37,7 @@ class Quarantine:
         self._tell = tell
         self._first_pause_s = self._pause_s = first_pause_s
         self._num_failures = 0
+        self._has_succeeded = False
         self._next_try = 0.0
         self.error: str | None = None
         """The last failure, while it is in quarantine."""
@@ -56,7 +58,7 @@ class Quarantine:
         except SessionLost:
             raise  # its whole process died: that says nothing about the environment
         except EnvironmentFailed as failure:
-            await self._failed(str(failure))
+            await self._failed(str(failure), is_final=failure.phase == IMAGES and not self._has_succeeded)
             raise
         await self._succeeded()
 
@@ -70,22 +72,23 @@ class Quarantine:
                         self._next_try = now + self._pause_s
                         return
                     if leaving.is_set():
-                        raise Drained("its environment fails, and the worker leaves")
+                        raise Drained("its environment is failing and the worker is leaving")
                     await asyncio.sleep(min(LOOK_S, self._next_try - now))
         finally:
             self.num_waiting -= 1
 
-    async def _failed(self, error: str) -> None:
+    async def _failed(self, error: str, *, is_final: bool) -> None:
         self._num_failures += 1
         if self.is_on:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             self.error = error
-        elif self._num_failures >= MOST_FAILURES:
+        elif is_final or self._num_failures >= MOST_FAILURES:
             self.error = error
             self._next_try = asyncio.get_running_loop().time() + self._pause_s
             await self._tell(False, error)
 
     async def _succeeded(self) -> None:
+        self._has_succeeded = True
         self._num_failures, self._pause_s = 0, self._first_pause_s
         if self.error is not None:
             error, self.error = self.error, None

@@ -1,7 +1,9 @@
-"""Requests of the API to this worker: examine an environment, show its tools and tasks, play one episode of it.
+"""Requests of the API to this worker: examine an environment, show its tools and tasks, play one episode of it,
+measure its prompts; look at a model's files.
 
-Rule: each request runs in a process of its own, with bounded memory and time and nothing of ours in its environment,
-and is answered however that process ends. The report on a registered version is stored before it is sent.
+Rule: what runs an environment gets a process of its own, with bounded memory and time and nothing of ours in its
+variables, and is answered however that process ends. It leaves no process behind. The report on a registered version is
+stored before it is sent.
 """
 
 from __future__ import annotations
@@ -14,22 +16,27 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import cast
 
 from gspo_core.env import InvalidEnvironment
 from gspo_core.json_value import JSON
+from gspo_core.model_files import problem_of
 from services.hosts.registry import EnvironmentNotFound, ExaminationReport
 from services.hosts.server import HostOrder, child_variables
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
 from services.process.telemetry import get_logger
+from services.rollout.prompt_lengths import longest_prompt
 from services.state.away import Away, RedisFault
 from services.state.worker_requests import WorkerRequest, WorkerRequests
 
 # An examination plays some dozens of episodes.
 MAX_SECONDS = 120.0
 PHASE_TIMEOUT_S = 5.0
+# The keeper kills what an environment left behind within less.
+ENDED_WITHIN_S = 4.0
 MAX_ANSWER_BYTES = 8 << 20
 MAX_TOGETHER = 2
 AWAY_S = 1.0
@@ -63,7 +70,7 @@ class RequestRunner:
                     continue
                 except RedisFault as error:  # this role may not take them, but can still play episodes
                     self._room.release()
-                    get_logger().error("requests cannot be taken", error=str(error))
+                    get_logger().error("cannot take environment requests", error=str(error))
                     await asyncio.sleep(REFUSED_S)
                     continue
                 if request is None:
@@ -82,16 +89,24 @@ class RequestRunner:
             self._room.release()
 
     async def _answer(self, order: Mapping[str, JSON]) -> dict[str, JSON]:
+        if order["do"] == "model":
+            return {"result": {"problem": await asyncio.to_thread(problem_of, Path(str(order["model"])))}}
         reference = str(order["environment"])
         try:
             if self._interpreters is None:
-                raise InvalidEnvironment("environments run in services elsewhere, which cannot be asked this yet")
-            placed = await asyncio.to_thread(self._sites.placed, HostOrder(reference))
+                raise InvalidEnvironment(
+                    "environments run in remote services (GSPO_ENV_HOSTS), which do not offer this yet"
+                )
+            config = cast(dict[str, JSON], order.get("config", {}))
+            placed = await asyncio.to_thread(self._sites.placed, HostOrder(reference, config))
             python = await self._interpreters.for_environment(placed.ref)
         except InvalidEnvironment as error:
             said: dict[str, JSON] = {"error": str(error)}
         else:
             said = await self._in_a_process(python, placed, order)
+        if order["do"] == "prompts" and "result" in said:
+            chat = cast(dict[str, JSON], order["chat"])
+            return await asyncio.to_thread(longest_prompt, str(order["model"]), chat, said["result"])
         if order["do"] != "validate":
             return said
         if "error" in said:
@@ -124,7 +139,7 @@ class RequestRunner:
             given.write(json.dumps({**order, "descriptor": answer.fileno()}).encode())
             given.seek(0)
             process = subprocess.Popen(  # noqa: ASYNC220 - it starts in a few milliseconds
-                [python, "-m", "gspo_core.testing", str(given.fileno())],
+                [python, "-m", "services.hosts.inside.keeper", "gspo_core.testing", str(given.fileno())],
                 pass_fds=(given.fileno(), answer.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -138,11 +153,16 @@ class RequestRunner:
             except (subprocess.TimeoutExpired, TimeoutError):
                 return {"error": f"it did not end within {MAX_SECONDS:g}s"}
             finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
-                process.wait()
+                await asyncio.to_thread(_end, process)
             return _read(process.returncode, answer.fileno())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(ENDED_WITHIN_S)
+    process.kill()
+    process.wait()
 
 
 def _read(status: int, descriptor: int) -> dict[str, JSON]:
@@ -157,7 +177,7 @@ def _read(status: int, descriptor: int) -> dict[str, JSON]:
     if isinstance(said, dict):
         return said
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    return {"error": f"it ends the process that it runs in ({how})"}
+    return {"error": f"it ended the process that it ran in ({how})"}
 
 
 def _failed(message: str) -> JSON:

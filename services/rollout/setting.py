@@ -79,6 +79,8 @@ class Order:
     max_context_tokens: int
     """Read and sampled tokens together."""
     chunk_tokens: int
+    model_context_tokens: int = 0
+    """The model's own limit for them."""
     lease_tokens: int | None = None
     """Sampled in one go while others wait."""
     lease_s: float | None = None
@@ -111,6 +113,7 @@ class Order:
             max_turn_tokens=spec.sampling.max_new_tokens,
             max_context_tokens=min(limits.max_context_tokens, model_context_tokens),
             chunk_tokens=spec.rollout.chunk_tokens,
+            model_context_tokens=model_context_tokens,
             lease_tokens=spec.rollout.lease_tokens,
             lease_s=spec.rollout.lease_s,
             quarantine=quarantine or Quarantine(),

@@ -139,7 +139,7 @@ class Worker:
                     continue
                 if num_requeued:
                     self.counters.add("episodes/requeued_from_the_dead", num_requeued)
-                    get_logger().warning("requeued from the dead", job=job, num_episodes=num_requeued)
+                    get_logger().warning("requeued episodes of dead workers", job=job, num_episodes=num_requeued)
             await asyncio.sleep(self._config.lease_s / BEATS_PER_LEASE)
 
     async def _serve_jobs(self, token: str, stop: asyncio.Event) -> None:
@@ -210,7 +210,7 @@ class Worker:
             mine = environment.describe()
             held = await self._retrier.keep_trying(self._store.environments.describe, job, index, mine)
             if held != mine:
-                get_logger().warning("another worker sees another environment", job=job, index=index, held=held)
+                get_logger().warning("another worker described it differently", job=job, index=index, held=held)
 
     def _rollout(self, job: str, loaded: LoadedJob, token: str, leaving: asyncio.Event) -> JobRollout:
         engines = JobEngines(
@@ -218,6 +218,7 @@ class Worker:
             self._store.versions,
             job,
             max_staleness=loaded.spec.rollout.max_staleness,
+            vocab_size=loaded.vocab_size,
             retrier=self._retrier,
             counters=self.counters,
             clock=self._clock,

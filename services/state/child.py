@@ -93,7 +93,7 @@ class RedisChild:
         try:
             while time.monotonic() < deadline:
                 if not self._thread.is_alive():
-                    raise RedisUnsuitable(f"the Redis server ended at once:\n{self._last_words()}")
+                    raise RedisUnsuitable(f"the Redis server exited at once:\n{self._last_words()}")
                 try:
                     client.ping()
                     return
@@ -170,5 +170,5 @@ def _socket_path(directory: Path) -> Path:
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
-        raise RedisUnsuitable(f"{directory} is not ours alone: remove it, or choose a shorter GSPO_DATA_DIR")
+        raise RedisUnsuitable(f"{directory} is open to other users: remove it, or choose a shorter GSPO_DATA_DIR")
     return directory / "redis.sock"

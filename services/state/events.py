@@ -59,7 +59,7 @@ class EventLog:
         If some of them were trimmed, the first is of type ``gap``. Raises InvalidCursor.
         """
         if not _POSITION.fullmatch(after):
-            raise InvalidCursor(f"an event id reads MILLISECONDS-NUMBER, not {after!r}")
+            raise InvalidCursor(f"an event id has the form MILLISECONDS-NUMBER, not {after!r}")
         events = await self._read(job, after, count)
         if not events and block_ms:
             # Only a wait; the read below sees events and gap at one instant.

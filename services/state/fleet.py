@@ -140,9 +140,6 @@ class Fleet:
     async def remove_trainer(self, trainer: str) -> None:
         await self.delist("trainer", trainer)
 
-    async def remove_worker(self, worker: str) -> None:
-        await self.delist("worker", worker)
-
     async def _binding(self, job: str, token: str) -> str:
         """The binding value of the job's owner. Raises Fenced for any other caller."""
         async with self._redis.pipeline(transaction=True) as pipeline:

@@ -86,7 +86,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
-            raise ValueError(f"the record of a process has a text under 'id', not {self.id!r}")
+            raise ValueError(f"the record of a process needs a string under 'id', not {self.id!r}")
 
     def to_json(self) -> bytes:
         """The form stored in Redis."""

@@ -54,7 +54,7 @@ class Functions:
         held = await self._held_version()
         if held is not None and held[0] > LIBRARY_VERSION:
             raise LibraryTooNew(
-                f"the Redis server holds version {held[0]} of our functions, this process knows {LIBRARY_VERSION}: "
+                f"the Redis server holds version {held[0]} of our functions, this process only {LIBRARY_VERSION}: "
                 "upgrade this process"
             )
         if held != (LIBRARY_VERSION, digest):
@@ -83,7 +83,7 @@ class Functions:
             if "Function not found" in str(error):
                 return None
             if "unknown command" in str(error).lower():
-                raise LibraryTooOld("the server knows no functions: use Redis >= 7.0 or Valkey >= 7.2") from None
+                raise LibraryTooOld("the server has no functions: use Redis >= 7.0 or Valkey >= 7.2") from None
             raise
         return int(version), digest.decode()
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
 from pydantic import BaseModel
@@ -35,6 +35,7 @@ from services.state.jobs import (
     JobNotFound,
     JobRecord,
     JobStatus,
+    ReasonCode,
     StatusReason,
     default_reason,
     fits,
@@ -47,7 +48,7 @@ from services.state.rebuild import Rebuild
 from services.state.refusals import Conflict, Fenced, Forbidden, Missing
 
 # The fields of a job's record saved with every change. Progress is left out: checkpoints and versions record it.
-_STATUS_FIELDS = (
+STATUS_FIELDS = (
     *("status", "desired_state", "attempt", "epoch", "created_at", "started_at", "finished_at"),
     *("reason_code", "reason_message", "reason_since"),
     *("settings_version", "settings", "cancel_manner", "attempts"),
@@ -169,7 +170,7 @@ class JobTable:
         fields = await self._fields(job)
         directory = self._directory(job)
         while directory is not None:
-            record = {name: fields[name.encode()].decode() for name in _STATUS_FIELDS if name.encode() in fields}
+            record = {name: fields[name.encode()].decode() for name in STATUS_FIELDS if name.encode() in fields}
             if await self._to_disk(directory.write_status, int(fields[b"revision"]), record):
                 break
             # The server was rolled back and reuses a revision that is on disk with other content.
@@ -183,7 +184,7 @@ class JobTable:
     ) -> list[JobRecord]:
         """Jobs by id, i.e. in order of creation; ``after`` and ``before`` are exclusive. Raises InvalidCursor."""
         if order not in ("asc", "desc"):
-            raise ValueError(f"order is asc or desc, not {order!r}")
+            raise ValueError(f"order must be asc or desc, not {order!r}")
         await self._ensure_rebuilt()
         jobs = service_key("jobs")
         for cursor in (after, before):
@@ -206,6 +207,17 @@ class JobTable:
         """Jobs that rollout workers serve, oldest first."""
         jobs = await self._get_many(await self._open())
         return [job.id for job in jobs if job.status.is_served]
+
+    async def queued(self) -> list[JobRecord]:
+        """Jobs that wait for a trainer, oldest first."""
+        return [job for job in await self._get_many(await self._open()) if job.status is JobStatus.QUEUED]
+
+    async def explain_queued(self, job: str, reason: StatusReason) -> None:
+        """Show why a job waits; does nothing if it is no longer queued."""
+        queued, entering = JobStatus.QUEUED, default_reason(JobStatus.QUEUED)
+        said = (str(queued), "", self._time(), reason.code, reason.message, entering.code, entering.message, 0)
+        with contextlib.suppress(Forbidden):  # no state leads here: only the reason of a queued job changes
+            await self._functions.call("set_status", job_keys(job), *said)
 
     async def set_status(
         self, job: str, status: JobStatus | str, *, token: str | None = None, reason: StatusReason | None = None
@@ -342,10 +354,7 @@ class JobTable:
         problem = None if spec is None or desired == DesiredState.CANCELLED.encode() else unfit(spec.decode())
         if problem is None:
             return False
-        queued, entering = JobStatus.QUEUED, default_reason(JobStatus.QUEUED)
-        said = (str(queued), "", self._time(), "capacity", problem, entering.code, entering.message, 0)
-        with contextlib.suppress(Forbidden):  # no state leads here: only the reason of a queued job changes
-            await self._functions.call("set_status", job_keys(job), *said)
+        await self.explain_queued(job, StatusReason("capacity", problem))
         return True
 
     async def _claim(self, job: str, trainer: str, seen: _Owner) -> Claim | None:
@@ -450,7 +459,7 @@ def _canonical(spec: BaseModel | str) -> tuple[str, str]:
     """The specification as JSON text, and a digest that ignores whitespace and key order."""
     data: Any = json.loads(spec) if isinstance(spec, str) else spec.model_dump(mode="json")
     if not isinstance(data, dict):
-        raise TypeError("a job's specification is a JSON object")
+        raise TypeError("a job's specification must be a JSON object")
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text, hashlib.sha256(text.encode()).hexdigest()
 
@@ -464,7 +473,9 @@ def _job(job: str, fields: dict[bytes, bytes]) -> JobRecord:
         spec=record["spec"],
         status=JobStatus(record["status"]),
         desired_state=DesiredState(record["desired_state"]),
-        status_reason=StatusReason(code, record["reason_message"], record["reason_since"]) if code else None,
+        status_reason=StatusReason(cast(ReasonCode, code), record["reason_message"], record["reason_since"])
+        if code
+        else None,
         attempt=int(record["attempt"]),
         epoch=int(record["epoch"]),
         step=int(record["step"]),

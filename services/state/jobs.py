@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 
 class JobStatus(StrEnum):
@@ -92,16 +92,64 @@ def sources_of(target: JobStatus) -> list[JobStatus]:
     return [source for source, targets in TRANSITIONS.items() if target in targets]
 
 
+# The codes of a job and of its attempts. Whatever takes one is typed with these, so that none can be added unlisted;
+# docs/failures.md has to explain each.
+WaitCode: TypeAlias = Literal[
+    "waiting_for_workers",
+    "capacity",
+    "loading_model",
+    "no_engine_for_model",
+    "no_rollout_worker",
+    "waiting_for_trajectories",
+    "env_unhealthy",
+    "model_invalid",
+    "user_paused",
+    "user_cancelled",
+]
+"""Why a job that is not over does not move, or winds up."""
+
+DoneCode: TypeAlias = Literal["steps_done", "reward_reached", "reward_stands_still", "time_over", "user_cancelled"]
+"""Why a job ended as it was meant to."""
+
+FailureCode: TypeAlias = Literal[
+    "model_invalid",
+    "environment_failed",
+    "env_unhealthy",
+    "images_unsupported",
+    "prompt_too_long",
+    "no_tokens_sampled",
+    "all_rewards_equal",
+    "stale_backlog",
+    "engine_mismatch",
+    "learner_diverged",
+    "data_damaged",
+    "incompatible_release",
+    "max_attempts_exceeded",
+    "internal",
+    "unknown",
+]
+"""Why a job failed."""
+
+CountedCode: TypeAlias = Literal[
+    "trainer_lost", "process_lost", "rank_lost", "no_progress", "data_unreadable", "queue_damaged"
+]
+"""Why an attempt ended that counts against ``GSPO_MAX_ATTEMPTS``; another one goes on with the job."""
+
+FreeCode: TypeAlias = Literal["handed_over", "redis_unavailable", "disk_full"]
+"""Why an attempt ended that does not count."""
+
+ReasonCode: TypeAlias = WaitCode | DoneCode | FailureCode | CountedCode | FreeCode
+
 # The reason shown on entering a state, unless the caller supplies a better one.
-_DEFAULT_REASONS = {
-    JobStatus.QUEUED: ("waiting_for_workers", "no trainer has taken the job yet; each trains one at a time"),
-    JobStatus.STARTING: ("loading_model", "a trainer has taken the job and loads the model"),
+_DEFAULT_REASONS: Mapping[JobStatus, tuple[ReasonCode, str]] = {
+    JobStatus.QUEUED: ("waiting_for_workers", "no trainer has taken the job yet; each trains one job at a time"),
+    JobStatus.STARTING: ("loading_model", "a trainer has taken the job and is loading the model"),
     JobStatus.RUNNING: ("waiting_for_trajectories", "episodes are running"),
-    JobStatus.PAUSING: ("user_paused", "the job pauses between two steps"),
+    JobStatus.PAUSING: ("user_paused", "the job is pausing; it stops between two steps"),
     JobStatus.PAUSED: ("user_paused", "paused on request"),
-    JobStatus.RESUMING: ("loading_model", "the job was resumed and gets ready"),
-    JobStatus.CANCELLING: ("user_cancelled", "cancelled on request, not all is stopped yet"),
-    JobStatus.FAILED: ("unknown", "the trainer gave no cause"),
+    JobStatus.RESUMING: ("loading_model", "the job was resumed and is getting ready"),
+    JobStatus.CANCELLING: ("user_cancelled", "cancelled on request; some of it is still stopping"),
+    JobStatus.FAILED: ("unknown", "the trainer gave no reason"),
 }
 
 
@@ -126,7 +174,7 @@ class JobConflict(Exception):
     """The idempotency key or the id belongs to a job with another body."""
 
     def __init__(self, job: str) -> None:
-        super().__init__(f"the same key or id was used for job {job!r} with another body; send a fresh key")
+        super().__init__(f"this key or id was already used for job {job!r} with a different body; use a new key")
         self.job = job
 
 
@@ -140,7 +188,7 @@ class IllegalTransition(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StatusReason:
-    code: str
+    code: ReasonCode | Literal[""]
     message: str
     since: str | None = None
     """When this code took effect: UTC, RFC 3339; set by the store."""

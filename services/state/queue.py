@@ -35,6 +35,7 @@ from services.state.queue_records import (
     DeadLetter,
     EpisodeLease,
     EpisodeView,
+    GroupEnd,
     GroupView,
     QueueUsage,
     ReadyGroup,
@@ -112,7 +113,7 @@ class Bus:
         """
         if group < 0 or size < 1 or bytes_per_episode < 0:
             raise ValueError(
-                f"a group has a number from 0, at least one episode and no negative bytes, not {group}, {size} and "
+                f"a group needs a number >= 0, at least one episode and bytes >= 0, not {group}, {size} and "
                 f"{bytes_per_episode}"
             )
         budget = "" if budget_bytes is None else budget_bytes
@@ -153,7 +154,9 @@ class Bus:
         """All dispatched, uncommitted groups, for a recovering trainer to compare with its own list."""
         return sorted(int(group) for group in await self._redis.hkeys(job_key(job, "groups")))
 
-    async def commit(self, job: str, token: str, step: int, groups: Sequence[int], *, reason: str = "trained") -> None:
+    async def commit(
+        self, job: str, token: str, step: int, groups: Sequence[int], *, reason: GroupEnd = "trained"
+    ) -> None:
         """Settle groups: delete them with all their segments and count them under ``reason``.
 
         ``reason`` is trained, evaluated or dropped_<why>. Call it only when the batch log of ``step`` is durable.
@@ -256,7 +259,7 @@ class Bus:
         args: list[str | bytes | int] = []
         for item in appends:
             if item.key.job != job:
-                raise ValueError(f"{item.key} is no episode of job {job}")
+                raise ValueError(f"{item.key} is not an episode of job {job}")
             version = "" if item.version is None else item.version
             args += [_member(item.key), item.attempt, item.index, int(item.final), version, _digest(item), item.payload]
             args.append(item.note[:MAX_NOTE_CHARS])
@@ -328,7 +331,7 @@ class Bus:
         count = 0
         for token, worker in holders:
             if await self._is_over(worker, token):
-                reason = f"the lease of worker {worker} ended: it died, or its beats did not arrive"
+                reason = f"the lease of worker {worker} expired: it died, or its heartbeats did not arrive"
                 count += int(await self._functions.call("requeue", bus_keys(job), token, reason))
         return count
 

@@ -9,9 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from gspo_core.types import EpisodeKey, Split
+
+DropReason: TypeAlias = Literal[
+    "dropped_partial",
+    "dropped_zero_variance",
+    "dropped_no_tokens",
+    "dropped_mismatch",
+    "dropped_unreadable",
+    "dropped_stale",
+    "dropped_trainer_lost",
+    "dropped_job_over",
+    "dropped_queue_damaged",
+]
+"""Why a group was thrown away."""
+
+GroupEnd: TypeAlias = Literal["trained", "evaluated"] | DropReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Rebuild:
             count = await self._restore_all()
             if await self._functions.call("finish_rebuild", service_keys(), begun):
                 return count
-        raise RuntimeError(f"Redis was wiped {MAX_TRIES} times while it was given its jobs back")
+        raise RuntimeError(f"Redis was wiped {MAX_TRIES} times while its jobs were being restored")
 
     async def _is_done(self) -> bool:
         return bool(await self._functions.redis.hexists(service_key("rebuild"), "done"))

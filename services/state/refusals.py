@@ -20,25 +20,25 @@ class Refused(Exception):
 class Fenced(Refused):
     """The caller has lost its lease: it must drop its work and write nothing else."""
 
-    advice = "the lease is lost, drop the work and lease again"
+    advice = "the lease was lost; drop the work and lease again"
 
 
 class Gap(Refused):
     """The caller is ahead of a server that was rolled back: abandon the episode and lease it again."""
 
-    advice = "the server holds less than the caller appended, abandon the episode and lease again"
+    advice = "the server holds less than the caller appended; abandon the episode and lease it again"
 
 
 class Conflict(Refused):
     """The same name with other content: a caller's bug, never a resend."""
 
-    advice = "the same name was written with another content"
+    advice = "this name was already written with different content"
 
 
 class Full(Refused):
     """The byte budget is used up: dispatch again once a group has been committed."""
 
-    advice = "the budget of bytes is taken, dispatch again after a commit"
+    advice = "the byte budget is used up; dispatch again after a commit"
 
 
 class Missing(Refused):
@@ -50,13 +50,13 @@ class Missing(Refused):
 class Forbidden(Refused):
     """The state machine does not allow this; ``detail`` is the current state."""
 
-    advice = "the transition is not in the table; the current state is"
+    advice = "the current state does not allow this transition"
 
 
 class Damaged(Refused):
     """A record the function needs is unreadable: the job's trainer empties the queue and dispatches again."""
 
-    advice = "a record of the queue cannot be read"
+    advice = "a record of the queue is unreadable"
 
 
 BY_WORD: dict[str, type[Refused]] = {

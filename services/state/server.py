@@ -154,7 +154,7 @@ def _examine(url: str) -> tuple[str, ...]:
             client.function_list(library="gspo")
         except ResponseError as error:
             raise RedisUnsuitable(
-                f"the Redis server (version {version}) offers no functions ({error}): use Redis >= 7.0 or Valkey >= 7.2"
+                f"the Redis server (version {version}) has no functions ({error}): use Redis >= 7.0 or Valkey >= 7.2"
             ) from None
         return tuple(_weaknesses(client))
     except (RedisError, OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from services.state.away import RedisFault
 from services.state.client import RedisClient
 
 EXAMINED = ("appendonly", "appendfsync", "maxmemory-policy")
-UNREADABLE = "its configuration cannot be read ({error}): make sure of appendfsync always and noeviction"
+UNREADABLE = "its configuration cannot be read ({error}): make sure that it has appendfsync always and noeviction"
 
 
 async def warn_if_weaker(client: RedisClient) -> list[str]:
@@ -28,7 +28,7 @@ async def warn_if_weaker(client: RedisClient) -> list[str]:
 
 def warn(weaknesses: Sequence[str]) -> None:
     for weakness in weaknesses:
-        get_logger().warning("the Redis server promises less than we do", weakness=weakness)
+        get_logger().warning("the Redis server gives weaker guarantees than needed", weakness=weakness)
 
 
 def weaknesses_in(config: Mapping[str, str | bytes | None]) -> list[str]:
@@ -42,5 +42,5 @@ def weaknesses_in(config: Mapping[str, str | bytes | None]) -> list[str]:
             "when it is killed; set appendonly yes and appendfsync always"
         )
     if values["maxmemory-policy"] != "noeviction":
-        found.append(f"maxmemory-policy {values['maxmemory-policy']}: it may throw data away; set noeviction")
+        found.append(f"maxmemory-policy {values['maxmemory-policy']}: it may evict data; set noeviction")
     return found

@@ -50,7 +50,7 @@ class VersionTable:
         """Make ``manifest`` the current version. Raises Fenced; Conflict for a number below the current one, or one
         that names other weights."""
         if manifest.job != job:
-            raise ValueError(f"the manifest of job {manifest.job} is no version of job {job}")
+            raise ValueError(f"the manifest of job {manifest.job} does not belong to job {job}")
         text = encode_row(manifest)
         await self._functions.call("publish_version", job_keys(job), token, manifest.version, text)
         if self._jobs_dir is not None:

@@ -29,8 +29,8 @@ async def train(start: Start, stop: asyncio.Event) -> None:
 
 
 def run(start: Start = start_python) -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.trainer", description="Trains jobs, one at a time.")
-    parser.add_argument("--grace-s", type=float, default=30.0, help="time to end a step when asked to leave")
+    parser = argparse.ArgumentParser(prog="python -m services.trainer", description="Train jobs, one at a time.")
+    parser.add_argument("--grace-s", type=float, default=30.0, help="seconds to finish a step after SIGTERM")
     grace_s = parser.parse_args().grace_s
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
         from services.trainer import torchrun  # imports torch
@@ -39,7 +39,7 @@ def run(start: Start = start_python) -> int:
     try:
         return run_until_signalled(partial(train, start), grace_s=grace_s)
     except NotStarted as error:
-        get_logger().error("the trainer ends", message=str(error))
+        get_logger().error("the trainer exits", message=str(error))
         return 1
 
 

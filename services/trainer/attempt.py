@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from gspo_core.learner import UnsupportedModel
 from gspo_core.spec import JobSpec
 from services.engines.kinds import open_engines
 from services.files.data_dir import DataDir
@@ -26,7 +27,6 @@ from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.building import MakeLearner, listeners, make_learner, make_run
 from services.trainer.run import JobRun
 from services.trainer.telling.failure import AWAY, NO_ROOM, QUEUE_DAMAGED, AttemptFailed, JobFailure
-from services.trainer.telling.ill_environments import IllEnvironments
 from services.trainer.telling.wandb_run import WandbRun
 
 LOOK_S = 0.3
@@ -43,9 +43,8 @@ class Attempt:
     async def run(self, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         """Run to the end. ``stop`` ends it immediately; ``leaving`` ends it at a step boundary, after saving."""
         try:
-            ill = IllEnvironments(self._store, self._claim)
             with raising_no_room():
-                await first_to_end(self._run.run(), ill.run(), self._pass_wishes_on(stop, leaving))
+                await first_to_end(self._run.run(), self._pass_wishes_on(stop, leaving))
         except Exception as error:
             return end_of(error)
         assert self._run.phase.end is not None, "the run and its wishes end with a reason alone"
@@ -83,6 +82,8 @@ def end_of(error: Exception) -> AttemptEnd:
             return AttemptEnd.because("released", NO_ROOM)
         case JobFailure():
             reason = StatusReason(error.code, str(error))
+        case UnsupportedModel():
+            reason = StatusReason("model_invalid", str(error))
         case _:
             reason = StatusReason("internal", f"{type(error).__name__}: {error}")
     get_logger().error("the attempt failed", exc_info=error)

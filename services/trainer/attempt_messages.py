@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from services.state.jobs import Claim, StatusReason
+from services.state.jobs import Claim, ReasonCode, StatusReason
 
 Capabilities: TypeAlias = dict[str, str | int]
 """The facts about a trainer that users check before giving it a job."""
@@ -48,7 +48,7 @@ class AttemptEnd(msgspec.Struct, frozen=True, tag="end"):
     """The outcome of the attempt; ``code`` and ``message`` become the status reason of the job."""
 
     how: How
-    code: str = ""
+    code: ReasonCode | Literal[""] = ""
     message: str = ""
 
     @classmethod

@@ -124,7 +124,7 @@ class AttemptProcess:
     def obituary(self) -> str:
         """Describe the exit, with the last lines of stderr."""
         said = " / ".join(line.strip() for line in self._last_words)[-_MAX_LAST_WORDS:]
-        return describe(self._exit.result()) + (f"; its last words: {said}" if said else "")
+        return describe(self._exit.result()) + (f"; last lines of stderr: {said}" if said else "")
 
     async def run(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         """Run the attempt and wait until the process is gone."""
@@ -259,15 +259,15 @@ class AttemptProcesses:
         obituary = self._next.obituary()
         self._num_killed += 1
         if not self._next.was_killed or self._num_killed > MAX_KILLED:
-            raise NotStarted(f"no job can be trained here: the process of the next attempt {obituary}")
-        get_logger().warning("the process of the next attempt is started again", why=obituary)
+            raise NotStarted(f"cannot train any job here: the process for the next attempt {obituary}")
+        get_logger().warning("restarting the process for the next attempt", why=obituary)
         closing = asyncio.create_task(self._next.end(0.0), name="closing")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         self._next = AttemptProcess(self._start)
 
     async def run(self, claim: Claim, _spec: JobSpec, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
-        get_logger().debug("the attempt has a process", job=claim.job_id, attempt_pid=self.pid)
+        get_logger().debug("the attempt runs in a process of its own", job=claim.job_id, attempt_pid=self.pid)
         self._num_killed = 0
         try:
             return await self._next.run(claim, stop, leaving)
@@ -280,7 +280,7 @@ def describe(status: int) -> str:
     if status >= 0:
         return f"ended with code {status}"
     name = signal.Signals(-status).name
-    return f"was killed by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (", possibly for lack of memory" if name == "SIGKILL" else "")
 
 
 @contextlib.asynccontextmanager

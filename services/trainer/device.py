@@ -16,7 +16,7 @@ class NoSuchDevice(RuntimeError):
 def device_of(spec: JobSpec, *, has_gpu: bool) -> str:
     wanted = spec.resources.device
     if wanted == "cuda" and not has_gpu:
-        raise NoSuchDevice("resources.device is cuda: it waits for a trainer that has a GPU")
+        raise NoSuchDevice("resources.device is cuda: the job waits for a trainer with a GPU")
     return "cuda" if has_gpu and wanted != "cpu" else "cpu"
 
 

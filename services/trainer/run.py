@@ -35,6 +35,7 @@ from services.trainer.fleet.parity import Held, ParityGate
 from services.trainer.groups.admission import Admission
 from services.trainer.groups.batch_selection import BatchSelection
 from services.trainer.groups.evaluation import Evaluator
+from services.trainer.groups.proven_environments import ProvenEnvironments
 from services.trainer.groups.sequences import TrainBatch, group_metrics, staleness_metrics, train_batch
 from services.trainer.groups.tasks import TaskSchedule
 from services.trainer.past.background_writer import BackgroundWriter
@@ -44,6 +45,8 @@ from services.trainer.run_context import RunContext, Services
 from services.trainer.run_phase import Phase
 from services.trainer.stopping import StopConditions
 from services.trainer.telling.environments import DescribedEnvironments
+from services.trainer.telling.hindrances import Hindrances
+from services.trainer.telling.ill_environments import IllEnvironments
 from services.trainer.telling.reports import Reports, disk_metrics
 from services.trainer.telling.watchdog import Watchdog
 
@@ -69,6 +72,9 @@ class JobRun:
         """The step of the newest checkpoint written by this process."""
         self._admission = Admission(context)
         self._batches = BatchSelection(context, self._admission, self._gate, self._stops_waiting)
+        self._proven = ProvenEnvironments(services.intake)
+        ill = IllEnvironments(spec, self._proven.found, lambda: self._lineage.step > 0)
+        self._hindrances = Hindrances(services.store, claim, services.engines, ill)
 
     @property
     def _claim(self) -> Claim:
@@ -89,7 +95,8 @@ class JobRun:
         try:
             engines, intake = self._services.engines, self._services.intake
             watchdog = Watchdog(self._signs, lambda: self._spec.watchdog, self._warn, self._excuse)
-            await first_to_end(self._train(), engines.run(), intake.run(), self._gate.run(), watchdog.run())
+            beside = (engines.run(), intake.run(), self._gate.run(), watchdog.run(), self._hindrances.run())
+            await first_to_end(self._train(), *beside)
             self.phase.finish(self._ending)
         finally:
             await self._services.engines.release()
@@ -100,9 +107,7 @@ class JobRun:
 
     async def _excuse(self) -> str:
         """Return why no other trainer could make progress either, or an empty string."""
-        if not await self._services.store.fleet.workers():
-            return "no rollout worker is there"
-        return "" if self._services.engines.ready() else "no engine is ready"
+        return self._hindrances.excuse
 
     async def _warn(self, message: str) -> None:
         await self._reports.stands_still(self._lineage.step, message)
@@ -140,6 +145,7 @@ class JobRun:
             num_tasks[Split.EVAL],
             self._report_evaluation,
         )
+        self._proven.schedule, self._proven.held_out = self._admission.schedule, evaluator.tasks
         try:
             await self._loop(learner, evaluator)
         finally:
@@ -270,7 +276,7 @@ class JobRun:
     async def _log_trained(self, batch: TrainBatch, logprobs: Sequence[NDArray[np.float32]]) -> None:
         step, found = self._lineage.step, batch.by_episode(logprobs)
         log = TrainedLog(self._services.job_dir)
-        await self._disk.write(f"what was trained in step {step}", log.write, self._claim.epoch, step, found)
+        await self._disk.write(f"the training log of step {step}", log.write, self._claim.epoch, step, found)
 
     async def _publish_step(
         self, weights: Written, report: StepReport, num_groups: int, alarms: Sequence[Alarm]

@@ -25,6 +25,7 @@ from services.trainer.groups.staleness import StalenessTable
 from services.trainer.groups.step_settings import Tuning
 from services.trainer.run_phase import RunPhase
 from services.trainer.telling.disk_waits import DiskWaits
+from services.trainer.telling.failure import AlertKind
 from services.trainer.telling.reports import Listener
 from services.trainer.telling.status import JobStatusBoard
 
@@ -82,6 +83,6 @@ class RunContext:
         """Whether the groups in flight suffice for one more step."""
         return sum(1 for _ in self.lineage.owed()) >= self.spec.groups_per_step
 
-    async def alert(self, kind: str, message: str) -> None:
+    async def alert(self, kind: AlertKind, message: str) -> None:
         data = {"step": self.lineage.step, "kind": kind, "message": message}
         await self.services.store.events.add(self.job, "alert", data, token=self.token)

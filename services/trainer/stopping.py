@@ -35,7 +35,7 @@ class StopConditions:
     async def reached(self, job: JobRecord, spec: JobSpec, step: int) -> StatusReason | None:
         """Return why the job ends after ``step`` steps, or None if it continues."""
         if step >= spec.steps:
-            return StatusReason("steps_done", f"all {spec.steps} steps are trained")
+            return StatusReason("steps_done", f"all {spec.steps} steps are done")
         stop = spec.stop
         await self._watch({one.series for one in (stop.reward, stop.no_progress) if one is not None})
         if stop.reward is not None and (said := self._is_good_enough(stop.reward)):
@@ -45,7 +45,7 @@ class StopConditions:
         if stop.wall_time_s is not None and job.started_at is not None:
             elapsed_s = self._now() - datetime.fromisoformat(job.started_at).timestamp()
             if reaches(elapsed_s, stop.wall_time_s, "the time since the job began"):
-                return StatusReason("time_over", f"{elapsed_s:.0f} s of at most {stop.wall_time_s:g} s are over")
+                return StatusReason("time_over", f"{elapsed_s:.0f} s have passed; the limit is {stop.wall_time_s:g} s")
         return None
 
     async def _watch(self, wanted: set[str]) -> None:
@@ -68,11 +68,11 @@ class StopConditions:
             best, since = (value, 0) if is_better else (best, since + 1)
         if since < condition.values:
             return ""
-        return f"the last {since} values of {condition.series} were not better than {best:g}"
+        return f"none of the last {since} values of {condition.series} improved on {best:g}"
 
     def _values(self, series: str) -> list[float]:
         """Return the values in step order. Raises NotANumber, because NaN must not decide whether a job ends."""
         values = [value for _, value in sorted(self._series[series].items())]
         if any(map(math.isnan, values)):
-            raise NotANumber(f"{series} holds a value that is not a number: no condition can be judged by it")
+            raise NotANumber(f"{series} contains NaN, so no stop condition can be judged by it")
         return values

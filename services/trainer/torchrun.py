@@ -77,7 +77,7 @@ class RankedAttempts:
                 was_cancelled = True
         if not waiting.done():
             waiting.cancel()
-            self._followers.give_up(f"what an attempt had begun was still at work {LEFT_BEHIND_S:.0f} s after its end")
+            self._followers.give_up(f"work of an attempt was still running {LEFT_BEHIND_S:.0f} s after its end")
         if was_cancelled:
             raise asyncio.CancelledError
 
@@ -94,7 +94,7 @@ async def lead(place: Place, stop: asyncio.Event) -> None:
         return
     followers = Followers(meeting.result())
     await in_own_thread(lambda: followers.look(DataDir(settings.data_dir)))
-    get_logger().info("all ranks are here", num_ranks=place.num_ranks)
+    get_logger().info("all ranks have joined", num_ranks=place.num_ranks)
     attempts = RankedAttempts(settings, place, followers)
     await serve(settings, stop, attempts, capabilities() | {"num_ranks": place.num_ranks})
     await in_own_thread(followers.end)
@@ -128,7 +128,7 @@ def run(grace_s: float) -> int:
         asyncio.run(follow(place))
         return 0
     except (RanksLost, FirstRankLost) as error:
-        get_logger().error("this process ends, for all to be started again", rank=place.rank, message=str(error))
+        get_logger().error("exiting so that all ranks are restarted", rank=place.rank, message=str(error))
         sys.stderr.flush()
         # A clean exit would wait for the attempt's threads, which may never end.
         os._exit(1)

@@ -27,10 +27,12 @@ from services.state.jobs import fits
 from services.state.queue import Bus, Fenced
 from services.state.store import Claim, JobNotFound, StatusReason, Store
 from services.trainer.attempt_messages import AttemptEnd
+from services.trainer.queued_models import QueuedModels
 from services.trainer.telling.failure import AWAY, CANCELLED, NO_ROOM, QUEUE_DAMAGED, RanksLost
 
 IDLE_POLL_S = 0.3
 BEAT_S = 2.0
+QUEUED_LOOK_S = 5.0
 # Beat at least five times per lease, so that four heartbeats may be lost.
 BEATS_PER_LEASE = 5
 
@@ -66,6 +68,7 @@ class TrainerWorker:
         self._unfit = unfit
         self._left: dict[str, tuple[Claim, StatusReason]] = {}
         """Jobs still to be released, with the reason."""
+        self._queued = QueuedModels(store, name, unfit)
         self.beat_s = min(BEAT_S, lease_s / BEATS_PER_LEASE)
 
     async def run(self, stop: asyncio.Event, leaving: asyncio.Event | None = None) -> None:
@@ -99,7 +102,7 @@ class TrainerWorker:
             await self._release_what_was_left()
             return await self._store.jobs.claim(self._name, unfit=self._unfit, lost_first=True)
         except Away as error:
-            get_logger().warning("Redis is away", error=str(error))
+            get_logger().warning("Redis is unavailable", error=str(error))
             return None
 
     async def _release_what_was_left(self) -> None:
@@ -118,12 +121,12 @@ class TrainerWorker:
         except RanksLost:
             raise
         except (Fenced, JobNotFound):  # a wiped server has neither the claim nor the job
-            log.warning("the claim was lost; what this process did since then has no effect")
+            log.warning("the claim was lost; nothing this process has done since takes effect")
         except (Away, NoRoom) as error:
             self._left[claim.job_id] = claim, AWAY if isinstance(error, Away) else NO_ROOM
-            log.warning("the job is left to whoever claims it next", error=f"{type(error).__name__}: {error}")
+            log.warning("giving up the job; any trainer may claim it", error=f"{type(error).__name__}: {error}")
         except Exception:
-            log.exception("the end of the job could not be told; it is left to whoever claims it next")
+            log.exception("the end of the job could not be recorded; any trainer may claim it")
 
     async def _attempt(self, claim: Claim, stop: asyncio.Event, leaving: asyncio.Event) -> AttemptEnd:
         job = await self._store.jobs.get(claim.job_id)
@@ -131,7 +134,7 @@ class TrainerWorker:
             spec = JobSpec.model_validate_json(job.spec)
         except ValidationError as error:
             return AttemptEnd(
-                "failed", "incompatible_release", f"this release does not know such a specification: {error}"
+                "failed", "incompatible_release", f"this release does not understand the job's specification: {error}"
             )
         if job.desired_state == "cancelled" and self._unfit(job.spec) is not None:
             return AttemptEnd.because("cancelled", CANCELLED)
@@ -140,7 +143,8 @@ class TrainerWorker:
         async def attempt() -> None:
             ends.append(await self._attempts.run(claim, spec, stop, leaving))
 
-        await first_to_end(attempt(), self._beat(claim), self._free_what_the_lost_held(claim))
+        beside = self._beat(claim), self._free_what_the_lost_held(claim), self._look_at_queued_models()
+        await first_to_end(attempt(), *beside)
         return ends[0]
 
     async def _tell(self, claim: Claim, end: AttemptEnd) -> None:
@@ -152,9 +156,9 @@ class TrainerWorker:
                 raise Fenced(job)
             case "released":
                 self._left[job] = claim, StatusReason(end.code, end.message)
-                log.info("left to whoever claims it next")
+                log.info("the job was released; any trainer may claim it")
             case "attempt_failed":
-                log.warning("this attempt is over")
+                log.warning("this attempt failed")
                 if end.code == QUEUE_DAMAGED:  # the next attempt dispatches its groups again
                     await self._bus.empty_queue(job, token)
                 await store.jobs.end_attempt(job, token, StatusReason(end.code, end.message))
@@ -183,14 +187,24 @@ class TrainerWorker:
             await self._store.jobs.beat(claim.job_id, claim.token)
             await asyncio.sleep(self.beat_s)
 
+    async def _look_at_queued_models(self) -> None:
+        while True:
+            try:
+                await self._queued.look()
+            except Away:
+                pass
+            except Exception as error:  # trouble with another job must not end this one
+                get_logger().warning("queued jobs could not be looked at", error=f"{type(error).__name__}: {error}")
+            await asyncio.sleep(QUEUED_LOOK_S)
+
     async def _free_what_the_lost_held(self, claim: Claim) -> None:
         """Give up lost jobs, mainly to free their engines while all other trainers are busy: this job may need them."""
         while True:
             try:
                 for job in await self._store.jobs.give_up_lost(claim.job_id):
-                    get_logger().warning("the trainer of another job was lost; that job waits for one", job=job)
+                    get_logger().warning("another job lost its trainer and waits for a new one", job=job)
             except Away:
                 pass
             except Exception as error:  # trouble with another job must not end this one
-                get_logger().warning("other jobs could not be looked at", error=f"{type(error).__name__}: {error}")
+                get_logger().warning("could not check other jobs", error=f"{type(error).__name__}: {error}")
             await asyncio.sleep(self.beat_s)

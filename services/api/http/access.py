@@ -167,10 +167,10 @@ class AccessMiddleware:
         scope["caller"], scope["credential"] = caller, caller.name
         needed = needed_scope(scope["method"], scope["path"])
         if not caller.may(needed):
-            raise RequestRefused(403, "scope_required", f"this key lacks the scope {needed}")
+            raise RequestRefused(403, "scope_required", f"this key does not have the scope {needed}")
         wait_s = 0 if caller is LOCAL else self._limit.wait_s(caller.name)
         if wait_s:
-            message = f"this key asks too often; go on in {wait_s} s"
+            message = f"too many requests with this key; try again in {wait_s} s"
             raise RequestRefused(429, "too_many_requests", message, headers={"Retry-After": str(wait_s)})
 
 
@@ -182,7 +182,7 @@ def _refuse_foreign_pages(headers: Headers, *, must_be_local: bool) -> None:
     host = headers.get("host", "")
     if must_be_local and _parts(f"//{host}")[0] not in LOCAL_NAMES:
         raise RequestRefused(
-            403, "host_not_allowed", f"without keys this API answers on loopback names only, not as {host[:100]!r}"
+            403, "host_not_allowed", f"without keys this API answers only to loopback names, not to {host[:100]!r}"
         )
     origin = headers.get("origin")
     if origin is not None and _parts(origin)[1] != host:

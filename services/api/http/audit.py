@@ -39,7 +39,7 @@ class Audit:
         try:
             await asyncio.to_thread(self._append, json.dumps(record) + "\n")
         except OSError as error:
-            get_logger().error("audit line lost", request_id=request_id, error=str(error))
+            get_logger().error("an audit record was lost", request_id=request_id, error=str(error))
 
     def _append(self, line: str) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,11 +20,14 @@ from services.api.views.codecs import Codecs
 from services.api.views.event_tails import EventTails
 from services.api.views.exports import Exports
 from services.api.views.history import TrainedHistory
+from services.files.data_dir import HubDir
 from services.files.job_dir import JobsDir
 from services.hosts.registry import EnvironmentRegistry
 from services.state.client import RedisClient
+from services.state.drains import Drains
 from services.state.kept_replies import KeptReplies
 from services.state.queue import Bus
+from services.state.resubmissions import Resubmissions
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
 
@@ -42,6 +45,8 @@ class Backend:
     networks: tuple[Network, ...] = ()
     """Where registered URLs may lead, besides public addresses."""
     may_upload: bool = False
+    hub: HubDir | None = None
+    """Models that were fetched; None: names of the hub stay as they are."""
     news: Store | None = None
     """Waits for events on connections of its own, since each wait holds one; None: ``store``."""
 
@@ -64,11 +69,14 @@ class ApiContext:
     """None: the only keys are those of the settings."""
     worker_requests: WorkerRequests
     exports: Exports
-    redis: RedisClient
+    drains: Drains
+    resubmissions: Resubmissions
     replies: KeptReplies
     registry: EnvironmentRegistry | None = None
     networks: tuple[Network, ...] = ()
     may_upload: bool = False
+    hub: HubDir | None = None
+    """Models that were fetched; None: names of the hub stay as they are."""
     clock: Callable[[], float] = time.monotonic
     ping_s: float = PING_S
 

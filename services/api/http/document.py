@@ -14,7 +14,7 @@ KEY_PARAMETER = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "Chosen by the caller: the same request under the same key is done once and answered alike.",
+    "description": "Chosen by the caller: a request repeated with the same key is done once and answered alike.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": r"^[\x21-\x7e]+$"},
 }
 V1 = "/v1"

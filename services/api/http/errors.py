@@ -108,7 +108,7 @@ def invalid(found: Sequence[Problem]) -> RequestRefused:
 
 def internal() -> RequestRefused:
     """500; a caller can only report the request id."""
-    return RequestRefused(500, "internal", "something broke inside the service; the log has it under this request id")
+    return RequestRefused(500, "internal", "the service failed internally; its log says more under this request id")
 
 
 def install(app: FastAPI) -> None:
@@ -154,7 +154,7 @@ _TRANSLATED: Mapping[type[Exception], tuple[int, str, str | None]] = {
 def _from_framework(error: HTTPException) -> RequestRefused:
     known = {
         404: ("route_not_found", "there is no such route"),
-        405: ("method_not_allowed", "this route does not take that method"),
+        405: ("method_not_allowed", "this route does not support that method"),
     }
     code, message = known.get(error.status_code, ("invalid_request", str(error.detail)))
     return RequestRefused(error.status_code, code, message, headers=error.headers)

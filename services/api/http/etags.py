@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from services.api.http.errors import FINAL, RequestRefused
 
-_Tags = Header(max_length=2000, description="Tags of the thing, as an answer's `ETag` said, or `*`.")
+_Tags = Header(max_length=2000, description="Tags of the resource, as given in the `ETag` of an answer, or `*`.")
 IfMatch = Annotated[str | None, _Tags]
 IfNoneMatch = Annotated[str | None, _Tags]
 
@@ -37,7 +37,7 @@ def require_match(if_match: str | None, version: str | int) -> None:
     if if_match is None or if_match.strip() == "*":
         return
     if not any(tag.startswith(f'"{version}.') for tag in _listed(if_match)):
-        message = "it is not what If-Match says any more; look at it again, and decide"
+        message = "it has changed since If-Match was read; read it again, then decide"
         raise RequestRefused(412, "precondition_failed", message, param="If-Match", headers=FINAL)
 
 

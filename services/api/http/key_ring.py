@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from gspo_core.log.records import decode_record
 from services.files.data_dir import KeysDir
 from services.files.durable import make_directory, write_once
 
+SCHEMA = 1
 SCOPES = ("jobs:read", "jobs:write", "envs:write", "env:upload", "episodes:read", "admin")
 _KEY = re.compile(r"gspo_([0-9a-z]{12})_([0-9A-Za-z]{43})")
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -112,7 +115,7 @@ class KeyRing:
 
 
 def _read(path: Path) -> KeyRecord:
-    record = json.loads(path.read_bytes())
+    record: dict[str, Any] = decode_record(path.read_bytes(), SCHEMA)
     return KeyRecord(**{**record, "scopes": tuple(record["scopes"])})
 
 

@@ -17,6 +17,6 @@ def after_id(items: Sequence[Listed], after: str | None, limit: int) -> Sequence
         return items[: limit + 1]
     ids = [one.id for one in items]
     if after not in ids:
-        raise RequestRefused(400, "invalid_cursor", f"{after[:80]!r} is no item of this list", param="after")
+        raise RequestRefused(400, "invalid_cursor", f"{after[:80]!r} is not in this list", param="after")
     start = ids.index(after) + 1
     return items[start : start + limit + 1]

@@ -53,10 +53,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _admit(self) -> None:
         if len(self.pipeline) >= MAX_WAITING:
-            raise _Refused("Too many requests wait on this connection.")
+            raise _Refused("Too many requests are waiting on this connection.")
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
-            raise _Refused("A request names one host.")
+            raise _Refused("A request must name exactly one host.")
 
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(self._refusal or msg)

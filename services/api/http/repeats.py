@@ -89,7 +89,7 @@ class RepeatMiddleware:
             await self._app(scope, receive, send)
             return
         if not KEY.fullmatch(key):
-            message = f"{HEADER} has 1 to 255 visible characters"
+            message = f"{HEADER} must have 1 to 255 visible characters"
             raise RequestRefused(422, "validation_failed", message, param=HEADER)
         body, again, is_whole = await _read(scope, receive)
         if not is_whole:  # too long: the route refuses it
@@ -127,7 +127,7 @@ class RepeatMiddleware:
     async def _answer_again(self, name: str, begun: Begun, send: Send) -> None:
         answer = KeptAnswer.unpack(begun.reply or b"") or self._secrets.get(name)
         if answer is None:
-            message = "this was done, and its answer is a secret that is not kept; undo it and ask under another key"
+            message = "this was done, and its answer is a secret that is not kept; undo it and retry with a new key"
             raise RequestRefused(409, "answer_not_kept", message, param=HEADER, headers=FINAL)
         await answer.send(send, is_repeated=True)
 
@@ -139,12 +139,12 @@ async def _begin(replies: KeptReplies, name: str, request: str, owner: str) -> B
     while True:
         begun = await replies.begin(name, request, owner)
         if begun is not None and begun.request != request:
-            message = f"the same {HEADER} was used for another request; send a fresh key"
+            message = f"this {HEADER} was already used for a different request; use a new key"
             raise RequestRefused(409, "idempotency_conflict", message, param=HEADER, headers=FINAL)
         if begun is None or begun.reply is not None:
             return begun
         if loop.time() > until:
-            message = "the same request is still being done; ask again"
+            message = "the same request is still in progress; try again"
             raise RequestRefused(409, "in_progress", message, param=HEADER, headers={"Retry-After": "1"})
         await asyncio.sleep(LOOK_S)
 

@@ -146,12 +146,12 @@ async def _refuse_body(request: Request, names: Sequence[str]) -> None:
         if size > _SHORT:
             break
     if start.strip() not in (b"", b"{}") or size > _SHORT:
-        what = f"this route takes no body, and would pass over what is in it; {_known(names)}"
+        what = f"this route takes no body and would ignore this one; {_known(names)}"
         raise RequestRefused(400, "unexpected_body", what)
 
 
 def _known(names: Sequence[str]) -> str:
-    return f"its parameters are {', '.join(names)}, in the query" if names else "it has no parameters"
+    return f"its query parameters are {', '.join(names)}" if names else "it has no parameters"
 
 
 class _StrictRequest(Request):
@@ -171,7 +171,7 @@ class _StrictRequest(Request):
     async def _read(self) -> bytes:
         data = await read_bounded(self, ("application/json",), MAX_BODY_BYTES)
         if not data:
-            raise RequestRefused(400, "invalid_json", "the body is empty; JSON is needed")
+            raise RequestRefused(400, "invalid_json", "the body is empty; send JSON")
         return data
 
 
@@ -184,6 +184,6 @@ async def read_bounded(request: Request, kinds: Sequence[str], most_bytes: int) 
     async for chunk in request.stream():
         size += len(chunk)
         if size > most_bytes:
-            raise RequestRefused(413, "body_too_large", f"a body has at most {most_bytes} bytes here")
+            raise RequestRefused(413, "body_too_large", f"a body may have at most {most_bytes} bytes here")
         chunks.append(chunk)
     return b"".join(chunks)

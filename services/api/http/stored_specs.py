@@ -16,7 +16,7 @@ def spec_of(job: JobRecord) -> JobSpec:
     """Raises RequestRefused 422."""
     found = readable_spec(job)
     if found is None:
-        message = f"the specification of {job.id} is of another release, which this one cannot read"
+        message = f"the specification of {job.id} comes from another release, which this one cannot read"
         raise RequestRefused(422, "validation_failed", message)
     return found
 

@@ -22,14 +22,14 @@ class Traffic:
         self._requests = Counter("gspo_http_requests", "Requests answered", labels, registry=self.registry)
         self._seconds = Histogram(
             "gspo_http_request_duration_seconds",
-            "From the first byte of a request to the last of its answer; streams excluded",
+            "From the first byte of a request to the last byte of its answer; streams excluded",
             ("route",),
             registry=self.registry,
         )
 
         self._pushed = Counter(
             "gspo_pushed_trajectories",
-            "Trajectories pushed over HTTP, by what became of them",
+            "Trajectories pushed over HTTP, by outcome",
             ("fate",),
             registry=self.registry,
         )

@@ -32,44 +32,44 @@ def unavailable(error: Exception) -> Unavailable | None:
 _AWAY: Mapping[AwayReason, Unavailable] = {
     AwayReason.UNREACHABLE: Unavailable("redis_unavailable", "Redis does not answer; nothing was lost, try again"),
     AwayReason.NO_CONNECTION: Unavailable("redis_unavailable", "all connections to Redis are in use; try again"),
-    AwayReason.LOADING: Unavailable("redis_unavailable", "Redis has started and reads its data; try again"),
-    AwayReason.TRYAGAIN: Unavailable("redis_unavailable", "Redis moves its data between nodes; try again"),
+    AwayReason.LOADING: Unavailable("redis_unavailable", "Redis is starting and loading its data; try again"),
+    AwayReason.TRYAGAIN: Unavailable("redis_unavailable", "Redis is moving data between nodes; try again"),
     AwayReason.UNBLOCKED: Unavailable("redis_unavailable", "Redis changed its role during this request; try again"),
     AwayReason.CLUSTERDOWN: Unavailable(
         "redis_unavailable",
-        "the Redis cluster is down; try again, and if that does not help its operator has to bring its nodes back",
+        "the Redis cluster is down; try again; if that does not help, its operator must bring its nodes back",
     ),
     AwayReason.MASTERDOWN: Unavailable(
         "redis_unavailable",
-        "this Redis is a replica that has lost its primary; try again, and if that does not help its operator has to "
+        "this Redis is a replica that has lost its primary; try again; if that does not help, its operator must "
         "bring the primary back",
     ),
     AwayReason.BUSY: Unavailable(
         "redis_busy",
-        "Redis runs a script that does not end; try again, and if that does not help its operator has to end it "
+        "Redis is running a script that does not end; try again; if that does not help, its operator must end it "
         "(FUNCTION KILL or SCRIPT KILL)",
     ),
     AwayReason.OOM: Unavailable(
         "redis_full",
-        "the memory of Redis is full; try again later: running jobs free some, or its operator has to raise maxmemory",
+        "Redis is out of memory; try again later: running jobs free some, or its operator must raise maxmemory",
     ),
     AwayReason.MISCONF: Unavailable(
         "redis_full",
-        "Redis cannot write to its disk and takes nothing new; its operator has to make room there, then try again",
+        "Redis cannot write to its disk and refuses new data; its operator must free space there, then try again",
     ),
     AwayReason.READONLY: Unavailable(
         "redis_read_only",
-        "this Redis is a replica and takes no writes; try again after a failover, or its operator has to point "
+        "this Redis is a replica and takes no writes; try again after a failover, or its operator must point "
         "GSPO_REDIS_URL at the primary",
     ),
     AwayReason.NOREPLICAS: Unavailable(
         "redis_no_replicas",
-        "too few replicas of Redis are connected for it to take writes (min-replicas-to-write); its operator has to "
+        "too few replicas of Redis are connected for it to take writes (min-replicas-to-write); its operator must "
         "bring them back, then try again",
     ),
 }
 _CREDENTIALS_REFUSED = Unavailable(
     "redis_credentials_refused",
-    "Redis refuses this service's user or password; its operator has to correct GSPO_REDIS_URL",
+    "Redis rejects this service's user or password; its operator must correct GSPO_REDIS_URL",
 )
-_DISK_FULL = Unavailable("disk_full", "the disk of the service is full; its operator has to make room, then try again")
+_DISK_FULL = Unavailable("disk_full", "the disk of the service is full; its operator must free space, then try again")

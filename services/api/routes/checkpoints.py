@@ -44,7 +44,7 @@ async def remove_checkpoint(job: str, epoch: Number, step: Number, context: Cont
     found = await asyncio.to_thread(_find, job_dir, Position(epoch, step))
     newest = (await asyncio.to_thread(checkpoints_of, job_dir))[:1]
     if not record.status.is_terminal and found.id in [one.id for one in newest]:
-        raise RequestRefused(409, "checkpoint_in_use", "the job would go on from this checkpoint", headers=FINAL)
+        raise RequestRefused(409, "checkpoint_in_use", "the job would resume from this checkpoint", headers=FINAL)
     await asyncio.to_thread(context.exports.remove, job_dir, Position(epoch, step))
     await asyncio.to_thread(CheckpointStore(job_dir).remove, Position(epoch, step))
 
@@ -67,5 +67,5 @@ def _find(job_dir: JobDir, at: Position) -> CheckpointView:
 
 
 def _not_kept(job_dir: JobDir, at: Position) -> RequestRefused:
-    message = f"{job_dir.id} keeps no checkpoint of epoch {at.epoch}, step {at.step}"
+    message = f"{job_dir.id} has no checkpoint of epoch {at.epoch}, step {at.step}"
     return RequestRefused(404, "checkpoint_not_found", message)

@@ -236,15 +236,15 @@ async def upload(
     kind = request.headers["content-type"].partition(";")[0].strip().lower()
     module = query.ref.rpartition(":")[0]
     if kind == PYTHON and ("/" in module or not module.endswith(".py")):
-        raise RequestRefused(422, "validation_failed", "of a single file the ref is file.py:Class", param="ref")
+        raise RequestRefused(422, "validation_failed", "for a single file, the ref must be file.py:Class", param="ref")
     if ".." in module.split("/"):
-        raise RequestRefused(422, "validation_failed", "the ref leads out of what is uploaded", param="ref")
+        raise RequestRefused(422, "validation_failed", "the ref points outside of the upload", param="ref")
     digest = hashlib.sha256(b"\0".join((kind.encode(), module.encode() if kind == PYTHON else b"", packed))).hexdigest()
 
     def check(folder: FilePath) -> None:
         path = module if module.endswith(".py") else module.replace(".", "/")
         if not any((folder / name).is_file() for name in (path, f"{path}.py", f"{path}/__init__.py")):
-            raise RequestRefused(422, "validation_failed", f"there is no {module} in what was uploaded", param="ref")
+            raise RequestRefused(422, "validation_failed", f"there is no {module} in the upload", param="ref")
 
     try:
         await asyncio.to_thread(registry.require_name, query.name, _owner(_caller(request)))
@@ -298,7 +298,7 @@ async def remove_environment(environment: str, request: Request, context: Contex
     for job in await context.store.jobs.page(MAX_JOBS, order="desc"):
         refs = [entry.get("ref") for entry in job.spec_data.get("environments", ())]
         if not job.status.is_terminal and one.id in refs:
-            raise RequestRefused(409, "environment_in_use", f"the job {job.id} uses {one.id}", headers=FINAL)
+            raise RequestRefused(409, "environment_in_use", f"job {job.id} uses {one.id}", headers=FINAL)
     await asyncio.to_thread(_registry(context).remove, one)
 
 
@@ -371,13 +371,13 @@ async def _ask(context: ApiContext, order: Mapping[str, Any], timeout_s: float) 
     except WorkerRequestFailed as error:
         raise RequestRefused(422, "environment_invalid", str(error)[:2000], param="environment") from None
     except NoWorkerThere:
-        message = "no rollout worker is there to run it; start one and ask again"
+        message = "no rollout worker is running; start one and try again"
         raise RequestRefused(503, "no_worker", message, headers={"Retry-After": "5"}) from None
     except NoAnswer:
-        message = "the rollout worker that took it has not answered; ask again"
+        message = "the rollout worker that took this request has not answered; try again"
         raise RequestRefused(503, "no_answer", message, headers={"Retry-After": "5"}) from None
     except TooManyRequests:
-        message = "too many questions to rollout workers are open"
+        message = "too many requests to rollout workers are in progress; try again later"
         raise RequestRefused(429, "capacity", message, headers={"Retry-After": "5"}) from None
 
 

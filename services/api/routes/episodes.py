@@ -140,7 +140,7 @@ async def list_episodes(id: str, query: Annotated[EpisodeQuery, Query()], contex
 @router.get(
     "/jobs/{id}/episodes.jsonl",
     response_class=StreamingResponse,
-    responses={200: {"content": {NDJSON: {"schema": {"type": "string"}}}, "description": "One episode a line"}},
+    responses={200: {"content": {NDJSON: {"schema": {"type": "string"}}}, "description": "One episode per line"}},
 )
 async def export_episodes(id: str, query: Annotated[ExportQuery, Query()], context: ContextOf) -> Response:
     """Every episode that was trained, turn by turn, the oldest step first: one JSON object a line."""
@@ -181,7 +181,7 @@ async def follow_episode(
     """
     after = None if last_event_id is None else parse_position(last_event_id)
     if last_event_id is not None and after is None:
-        raise RequestRefused(400, "invalid_cursor", f"{last_event_id[:80]!r} is no position", param="last-event-id")
+        raise RequestRefused(400, "invalid_cursor", f"{last_event_id[:80]!r} is not a position", param="last-event-id")
 
     async def read() -> EpisodeDetail:
         return await get_episode(job, group, member, DetailQuery(), context)
@@ -355,4 +355,4 @@ def _number_in(cursor: str, job: JobRecord) -> int:
 
 
 def _bad_cursor(cursor: str | None) -> RequestRefused:
-    return RequestRefused(400, "invalid_cursor", f"{str(cursor)[:80]!r} is no item of this list", param="after")
+    return RequestRefused(400, "invalid_cursor", f"{str(cursor)[:80]!r} is not in this list", param="after")

@@ -67,7 +67,7 @@ async def read_events(
 def check_position(position: str | None) -> str | None:
     """The position itself; raises RequestRefused if it is not one."""
     if position is not None and not _POSITION.fullmatch(position):
-        raise RequestRefused(400, "invalid_cursor", f"{position[:80]!r} is no event id", param="after")
+        raise RequestRefused(400, "invalid_cursor", f"{position[:80]!r} is not an event id", param="after")
     return position
 
 

@@ -28,7 +28,6 @@ from services.api.submission.fine_tuning import (
     facade_job,
     specification,
 )
-from services.api.submission.resubmission import Resubmissions
 from services.api.views.checkpoint_views import checkpoints_of
 from services.api.views.store_views import Page, View, page
 from services.state.jobs import DesiredState, JobRecord
@@ -86,7 +85,7 @@ async def create(
     except ValidationError as error:
         raise errors.invalid(problems(error, JobSpec, wanted)) from None
     is_repetition = x_stainless_retry_count > 0
-    job_id = await Resubmissions(context.redis).job_id(caller.name, wanted, is_repetition=is_repetition)
+    job_id = await context.resubmissions.job_id(caller.name, wanted, is_repetition=is_repetition)
     job = await submit.submit(context, spec, caller, key=idempotency_key, job_id=job_id, is_repetition=is_repetition)
     if job.id != job_id:
         response.headers["Idempotent-Replayed"] = "true"

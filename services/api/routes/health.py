@@ -34,7 +34,7 @@ async def healthz() -> AliveView:
 async def readyz(context: ContextOf) -> ReadyView:
     """200 when this process can serve; what other processes lack is listed as degraded."""
     if context.stopping.is_set():
-        raise RequestRefused(503, "shutting_down", "this process is about to end", headers={"Retry-After": "1"})
+        raise RequestRefused(503, "shutting_down", "this process is shutting down", headers={"Retry-After": "1"})
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             members = await context.presence.members()
@@ -44,5 +44,5 @@ async def readyz(context: ContextOf) -> ReadyView:
     lost = [one for one in members if not one.is_alive and not one.draining]
     degraded = [f"the {one.role} process {one.id} has stopped" for one in lost]
     if not any(one.is_alive for one in members if one.role == "rollout"):
-        degraded.insert(0, "no rollout worker is there: jobs wait")
+        degraded.insert(0, "no rollout worker is running: jobs wait")
     return ReadyView(degraded=degraded)

@@ -13,13 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from gspo_core.spec import JobSpec, spec_warnings
 from services.api.http import metadata_filter
 from services.api.http.access import Caller
-from services.api.http.context import ContextOf
+from services.api.http.context import ApiContext, ContextOf
 from services.api.http.errors import RequestRefused, documented
 from services.api.http.etags import IfNoneMatch, tagged
-from services.api.http.presence import Presence
 from services.api.http.requests import StrictRoute
 from services.api.http.stored_specs import readable_spec
-from services.api.submission import preview
 from services.api.submission import submit as submitting
 from services.api.submission.environment_refs import pin
 from services.api.views.store_views import ConfigView, JobView, Page, PlanView, estimate, job_view, page
@@ -89,8 +87,10 @@ async def submit(
     """Submit a job. With an `Idempotency-Key` it may be repeated: the same key never makes a second job."""
     caller: Caller = request.scope["caller"]
     if query.dry_run:
+        spec = await asyncio.to_thread(submitting.pin_model, spec, context.hub)
+        await submitting.check_model(context, spec.model)
         spec = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
-        plan = await _plan(spec, context.presence)
+        plan = await _plan(spec, context)
         return Response(plan.model_dump_json(), media_type="application/json")
     fresh_id = new_job_id(time.time())
     job = await submitting.submit(context, spec, caller, key=idempotency_key, job_id=fresh_id)
@@ -106,7 +106,7 @@ async def list_jobs(query: Annotated[JobListQuery, Query()], request: Request, c
     caller: Caller = request.scope["caller"]
     wanted = metadata_filter.asked(request.query_params.multi_items())
     if query.after is not None and query.before is not None:
-        raise RequestRefused(400, "invalid_cursor", "after and before exclude each other", param="before")
+        raise RequestRefused(400, "invalid_cursor", "after and before are mutually exclusive", param="before")
     is_backwards = query.before is not None
     after = query.before if is_backwards else query.after
     order = query.order if not is_backwards else "desc" if query.order == "asc" else "asc"
@@ -137,7 +137,7 @@ async def get_config(id: str, context: ContextOf) -> ConfigView:
     """Its specification with every default spelled out."""
     job = await context.store.jobs.get(id)
     spec = readable_spec(job)
-    warnings = ["it is of another release, which this one cannot read"] if spec is None else spec_warnings(spec)
+    warnings = ["it comes from another release, which this one cannot read"] if spec is None else spec_warnings(spec)
     return ConfigView(job_id=job.id, config=job.spec_data, warnings=warnings)
 
 
@@ -164,9 +164,13 @@ async def cancel(id: str, query: Annotated[CancelQuery, Query()], context: Conte
     return job_view(await context.store.jobs.get(id))
 
 
-async def _plan(spec: JobSpec, presence: Presence) -> PlanView:
+async def _plan(spec: JobSpec, context: ApiContext) -> PlanView:
+    from services.api.submission import preview  # few submissions are dry runs
+    from services.api.submission.prompt_check import look_at_prompts
+
     seen = await asyncio.to_thread(preview.look, spec)
-    alive = Counter(one.role for one in await presence.members() if one.is_alive)
+    await look_at_prompts(context, spec, seen)
+    alive = Counter(one.role for one in await context.presence.members() if one.is_alive)
     return PlanView(
         config=spec.model_dump(mode="json"),
         warnings=[*spec_warnings(spec), *seen.warnings],

@@ -70,14 +70,14 @@ async def make_key(
     scopes = [scope.strip() for scope in query.scopes.split(",") if scope.strip()]
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown or not scopes:
-        message = f"{', '.join(unknown) or 'nothing'} is no scope; known are {', '.join(SCOPES)}"
+        message = f"{', '.join(unknown) or 'nothing'} is not a scope; known are {', '.join(SCOPES)}"
         raise RequestRefused(422, "validation_failed", message, param="scopes")
     caller: Caller = request.scope["caller"]
     if caller is LOCAL and ("admin" not in scopes or query.days is not None):
         message = (
-            "this API has no keys, and the first one closes it to everybody who has none. So that it does not lock "
-            "its operator out, the first key is an admin's without an end: POST /v1/keys?scopes=admin. Make further "
-            "keys with it"
+            "this API has no keys, and the first one closes it to everyone without a key. So that it does not lock "
+            "its operator out, the first key must be an admin key without expiry: POST /v1/keys?scopes=admin. "
+            "Make further keys with it"
         )
         raise RequestRefused(409, "would_lock_out", message, param="scopes", headers=FINAL)
     lifetime_s = None if query.days is None else query.days * DAY_S

@@ -116,7 +116,7 @@ def _only(wanted: list[str], rows: list[MetricRow]) -> list[MetricRow]:
         # A job without rows has no names yet; asking early is no mistake.
         if known and not found:
             raise RequestRefused(
-                400, "unknown_metric", f"{one} is no metric of this job{near(one, known)}", param="names"
+                400, "unknown_metric", f"{one} is not a metric of this job{near(one, known)}", param="names"
             )
         names |= found
     return [{name: value for name, value in row.items() if name == "step" or name in names} for row in rows]

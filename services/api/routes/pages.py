@@ -51,7 +51,7 @@ async def docs() -> Response:
 async def ui_file(path: str) -> Response:
     found = _FILES.get(path or "index.html")
     if found is None:
-        raise RequestRefused(404, "page_not_found", "there is no such page; /ui/ is the first one")
+        raise RequestRefused(404, "page_not_found", "there is no such page; start at /ui/")
     return FileResponse(found, headers=HEADERS, media_type=TYPES[found.suffix])
 
 

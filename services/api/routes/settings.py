@@ -22,7 +22,7 @@ router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=StrictRoute)
 Changes = Annotated[
     dict[str, JsonValue],
     Body(
-        description="A part of a job's specification, with the new values.",
+        description="The part of a job's specification to change, with its new values.",
         examples=[{"optimizer": {"lr": 5e-7}, "steps": 400}],
     ),
 ]
@@ -55,5 +55,5 @@ async def change_job(id: str, changes: Changes, context: ContextOf, if_match: If
 
 
 def _too_few_steps(wanted: int, taken: int) -> Problem:
-    message = f"steps: {wanted} are fewer than the {taken} that are taken; to end the job, cancel it"
+    message = f"steps: {wanted} is fewer than the {taken} already taken; to end the job, cancel it"
     return Problem("validation_failed", ("steps",), message)

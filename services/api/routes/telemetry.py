@@ -86,9 +86,9 @@ async def _families(context: ApiContext) -> list[Family]:
 def _of_workers(workers: Sequence[WorkerRecord]) -> list[Family]:
     """Counters of rollout workers since their start, and where the seconds of their episodes went."""
     held = GaugeMetricFamily("gspo_rollout_episodes", "Episodes that a worker holds", labels=["worker"])
-    counts = CounterMetricFamily("gspo_rollout", "What rollout workers did, by kind", labels=["worker", "kind"])
+    counts = CounterMetricFamily("gspo_rollout", "What rollout workers have done, by kind", labels=["worker", "kind"])
     seconds = CounterMetricFamily(
-        "gspo_rollout_seconds", "Where the time of episodes went, over all of them", labels=["worker", "where"]
+        "gspo_rollout_seconds", "Time spent in episodes, over all of them, by activity", labels=["worker", "where"]
     )
     for record in workers:
         # Ids contain host names.
@@ -105,9 +105,7 @@ def _of_workers(workers: Sequence[WorkerRecord]) -> list[Family]:
 
 async def _of_jobs(context: ApiContext, jobs: list[JobRecord]) -> list[GaugeMetricFamily]:
     steps = GaugeMetricFamily("gspo_job_step", "Steps taken", labels=["job_id"])
-    groups = GaugeMetricFamily(
-        "gspo_job_groups", "Groups ever dispatched, by what became of them", labels=["job_id", "fate"]
-    )
+    groups = GaugeMetricFamily("gspo_job_groups", "Groups ever dispatched, by outcome", labels=["job_id", "fate"])
     size = GaugeMetricFamily("gspo_job_queue_bytes", "Payloads held in Redis", labels=["job_id"])
     deficit = GaugeMetricFamily(
         "gspo_ready_groups_deficit", "Groups that a running job's next step still lacks", labels=["job_id"]

@@ -167,7 +167,7 @@ async def _push(
     try:
         await context.bus.append(job, token, appends)
     except (Fenced, Gap, Conflict) as error:
-        raise TrajectoryRefused("held", f"the episode went to somebody else meanwhile: {error}") from None
+        raise TrajectoryRefused("held", f"the episode has gone to another player in the meantime: {error}") from None
 
 
 async def _explain(context: ApiContext, job: str, item: PushedTrajectory) -> None:
@@ -178,10 +178,10 @@ async def _explain(context: ApiContext, job: str, item: PushedTrajectory) -> Non
         episodes = {one.key.member: one for one in groups[0].episodes}
     found = episodes.get(item.member)
     if found is None:
-        raise TrajectoryRefused("not_open", f"{item.group}/{item.member} is no episode of an open group")
+        raise TrajectoryRefused("not_open", f"{item.group}/{item.member} is not an episode of an open group")
     if found.stage in (Stage.DONE, Stage.DEAD):
         raise TrajectoryRefused("duplicate", "this episode has ended")
-    raise TrajectoryRefused("held", f"{found.worker or 'somebody'} plays this episode")
+    raise TrajectoryRefused("held", f"{found.worker or 'another player'} is playing this episode")
 
 
 def _refused(number: int, reason: Reason, message: str) -> TakenView:

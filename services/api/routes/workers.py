@@ -15,7 +15,6 @@ from services.api.http.paging import after_id
 from services.api.http.presence import Member, Role
 from services.api.http.requests import StrictRoute
 from services.api.views.store_views import Page, View, page
-from services.state.drains import Drains
 
 router = APIRouter(prefix="/workers", tags=["workers"], route_class=StrictRoute)
 
@@ -59,7 +58,7 @@ async def list_workers(query: Annotated[WorkerQuery, Query()], context: ContextO
 
     `links.drain` asks a process to leave, or an engine to take no more work; `draining` says that it was asked.
     """
-    asked = await Drains(context.redis).all_asked()
+    asked = await context.drains.all_asked()
     members = await context.presence.members()
     return page([_shown(one, asked) for one in after_id(members, query.after, query.limit)], query.limit)
 
@@ -86,5 +85,5 @@ async def drain(worker: str, context: ContextOf) -> DrainView:
         message = f"{worker} is an engine: it is drained by POST /v1/engines/{{engine}}/drain"
         raise RequestRefused(409, "cannot_drain", message, headers=FINAL)
     if found.is_alive:
-        await Drains(context.redis).ask(worker)
+        await context.drains.ask(worker)
     return DrainView(id=worker, alive=found.is_alive)

@@ -18,6 +18,8 @@ from services.hosts.named_urls import AddressNamed, Share, check_urls
 from services.hosts.registry import EnvironmentNotFound, EnvironmentRegistry
 from services.state.jobs import JobRecord
 
+# Of the findings of an examination; GET /v1/environments/NAME has all of them.
+MAX_WHY_CHARS = 1000
 Spec = TypeVar("Spec", bound=JobSpec)
 
 
@@ -70,6 +72,7 @@ def _pinned(
         raise RequestRefused(422, "validation_failed", message, param=f"{param}.config")
     report = registry.report(one)
     if report is not None and not report["ok"]:
-        message = f"{one.id} was examined and refused; GET /v1/environments/{one.id} says why"
+        why = "; ".join(f"{check['id']}: {check['message']}" for check in report["checks"] if check["status"] == "fail")
+        message = f"{one.id} was examined and rejected: {why[:MAX_WHY_CHARS]}"
         raise RequestRefused(422, "environment_invalid", message, param=f"{param}.ref")
     return entry.model_copy(update={"ref": one.id})

@@ -136,4 +136,4 @@ def judge(found: Loadable, networks: Sequence[Network]) -> None:
 def _refuse(config: FreeForm, names: tuple[str, ...]) -> None:
     wrong = sorted(set(config) & set(names))
     if wrong:
-        raise ConfigRefused(f"config has no place for {', '.join(wrong)}")
+        raise ConfigRefused(f"config does not take {', '.join(wrong)}")

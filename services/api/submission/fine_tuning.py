@@ -50,8 +50,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "eval_samples": "give `evaluation.tasks` and `evaluation.episodes_per_task`",
     "reasoning_effort": "give `chat.variables` of the model's template",
     "validation_file": "held-out tasks come from the environment: give `evaluation`",
-    "integrations": "metrics are at /v1/jobs/{id}/metrics",
-    "response_format": "the environment judges what is said",
+    "integrations": "read metrics at /v1/jobs/{id}/metrics",
+    "response_format": "the environment scores what the policy says",
 }
 
 
@@ -172,7 +172,7 @@ def _refuse_unknown(given: Mapping[str, Any], known: Collection[str], where: str
         if name in known or value is None:
             continue
         place = f"{where}.{name}" if where else name
-        reason = _ELSEWHERE.get(name, "it is no field of a job")
+        reason = _ELSEWHERE.get(name, "it is not a field of a job")
         raise RequestRefused(422, "unknown_field", f"{place} would have no effect here: {reason}", param=place)
 
 
@@ -189,13 +189,13 @@ def _of_method(method: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(inner, dict):
         raise RequestRefused(
-            422, "validation_failed", "method.reinforcement is an object", param="method.reinforcement"
+            422, "validation_failed", "method.reinforcement must be an object", param="method.reinforcement"
         )
     _refuse_unknown(inner, ("grader", "hyperparameters"), "method.reinforcement")
     numbers = inner.get("hyperparameters") or {}
     if not isinstance(numbers, dict):
         place = "method.reinforcement.hyperparameters"
-        raise RequestRefused(422, "validation_failed", f"{place} is an object", param=place)
+        raise RequestRefused(422, "validation_failed", f"{place} must be an object", param=place)
     return numbers
 
 
@@ -214,7 +214,7 @@ def _tune(spec: dict[str, Any], numbers: Mapping[str, Any], where: str) -> None:
             place = inner
         if place.setdefault(key, value) != value:
             said, other = f"{where}.{name}", ".".join(_TUNED[name])
-            message = f"{said} is {value!r}, but {other} is {place[key]!r}; say it once"
+            message = f"{said} is {value!r}, but {other} is {place[key]!r}; set it only once"
             raise RequestRefused(422, "validation_failed", message, param=said)
 
 

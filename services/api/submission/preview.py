@@ -1,7 +1,7 @@
 """What this process can see of the model and the environments that a job names, for a plan that is only looked at.
 
-Rule: no code of an environment is run and nothing is refused, because trainers and rollout workers may have files that
-this process does not. What is missing here is a warning; what only they can tell is listed as unchecked.
+Rule: no code of an environment is run here and nothing is refused, because trainers and rollout workers may have files
+that this process does not. What is missing here is a warning; what only they can tell is listed as unchecked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gspo_core.model_files import problem_of
 from gspo_core.spec import JobSpec
+from services.files.data_dir import HubName
 
 
 @dataclass
@@ -25,22 +27,25 @@ def look(spec: JobSpec) -> Visible:
     """Reads files: call it in a thread."""
     found = Visible()
     _look_at_model(Path(spec.model), found)
+    if HubName.parse(spec.model) is not None and not Path(spec.model).is_dir():
+        found.warnings.append(
+            f"model: if {spec.model} is of the Hugging Face hub, `gspo fetch {spec.model}` fetches it"
+        )
     for place, entry in enumerate(spec.environments):
         param = f"environments[{place}].ref"
         if ":" not in entry.ref:
-            continue  # registered: it exists, and rollout workers have examined it
+            # Registered: it exists, and rollout workers have examined it.
+            found.unchecked.append(f"{param}: whether the prompts of {entry.ref} fit the model's context")
+            continue
         _look_at_class(param, entry.ref, found)
-        found.unchecked.append(f"{param}: whether rollout workers can load {entry.ref}; `gspo env validate` tries it")
+        what = f"whether rollout workers can load {entry.ref}, and its prompts fit the model's context"
+        found.unchecked.append(f"{param}: {what}; `gspo env validate --model` tries it")
     return found
 
 
 def _look_at_model(model: Path, found: Visible) -> None:
-    if not model.is_dir():
-        found.warnings.append(f"model: there is no directory {model} where the API runs")
-    else:
-        missing = [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]
-        if missing:
-            found.warnings.append(f"model: {model} holds no {' and no '.join(missing)}")
+    if (problem := problem_of(model)) is not None:
+        found.warnings.append(f"model: {problem} where the API runs")
     found.unchecked.append(f"model: whether trainers and rollout workers see {model}, and whether its weights load")
 
 

@@ -1,18 +1,31 @@
-"""Submitting a job in either dialect of the API: pins environments, and finds the job of a repeated request.
+"""Submitting a job in either dialect of the API: checks and pins its model, pins its environments, and finds the job of
+a repeated request.
 
 Rule: an accepted job stays accepted, whatever becomes of its environments; a repetition is compared with the original
-job under the versions that the original was pinned to. It knows no routes.
+job under the versions that the original was pinned to. This process may lack the files of models, which are mounted
+where jobs run: what it misses is for a rollout worker to judge. It knows no routes.
 """
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import TypeVar
 
+from gspo_core.model_files import problem_of
 from gspo_core.spec import JobSpec
 from services.api.http.access import Caller
 from services.api.http.context import ApiContext
+from services.api.http.errors import RequestRefused
 from services.api.submission.environment_refs import pin, pinned_as
+from services.files.data_dir import HubDir, HubKind, HubName, commit_of
 from services.state.store import JobConflict, JobNotFound, JobRecord
+from services.state.worker_requests import NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed
+
+# A worker looks at a model's files in milliseconds, unless it is busy with examinations.
+LOOK_AT_MODEL_S = 3.0
+
+Spec = TypeVar("Spec", bound=JobSpec)
 
 
 async def submit(
@@ -23,6 +36,7 @@ async def submit(
     ``is_repetition``: ``job_id`` was given to an earlier request, which may have made its job. Raises RequestRefused,
     JobConflict.
     """
+    spec = await asyncio.to_thread(pin_model, spec, context.hub)
     # Keys of different callers never meet: the same text from another caller neither sees nor blocks this job.
     own_key = f"{caller.name}:{key}" if key else None
 
@@ -31,6 +45,7 @@ async def submit(
 
     held = await _made_before(context, own_key, job_id, is_repetition=is_repetition)
     if held is None:
+        await check_model(context, spec.model)
         pinned = await asyncio.to_thread(pin, spec, context.registry, caller, context.networks)
         try:
             return await create(pinned)
@@ -39,7 +54,7 @@ async def submit(
             held = await _made_before(context, own_key, job_id, is_repetition=is_repetition)
             if held is None:
                 raise
-    return await create(pinned_as(spec, held))
+    return await create(model_as(pinned_as(spec, held), held))
 
 
 async def _made_before(
@@ -52,3 +67,55 @@ async def _made_before(
         return None if job is None else await context.store.jobs.get(job)
     except JobNotFound:  # the first request got no further than its key
         return None
+
+
+def pin_model(spec: Spec, hub: HubDir | None) -> Spec:
+    """With the directory of the commit that was fetched, where the model is a name of the hub: every process then reads
+    the same files for as long as the job lasts. A directory of that name wins, and what was never fetched stays as it
+    is, because others may see what the API does not. Nothing is downloaded. Reads directories: call it in a thread."""
+    name = HubName.parse(spec.model)
+    if hub is None or name is None or Path(spec.model).is_dir():
+        return spec
+    fetched = hub.fetched(HubKind.MODEL, name)
+    return spec if fetched is None else spec.model_copy(update={"model": str(fetched)})
+
+
+def model_as(spec: Spec, held: JobRecord) -> Spec:
+    """With the commit of the earlier job, where both name the same model of the hub."""
+    ours, theirs = Path(spec.model), Path(str(held.spec_data.get("model")))
+    are_commits = commit_of(ours) is not None and commit_of(theirs) is not None
+    if are_commits and _repository(ours) == _repository(theirs):
+        return spec.model_copy(update={"model": str(theirs)})
+    return spec
+
+
+def _repository(directory: Path) -> tuple[Path, str]:
+    return directory.parent, directory.name.rpartition("@")[0]
+
+
+async def check_model(context: ApiContext, model: str) -> None:
+    """Refuses a model that cannot be trained, if a process that sees its files says so. Raises RequestRefused."""
+    seen_here = await asyncio.to_thread(problem_of, Path(model))
+    if seen_here is None:
+        return
+    try:
+        seen_there = await _ask_a_worker(context, model)
+    except (NoAnswer, NoWorkerThere, TooManyRequests, WorkerRequestFailed):
+        if await asyncio.to_thread(Path(model).is_dir):
+            raise _model_refused(seen_here) from None
+        return
+    if seen_there is not None:
+        is_of_hub = HubName.parse(model) is not None
+        advice = f"; if it is a model of the Hugging Face hub, run: gspo fetch {model}" if is_of_hub else ""
+        raise _model_refused(f"{seen_there} (where rollout workers run){advice}")
+
+
+async def _ask_a_worker(context: ApiContext, model: str) -> str | None:
+    if not any(one.role == "rollout" and one.is_alive for one in await context.presence.members()):
+        raise NoWorkerThere
+    found = await context.worker_requests.ask({"do": "model", "model": model}, LOOK_AT_MODEL_S)
+    return None if found["problem"] is None else str(found["problem"])
+
+
+def _model_refused(problem: str) -> RequestRefused:
+    return RequestRefused(422, "model_invalid", problem, param="model")

@@ -111,7 +111,7 @@ def vocab_size_of(model: Path) -> int:
     config = json.loads((model / "config.json").read_bytes())
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not isinstance(size, int):
-        raise ValueError(f"{model}/config.json names no vocab_size")
+        raise ValueError(f"{model}/config.json has no vocab_size")
     return size
 
 
@@ -131,22 +131,22 @@ def pieces(
 def _check(given: PushedTrajectory, rules: Rules, held: Sequence[Segment], environment: int) -> None:
     num_held = sum(one.num_tokens for one in held)
     if given.num_before < num_held:
-        raise TrajectoryRefused("duplicate", f"{num_held} tokens of this episode are there already")
+        raise TrajectoryRefused("duplicate", f"{num_held} tokens of this episode are already stored")
     if given.num_before > num_held:
-        raise TrajectoryRefused("gap", f"{num_held} tokens of this episode are there, not {given.num_before}")
+        raise TrajectoryRefused("gap", f"{num_held} tokens of this episode are stored, not {given.num_before}")
     lengths = {len(given.token_ids), len(given.mask), len(given.logprobs), len(given.versions)}
     if len(lengths) > 1:
         raise TrajectoryRefused(
-            "length_mismatch", "token_ids, mask, logprobs and policy_versions have one entry for each token"
+            "length_mismatch", "token_ids, mask, logprobs and policy_versions must have one entry per token"
         )
     if not given.token_ids and not given.is_last:
         raise TrajectoryRefused("no_action", "a piece without tokens must be the last one")
     most = rules.spec.episode_limits(environment).max_context_tokens
     if num_held + len(given.token_ids) > most:
-        raise TrajectoryRefused("too_long", f"an episode has at most {most} tokens here")
+        raise TrajectoryRefused("too_long", f"an episode may have at most {most} tokens here")
     if given.token_ids and max(given.token_ids) >= rules.vocab_size:
         raise TrajectoryRefused(
-            "unknown_token", f"the model knows token ids below {rules.vocab_size}, not {max(given.token_ids)}"
+            "unknown_token", f"token ids of this model are below {rules.vocab_size}, not {max(given.token_ids)}"
         )
     if given.is_last and not any(given.mask) and not any(one.num_actions for one in held):
         raise TrajectoryRefused("no_action", "the policy has sampled no token of this episode")
@@ -161,14 +161,14 @@ def _check(given: PushedTrajectory, rules: Rules, held: Sequence[Segment], envir
 def _check_numbers(given: PushedTrajectory) -> None:
     rewards = [] if given.reward is None else [given.reward]
     if not all(map(math.isfinite, (*given.logprobs, *rewards, *given.metrics.values(), *given.reward_parts.values()))):
-        raise TrajectoryRefused("non_finite", "log-probs, reward and metrics are finite numbers")
+        raise TrajectoryRefused("non_finite", "log-probs, reward and metrics must be finite")
     for value, acts in zip(given.logprobs, given.mask, strict=True):
         if value < _LEAST:
-            raise TrajectoryRefused("non_finite", f"{value} is no number of 32 bits")
+            raise TrajectoryRefused("non_finite", f"{value} does not fit in a 32-bit float")
         if value > _SLACK or (value and not acts):
-            raise TrajectoryRefused("invalid_logprob", "a log-prob is not above 0, and 0 where the mask is false")
+            raise TrajectoryRefused("invalid_logprob", "log-probs must be at most 0, and 0 where the mask is false")
     if given.reward is not None and not given.stop_reason.has_reward:
-        raise TrajectoryRefused("invalid_outcome", f"an episode that ended as {given.stop_reason} has no reward")
+        raise TrajectoryRefused("invalid_outcome", f"an episode that ended with {given.stop_reason} takes no reward")
 
 
 def _cut(

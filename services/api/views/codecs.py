@@ -38,7 +38,7 @@ class Codecs:
         try:
             codec = self._load(job)
         except (OSError, ValueError) as error:
-            return None, f"text cannot be shown, only token ids: {error}"
+            return None, f"text cannot be shown, only token ids are: {error}"
         with self._lock:
             self._held[job.id] = codec
             while len(self._held) > MAX_CODECS:
@@ -49,7 +49,7 @@ class Codecs:
         try:
             spec = JobSpec.model_validate(job.spec_data)
         except ValidationError as error:
-            raise ValueError(f"the specification of the job is of another release: {error}") from None
+            raise ValueError(f"the job's specification comes from another release: {error}") from None
         # Formats, templates and tokenizers load with the first episode that is shown; most API processes show none.
         from gspo_core.chat import load_codec
 

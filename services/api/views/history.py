@@ -35,8 +35,8 @@ class GroupNotKept(LookupError):
 
     def __init__(self, job: str, group: int) -> None:
         super().__init__(
-            f"group {group} of {job} is neither open nor in a batch log: it never was, it was dropped, it was an "
-            "evaluation, or its log is not kept any more"
+            f"group {group} of {job} is neither open nor in a batch log: it never existed, it was dropped, it was an "
+            "evaluation, or its log is no longer kept"
         )
 
 
@@ -44,7 +44,7 @@ class EpisodeNotKept(LookupError):
     """The group is kept, but has no such member."""
 
     def __init__(self, key: EpisodeKey) -> None:
-        super().__init__(f"group {key.group} of {key.job} holds no episode {key.member}: it was given up, or never was")
+        super().__init__(f"group {key.group} of {key.job} has no episode {key.member}: given up, or never there")
 
 
 class TrainedHistory:
@@ -101,7 +101,7 @@ def _read(log: BatchLog, position: Position) -> LoggedBatch:
     try:
         return log.read(position.epoch, position.step)
     except FileNotFoundError:  # removed between two looks at it
-        raise BatchLogNotFound(f"there is no {log.path(position.epoch, position.step)} any more") from None
+        raise BatchLogNotFound(f"{log.path(position.epoch, position.step)} no longer exists") from None
 
 
 def _size_of(path: Path) -> int:

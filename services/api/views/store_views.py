@@ -32,6 +32,9 @@ class View(BaseModel):
 class Page(View, Generic[Item]):
     """A part of a list; ask for the next with `after` = the id of its last item while `has_more`."""
 
+    # Its fields have none, and the search, which walks all loaded modules, would be made for every kind of item.
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
     object: Literal["list"] = "list"
     data: list[Item]
     has_more: bool

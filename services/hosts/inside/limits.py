@@ -40,6 +40,12 @@ def outlive_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
+def be_told_of_parents_end() -> None:
+    """SIGTERM instead of SIGKILL: there is something to clean up first."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def adopt_orphans() -> None:
     """Makes orphaned descendants children of this process, so that they cannot escape."""
     if sys.platform == "linux":

@@ -43,24 +43,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--project", default=".", help="checkout of the project, with its .venv (default: here)")
     parser.add_argument("--data-dir", required=True, help="directory that all nodes share")
     parser.add_argument("--model", required=True, help="model that the engines start with, on every node")
-    parser.add_argument("--engine", help="command of an engine, with {model} and {port} (default: the embedded one)")
-    parser.add_argument("--job", metavar="FILE", help="submit this job; when it ends, the allocation does")
+    parser.add_argument("--engine", help="engine command, with {model} and {port} (default: the embedded engine)")
+    parser.add_argument("--job", metavar="FILE", help="submit this job; the allocation ends with it")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--time", default="24:00:00")
     parser.add_argument("--partition")
     parser.add_argument("--gpus-per-node", type=int, default=0)
-    parser.add_argument("--rollout-workers", type=int, default=1, help="on each node (default: 1)")
-    parser.add_argument("--trainer-nodes", type=int, default=1, help="that train together (default: the first)")
-    parser.add_argument(
-        "--trainer-ranks", type=int, default=1, help="of the trainer, on each of its nodes (default: 1)"
-    )
-    parser.add_argument("--output", metavar="FILE", help="where to write it (default: the terminal)")
+    parser.add_argument("--rollout-workers", type=int, default=1, help="rollout workers per node (default: 1)")
+    parser.add_argument("--trainer-nodes", type=int, default=1, help="nodes that train together (default: one)")
+    parser.add_argument("--trainer-ranks", type=int, default=1, help="trainer ranks per trainer node (default: 1)")
+    parser.add_argument("--output", metavar="FILE", help="where to write the script (default: the terminal)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.trainer_nodes <= arguments.nodes or arguments.trainer_ranks < 1:
         raise CommandError(
-            f"a trainer is one rank or more on one node or more of the {arguments.nodes} of the allocation; "
+            f"a trainer needs at least one rank on at least one of the {arguments.nodes} nodes of the allocation; "
             f"not --trainer-nodes {arguments.trainer_nodes} --trainer-ranks {arguments.trainer_ranks}"
         )
     allocation = Allocation(

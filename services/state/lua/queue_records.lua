@@ -13,7 +13,10 @@ local function unpacked(packed)
   return is_packed and type(value) == "table" and (value.v or 1) <= SCHEMA and value or nil
 end
 
-local function damaged(what)
+-- A worker may be the only one to meet a record: what it leaves here, "ready" tells the trainer. A function that only
+-- reads leaves nothing.
+local function damaged(K, what)
+  redis.pcall("HSET", K.meta, "damaged", what)
   error("DAMAGED " .. what)
 end
 
@@ -53,7 +56,7 @@ local function read_group(K, name)
   end
   local group = unpacked(packed)
   if not group or type(group.size) ~= "number" or type(group.done) ~= "number" then
-    damaged("record of group " .. name)
+    damaged(K, "record of group " .. name)
   end
   return group
 end
@@ -184,6 +187,6 @@ register("empty_queue", FREES, function(keys, args)
     redis.call("HINCRBY", K.counters, "dropped_queue_damaged", open)
   end
   redis.call("UNLINK", K.groups, K.queue, K.episodes, K.index, K.segments, K.ready, K.held, K.holders, K.snapshots)
-  redis.call("HDEL", K.meta, "charged_bytes", "stored_bytes")
+  redis.call("HDEL", K.meta, "charged_bytes", "stored_bytes", "damaged")
   return open
 end)

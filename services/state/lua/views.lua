@@ -24,9 +24,13 @@ register("read_episode", READS, function(keys, args)
   return payloads
 end)
 
--- -> rows of the complete groups, in order of completion
+-- -> rows of the complete groups, in order of completion; DAMAGED if anybody met a record that cannot be read
 register("ready", READS, function(keys, args)
   local K = named(BUS_KEYS, keys)
+  local what = redis.call("HGET", K.meta, "damaged")
+  if what then
+    damaged(K, what)
+  end
   local rows = {}
   for _, name in ipairs(redis.call("ZRANGE", K.ready, 0, -1)) do
     local group = read_group(K, name)

@@ -49,6 +49,16 @@ class SwitchCosts:
     tokens_lost: int = 0
     """Tokens of requests that a pause had to abort."""
 
+    def __add__(self, other: SwitchCosts) -> SwitchCosts:
+        """``last_paused_s`` is that of the longer pause."""
+        return SwitchCosts(
+            num_switches=self.num_switches + other.num_switches,
+            paused_s=self.paused_s + other.paused_s,
+            last_paused_s=max(self.last_paused_s, other.last_paused_s),
+            tokens_prefilled_again=self.tokens_prefilled_again + other.tokens_prefilled_again,
+            tokens_lost=self.tokens_lost + other.tokens_lost,
+        )
+
 
 @dataclass(eq=False)
 class BoundEngine:
@@ -127,7 +137,7 @@ async def still_holds(engine: BoundEngine, deadlines: Deadlines) -> bool:
     if engine.state is not EngineState.READY or engine.label != label:
         return True  # meanwhile switching to other weights, which the switch verifies
     if held != label:
-        engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {label!r}: it was started again")
+        engine.distrust(EngineState.DIRTY, f"holds {held!r} instead of {label!r}: it was restarted")
     return held == label
 
 
@@ -150,7 +160,7 @@ async def _go_on(engine: BoundEngine, before: str, reason: str, deadlines: Deadl
         engine.distrust(EngineState.DIRTY, str(error))
         return False
     engine.state, engine.label, engine.reason = EngineState.READY, before, reason
-    get_logger().warning("engine keeps its version", engine=engine.url, label=before, reason=reason)
+    get_logger().warning("engine stays on its previous weights", engine=engine.url, label=before, reason=reason)
     return False
 
 

@@ -25,10 +25,18 @@ from services.files.weights import WeightStore
 from services.process.first_to_end import first_to_end
 from services.process.telemetry import get_logger
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.state.jobs import WaitCode
 from services.state.leases import BeatWatch
 from services.state.store import Store
 from services.trainer.fleet.engine_fairness import EngineFairness
-from services.trainer.fleet.engine_switch import BoundEngine, Deadlines, WeightSync, still_holds, switch
+from services.trainer.fleet.engine_switch import (
+    BoundEngine,
+    Deadlines,
+    SwitchCosts,
+    WeightSync,
+    still_holds,
+    switch,
+)
 from services.trainer.fleet.staging import Staging
 from services.trainer.fleet.weight_transport import FromDisk, WeightTransport
 
@@ -41,7 +49,7 @@ PROBE_S = 20.0
 # How often to repeat which engines a job waits for.
 EXPLAIN_S = 3.0
 
-Explain = Callable[[str, str], Awaitable[None]]
+Explain = Callable[[WaitCode, str], Awaitable[None]]
 """Takes the code and the text of a reason."""
 
 
@@ -77,11 +85,14 @@ class EnginePool:
         self._presence = BeatWatch(lease_s, time.monotonic)
         self._fairness = EngineFairness(store, job, num_wanted)
         self._bound: dict[str, BoundEngine] = {}
+        self._costs_of_those_gone = SwitchCosts()
         self._unfit: dict[str, str] = {}
         """Engine -> why it cannot serve this model."""
         self._target: WeightsManifest | None = None
         self._draining: set[str] = set()
         """Engines asked to drain."""
+        self._absent: dict[str, str] = {}
+        """Engine -> why it does not serve the job, or no longer does."""
         self._changed = asyncio.Condition()
         self._told: dict[str, EngineReport] = {}
 
@@ -110,10 +121,22 @@ class EnginePool:
 
     def _what_is_missing(self, num_engines: int) -> str:
         text = f"{len(self.ready())} of {num_engines} engine(s) hold the weights of this job"
-        states = [f"{engine.url} is {engine.state}" for engine in self._bound.values() if engine.reason]
-        states += [f"{url} drains" for url in sorted(self._draining)]
-        unfit = [f"{url} does not fit: {problem}" for url, problem in sorted(self._unfit.items())]
-        return "; ".join((text, *states, *unfit))
+        return "; ".join((text, *self._shortcomings()))
+
+    def _shortcomings(self) -> list[str]:
+        """Why engines do not serve, one sentence each."""
+        bound = [engine for engine in self._bound.values() if engine.reason]
+        states = [f"{engine.url} is {engine.state}: {engine.reason}" for engine in bound]
+        states += [f"{url} is draining" for url in sorted(self._draining)]
+        absent = [f"{url} {why}" for url, why in sorted(self._absent.items()) if url not in self._unfit]
+        unfit = [f"{url} cannot serve this job: {problem}" for url, problem in sorted(self._unfit.items())]
+        return [*states, *absent, *unfit]
+
+    def absence(self) -> str | None:
+        """The engines that served last and what became of them; None while one serves, even between two versions."""
+        if any(engine.label for engine in self._serving()):
+            return None
+        return "; ".join(self._shortcomings())
 
     def ready(self) -> list[BoundEngine]:
         return [engine for engine in self._serving() if engine.state is EngineState.READY]
@@ -140,12 +163,13 @@ class EnginePool:
         return max((engine.costs.last_paused_s for engine in self._bound.values()), default=0.0)
 
     def metrics(self) -> dict[str, float]:
-        costs = [engine.costs for engine in self._bound.values()]
+        """Costs are those of all engines that the job has held since this trainer took it."""
+        costs = sum((engine.costs for engine in self._bound.values()), self._costs_of_those_gone)
         return {
             "engine/bound": float(len(self._bound)),
-            "engine/paused_s": sum(cost.paused_s for cost in costs),
-            "engine/tokens_prefilled_again": float(sum(cost.tokens_prefilled_again for cost in costs)),
-            "engine/tokens_lost": float(sum(cost.tokens_lost for cost in costs)),
+            "engine/paused_s": costs.paused_s,
+            "engine/tokens_prefilled_again": float(costs.tokens_prefilled_again),
+            "engine/tokens_lost": float(costs.tokens_lost),
         }
 
     def _versions(self) -> list[int]:
@@ -180,7 +204,7 @@ class EnginePool:
     async def release(self) -> None:
         """Give the engines back for other jobs."""
         for url in list(self._bound):
-            await self._give_back(url)
+            await self._give_back(url, "was given back")
 
     async def _switch(self, engine: BoundEngine, target: WeightsManifest, path: Path, slots: asyncio.Semaphore) -> bool:
         async with slots:
@@ -189,7 +213,7 @@ class EnginePool:
                 await self._transport.forget(engine.client)
             done = await switch(engine, path, target.label, self._sync, self._deadlines, self._transport)
         if engine.state is EngineState.GONE:
-            await self._give_back(engine.url)
+            await self._give_back(engine.url, f"is gone: {engine.reason}")
         else:
             await self._tell(engine)
         return done
@@ -216,15 +240,15 @@ class EnginePool:
         held = await asyncio.gather(*(still_holds(engine, self._deadlines) for engine in ready))
         for engine, is_fine in zip(ready, held, strict=True):
             if engine.state is EngineState.GONE:
-                await self._give_back(engine.url)
+                await self._give_back(engine.url, f"is gone: {engine.reason}")
             elif not is_fine:
                 await self._tell(engine)
         records = await self._store.fleet.engines()
         await self._drain({record.id for record in records if record.draining})
         records = [record for record in records if record.id not in self._draining]
         for url in await self._fairness.surplus(records, [engine.url for engine in self._serving()]):
-            get_logger().info("engine given to a job that has too few", engine=url)
-            await self._give_back(url)
+            get_logger().info("engine handed over to a job that has too few", engine=url)
+            await self._give_back(url, "was handed over to a job that has too few")
         await asyncio.gather(*(self._take(url) for url in await self._free(records)))
         async with self._changed:
             self._changed.notify_all()
@@ -234,7 +258,7 @@ class EnginePool:
         for url in draining & self._draining & self._bound.keys():
             if await _is_idle(self._bound[url].client):
                 get_logger().info("engine drained", engine=url)
-                await self._give_back(url)
+                await self._give_back(url, "was drained")
         changed, self._draining = draining ^ self._draining, draining
         for url in changed & self._bound.keys():
             await self._tell(self._bound[url])
@@ -260,6 +284,7 @@ class EnginePool:
         except NoSuchKind as error:
             return self._refuse(url, str(error))
         except (EngineError, TimeoutError):
+            self._absent.setdefault(url, "does not answer")
             return
         if problem := await self._problem_of(client, info, capabilities):
             return self._refuse(url, problem)
@@ -267,12 +292,13 @@ class EnginePool:
         await self._store.fleet.register_engine(EngineRecord.of(url, info))
         if await self._store.fleet.bind(self._job, self._token, url):
             self._bound[url] = engine = BoundEngine(client)
+            self._absent.pop(url, None)
             get_logger().info("engine bound", engine=url, job=self._job)
             await self._tell(engine)
 
     def _refuse(self, url: str, problem: str) -> None:
         if self._unfit.get(url) != problem:
-            get_logger().warning("engine does not fit", engine=url, reason=problem)
+            get_logger().warning("engine cannot serve this job", engine=url, reason=problem)
         self._unfit[url] = problem
 
     async def _problem_of(self, client: Engine, info: EngineInfo, capabilities: Capabilities) -> str | None:
@@ -280,7 +306,7 @@ class EnginePool:
         assert self._target is not None
         if not capabilities.names_versions:
             advice = f" ({capabilities.advice})" if capabilities.advice else ""
-            return f"it is {capabilities.software}, which does not say which weights sampled a token{advice}"
+            return f"it is {capabilities.software}, which does not report which weights sampled a token{advice}"
         if problem := await self._staging.unfit(self._target, info):
             return problem
         if not await client.is_ready():
@@ -289,12 +315,14 @@ class EnginePool:
             async with asyncio.timeout(PROBE_S):
                 return await problem_of(client)
         except TimeoutError:
-            return f"it did not answer a few short requests within {PROBE_S:g} s"
+            return f"it did not answer the requests of the self-test within {PROBE_S:g} s"
         except EngineError as error:
             return f"it fails the self-test: {error}"
 
-    async def _give_back(self, url: str) -> None:
+    async def _give_back(self, url: str, why: str) -> None:
         if engine := self._bound.pop(url, None):
+            self._costs_of_those_gone += engine.costs
+            self._absent[url] = why
             await self._transport.forget(engine.client)
         self._told.pop(url, None)
         await self._store.fleet.unbind(self._job, self._token, url)

@@ -26,6 +26,7 @@ from gspo_core.engine_label import EngineLabel
 from gspo_core.types import Branch, CacheMode, Group
 from services.engines.errors import EngineError
 from services.process.telemetry import get_logger
+from services.state.queue_records import DropReason
 from services.trainer.fleet.engine_switch import BoundEngine
 from services.trainer.telling.failure import JobFailure
 
@@ -60,7 +61,9 @@ class Held:
 class ScoringLearner(Protocol):
     """The part of the learner used here."""
 
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]: ...
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, sampled_only: bool = False
+    ) -> list[NDArray[np.float32]]: ...
 
 
 class ProbedEngines(Protocol):
@@ -107,7 +110,7 @@ class ParityGate:
     def metrics(self) -> dict[str, float]:
         return {"engine/k3": max(self._largest.values())} if self._largest else {}
 
-    def refusal(self, group: Group) -> str | None:
+    def refusal(self, group: Group) -> DropReason | None:
         """Why a group is not trained on, if any of its tokens comes from mislabelled weights."""
         if not self._distrusted:
             return None
@@ -128,7 +131,7 @@ class ParityGate:
     async def remember(self, learner: ScoringLearner, held: Held) -> None:
         """Record the log-probs engines must report under the version the learner holds now."""
         if self._probes:
-            self._expected = await asyncio.to_thread(learner.logprobs, self._probes)
+            self._expected = await asyncio.to_thread(learner.logprobs, self._probes, sampled_only=True)
             _require_finite(self._expected, held.label)
             self._label = held.label
 
@@ -146,7 +149,7 @@ class ParityGate:
         self, learner: ScoringLearner, url: str, fresh: list[tuple[Branch, NDArray[np.bool_]]], held: Held
     ) -> None:
         sequences = [_sequence(branch, branch.segments[0].temperature) for branch, _ in fresh]
-        ours = await asyncio.to_thread(learner.logprobs, sequences)
+        ours = await asyncio.to_thread(learner.logprobs, sequences, sampled_only=True)
         _require_finite(ours, held.label)
         trainer = np.concatenate([values[mask] for values, (_, mask) in zip(ours, fresh, strict=True)])
         engine = np.concatenate([branch.behavior_logprobs[mask] for branch, mask in fresh])
@@ -155,8 +158,8 @@ class ParityGate:
         if not found <= self._max_k3:
             raise engine_mismatch(
                 f"on {len(trainer)} tokens sampled by {url} under {held.label}, engine and trainer differ by "
-                f"k3 = {found:.3g} per token, more than rollout.max_engine_k3 ({self._max_k3:g}): other weights, "
-                "another temperature or template, or other numerics"
+                f"k3 = {found:.3g} per token, more than rollout.max_engine_k3 ({self._max_k3:g}): they use "
+                "different weights, temperature, chat template or numerics"
             )
         self._known.add(url)
 
@@ -166,7 +169,7 @@ class ParityGate:
             async with asyncio.timeout(SCORE_TIMEOUT_S):
                 answers = [await engine.client.score(probe.token_ids.tolist()) for probe in probes]
         except (EngineError, TimeoutError) as error:
-            get_logger().warning("engine not scored", engine=engine.url, error=str(error))
+            get_logger().warning("engine could not score the tokens to compare", engine=engine.url, error=str(error))
             return
         if {held for _, held in answers} != {label}:
             return  # it switched meanwhile
@@ -187,7 +190,7 @@ class ParityGate:
         )
         self._distrusted.add((engine.url, EngineLabel.parse(label).version))
         if engine.url in self._suspects:
-            raise engine_mismatch(f"{reason}, also after its weights were loaded anew")
+            raise engine_mismatch(f"{reason}, even after its weights were reloaded")
         self._suspects.add(engine.url)
         await self._engines.distrust(engine.url, reason)
 
@@ -212,8 +215,8 @@ def _fresh_by_engine(branches: Sequence[Branch], version: int) -> Mapping[str, l
 def _require_finite(logprobs: Sequence[NDArray[np.float32]], label: str) -> None:
     if not all(np.isfinite(values).all() for values in logprobs):
         raise learner_diverged(
-            f"the trainer's own log-probs under {label} are not finite: its weights have diverged; a lower "
-            "optimizer.lr or max_grad_norm may help"
+            f"the trainer's own log-probs under {label} are not finite: its weights have diverged; try a "
+            "lower optimizer.lr or max_grad_norm"
         )
 
 

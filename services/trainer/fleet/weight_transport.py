@@ -64,7 +64,7 @@ class ThroughGroup:
     async def load(self, engine: Engine, path: Path, label: str, *, flush: bool, timeout_s: float) -> None:
         if engine.url in self._failed:
             self._failed.discard(engine.url)
-            get_logger().warning("from disk after a failed sending", engine=engine.url, label=label)
+            get_logger().warning("loading weights from disk after a failed transfer", engine=engine.url, label=label)
             await engine.load_weights(path, label, flush_cache=flush, timeout_s=timeout_s)
             return
         try:

@@ -81,7 +81,7 @@ class Admission:
             except OutOfMemory as error:
                 if not is_told:
                     await self._context.alert(
-                        "redis_full", f"no room for group {group}: the job goes on when there is ({error})"
+                        "redis_full", f"Redis has no room for group {group}; the job continues once it has ({error})"
                     )
                 is_told = True
                 await asyncio.sleep(RETRY_S)

@@ -11,15 +11,19 @@ from collections.abc import Callable
 
 from gspo_core.log.batches import BatchExtra
 from gspo_core.types import Group, Split
+from services.state.queue_records import DropReason, GroupEnd
 from services.trainer.fleet.parity import Held, ParityGate, ScoringLearner
 from services.trainer.groups.admission import Admission
-from services.trainer.groups.selection import Selection, nothing_to_train, refusal
+from services.trainer.groups.selection import EmptyGroup, Selection, no_tokens, nothing_to_train, refusal
 from services.trainer.groups.selection_bias import SelectionBias
 from services.trainer.groups.tasks import FIRST_EVAL_GROUP
 from services.trainer.run_context import RunContext
 
 # Fail the job after dropping this many batches' worth of groups in a row: later groups would fare no better.
 MAX_BATCHES_DROPPED_IN_A_ROW = 8
+# Fail sooner, after one batch but at least so many groups, if none of a job's episodes ever sampled a token: whether a
+# prompt fits does not depend on the policy.
+MIN_EMPTY_GROUPS = 8
 
 
 class BatchSelection:
@@ -34,8 +38,10 @@ class BatchSelection:
         self._bus, self._intake = context.services.bus, context.services.intake
         self._lineage, self._tuning = context.lineage, context.tuning
         self._selection_bias = SelectionBias(self._intake, context.job)
-        self._dropped_in_a_row: Counter[str] = Counter()
-        self._dropped_since: dict[str, list[int]] = {}
+        self._dropped_in_a_row: Counter[DropReason] = Counter()
+        self._empty: EmptyGroup | None = None
+        """Why the last group without a sampled token was dropped."""
+        self._dropped_since: dict[DropReason, list[int]] = {}
         """Groups dropped since the last batch, by reason."""
         self._num_dropped: dict[str, float] = {}
         """The counts by reason that went into the last logged batch."""
@@ -54,7 +60,7 @@ class BatchSelection:
         extra: BatchExtra = {
             "version": held.version,
             "num_dispatched": self._lineage.num_dispatched,
-            "dropped": self._dropped_since,
+            "dropped": {str(reason): groups for reason, groups in self._dropped_since.items()},
             "staleness": self._context.ages.table(chosen),
             "settings": self._tuning.logged(),
         }
@@ -100,7 +106,9 @@ class BatchSelection:
         """Return the complete groups that can be trained; drop the others and start replacements."""
         owed = set(self._lineage.owed())
         complete = await self._intake.complete(Split.TRAIN, among=owed)
-        refused = [(number, "dropped_unreadable") for number in await self._intake.unreadable(among=owed)]
+        refused: list[tuple[int, DropReason]] = [
+            (number, "dropped_unreadable") for number in await self._intake.unreadable(among=owed)
+        ]
         while self._intake.refusals:
             await self._context.alert("segment_refused", ": ".join(self._intake.refusals.popitem()))
         refused += [
@@ -108,6 +116,9 @@ class BatchSelection:
             for group in complete
             if (reason := refusal(group, self._tuning.spec) or self._gate.refusal(group))
         ]
+        for group in complete:
+            if (group.group, "dropped_no_tokens") in refused:
+                await self._note_empty(group)
         for number, reason in refused:
             await self.drop(number, reason)
         if refused:
@@ -115,14 +126,29 @@ class BatchSelection:
         gone = {number for number, _ in refused}
         return {group.group: group for group in complete if group.group not in gone}
 
-    async def drop(self, group: int, reason: str) -> None:
+    async def drop(self, group: int, reason: DropReason) -> None:
         await self._bus.commit(self._context.job, self._context.token, self._lineage.step + 1, [group], reason=reason)
         self._forget([group], are_trained=False)
         self._lineage.num_dropped += 1
         self._dropped_in_a_row[reason] += 1
         self._dropped_since.setdefault(reason, []).append(group)
-        if self._dropped_in_a_row.total() >= MAX_BATCHES_DROPPED_IN_A_ROW * self._tuning.spec.groups_per_step:
-            raise nothing_to_train(self._dropped_in_a_row)
+        if self._nothing_can_be_trained():
+            raise nothing_to_train(self._dropped_in_a_row, self._empty)
+
+    def _nothing_can_be_trained(self) -> bool:
+        dropped, batch = self._dropped_in_a_row, self._tuning.spec.groups_per_step
+        if dropped.total() >= MAX_BATCHES_DROPPED_IN_A_ROW * batch:
+            return True
+        is_all_empty = dropped["dropped_no_tokens"] == dropped.total() == self._lineage.num_dropped
+        return is_all_empty and not self._lineage.step and dropped.total() >= max(batch, MIN_EMPTY_GROUPS)
+
+    async def _note_empty(self, group: Group) -> None:
+        """Tell the job's owner, once, that nothing is sampled for some tasks."""
+        task = self._admission.schedule.task(group.group)
+        reason = no_tokens(group, self._tuning.spec.environments[task.environment].ref)
+        if self._empty is None:
+            await self._context.alert(reason.code, f"{reason.message}: such groups are not trained")
+        self._empty = reason
 
     def _forget(self, groups: list[int], *, are_trained: bool) -> None:
         for group in groups:
@@ -138,7 +164,8 @@ class BatchSelection:
         found = await self._bus.open_groups(job)
         orphans = [group for group in found if group >= FIRST_EVAL_GROUP]
         settled = [group for group in found if self._lineage.is_settled(group)]
-        for left, reason in ((settled, "trained"), (orphans, "dropped_trainer_lost")):
+        leftovers: tuple[tuple[list[int], GroupEnd], ...] = ((settled, "trained"), (orphans, "dropped_trainer_lost"))
+        for left, reason in leftovers:
             if left:
                 await self._bus.commit(job, self._context.token, self._lineage.step, left, reason=reason)
                 self._intake.forget(left)

@@ -9,6 +9,7 @@ from gspo_core.spec import JobSpec
 from gspo_core.types import Group, Split
 from services.process.telemetry import get_logger
 from services.state.queue import Bus
+from services.state.queue_records import GroupEnd
 from services.state.store import Claim, Store
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.sequences import group_metrics
@@ -34,7 +35,7 @@ class Evaluator:
         self._store = store
         self._intake = intake
         self._report = report
-        self._tasks = evaluation_tasks(num_tasks, spec.evaluation.tasks) if spec.evaluation else []
+        self.tasks = evaluation_tasks(num_tasks, spec.evaluation.tasks) if spec.evaluation else []
         self._round = 0
         self._pending: set[asyncio.Task[None]] = set()
 
@@ -60,12 +61,12 @@ class Evaluator:
             task.cancel()
 
     async def _dispatch(self) -> list[int]:
-        if self._settings is None or not self._tasks:
+        if self._settings is None or not self.tasks:
             return []
-        epoch, count = self._claim.epoch, len(self._tasks)
+        epoch, count = self._claim.epoch, len(self.tasks)
         groups = [evaluation_group(epoch, self._round, count, position) for position in range(count)]
         self._round += 1
-        for group, task in zip(groups, self._tasks, strict=True):
+        for group, task in zip(groups, self.tasks, strict=True):
             await self._bus.dispatch(
                 self._claim.job_id,
                 self._claim.token,
@@ -81,7 +82,8 @@ class Evaluator:
         groups = await self._played(numbers, step)
         played = [group.group for group in groups]
         lost = sorted(set(numbers) - set(played))
-        for some, reason in ((played, "evaluated"), (lost, "dropped_unreadable")):
+        left: tuple[tuple[list[int], GroupEnd], ...] = ((played, "evaluated"), (lost, "dropped_unreadable"))
+        for some, reason in left:
             if some:
                 await self._bus.commit(self._claim.job_id, self._claim.token, step, some, reason=reason)
         self._intake.forget(numbers)

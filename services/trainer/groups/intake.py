@@ -32,6 +32,7 @@ class Intake:
         self.num_segments = 0
         """Segments read so far."""
         self._taken: set[int] = set()
+        self._ended_well: set[int] = set()
         self.rejected: Counter[str] = Counter()
         self.refusals: dict[str, str] = {}
         """The first error message for each reason, until a caller removes it."""
@@ -51,12 +52,21 @@ class Intake:
 
     def _take(self, payload: bytes) -> None:
         try:
-            self._assembler.add(decode(payload))
+            segment = decode(payload)
+            self._assembler.add(segment)
         except SegmentRejected as error:
             reason = type(error).__name__
             self.rejected[reason] += 1
             self.refusals.setdefault(reason, str(error))
             get_logger().warning("segment refused", reason=reason, error=str(error))
+        else:
+            if segment.outcome is not None and segment.outcome.reward is not None:
+                self._ended_well.add(segment.key.group)
+
+    def take_ended_well(self) -> set[int]:
+        """Return the groups in which an episode has ended with a reward since the last call."""
+        found, self._ended_well = self._ended_well, set()
+        return found
 
     async def wait_for(self, split: Split, count: int, *, among: Collection[int] | None = None) -> list[Group]:
         """Wait for ``count`` complete groups of ``split``, in dispatch order; return each group only once."""

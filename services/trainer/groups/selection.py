@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -15,38 +16,66 @@ from gspo_core.advantage import judge_group
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Choice, OpenGroup, choose_groups
 from gspo_core.types import Group
+from services.state.jobs import FailureCode
+from services.state.queue_records import DropReason
 from services.trainer.groups.intake import Intake
 from services.trainer.groups.sequences import StalenessOf
 from services.trainer.telling.failure import JobFailure
 from services.trainer.telling.status import JobStatusBoard
 
 
-def refusal(group: Group, spec: JobSpec) -> str | None:
+def refusal(group: Group, spec: JobSpec) -> DropReason | None:
     """Return why a complete group can never be trained, or None if it can."""
     rollout, rewards = spec.rollout, [reward for reward in group.rewards if reward is not None]
     if not rewards or (rollout.on_partial_group != "all" and len(rewards) < rollout.min_group_size):
         return "dropped_partial"
+    if not any(one.num_actions for one in group if one.reward is not None):
+        return "dropped_no_tokens"
     if judge_group(group.rewards, spec.objective.advantage).dropped:
         return "dropped_zero_variance"
     return None
 
 
-def nothing_to_train(dropped: Counter[str]) -> JobFailure:
-    """Build the job failure that best explains a long run of dropped groups."""
-    code = {
+@dataclass(frozen=True, slots=True)
+class EmptyGroup:
+    """Why no token was sampled in a group."""
+
+    code: Literal["prompt_too_long", "no_tokens_sampled"]
+    message: str
+
+
+def no_tokens(group: Group, environment: str) -> EmptyGroup:
+    """Return why nothing was sampled in a group that was dropped for that; ``environment`` names where it played."""
+    ended = [one.outcome for one in group if one.reward is not None]
+    for metrics in (one.metrics for one in ended if "prompt_tokens" in one.metrics):
+        prompt, bound, models = (metrics[name] for name in ("prompt_tokens", "context_tokens", "model_context_tokens"))
+        of_what = "the model's context" if bound == models else "limits.max_context_tokens"
+        task = f"the prompt of task {group.task_index} of {environment}"
+        return EmptyGroup("prompt_too_long", f"{task} has {prompt:,.0f} tokens; {of_what} is {bound:,.0f}")
+    stops = Counter(str(one.stop_reason) for one in ended)
+    counts = ", ".join(f"{count} by {reason}" for reason, count in stops.most_common())
+    message = f"the episodes of task {group.task_index} of {environment} ended before a token was sampled: {counts}"
+    return EmptyGroup("no_tokens_sampled", message)
+
+
+def nothing_to_train(dropped: Counter[DropReason], empty: EmptyGroup | None = None) -> JobFailure:
+    """Build the job failure that best explains a long run of dropped groups; ``empty`` is the last ``no_tokens``."""
+    code: Mapping[DropReason, FailureCode] = {
         "dropped_partial": "env_unhealthy",
         "dropped_zero_variance": "all_rewards_equal",
         "dropped_mismatch": "engine_mismatch",
         "dropped_unreadable": "incompatible_release",
     }
-    advice = {
+    advice: Mapping[DropReason, str] = {
         "dropped_partial": "their episodes failed for reasons outside the policy: see the env.health events",
-        "dropped_zero_variance": "all members of each had the same reward: the tasks are too easy or too hard",
-        "dropped_mismatch": "an engine sampled them with other weights than it said",
+        "dropped_zero_variance": "all episodes of each group had the same reward: the tasks are too easy or too hard",
+        "dropped_mismatch": "an engine sampled them with weights other than those it reported",
         "dropped_unreadable": "this release cannot read what rollout workers sent: see the segment_refused alert",
-        "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise the cap",
+        "dropped_stale": "they were older than staleness_cap: lower max_staleness or raise staleness_cap",
     }
-    ((reason, _),) = dropped.most_common(1)
+    ((reason, count),) = dropped.most_common(1)
+    if reason == "dropped_no_tokens" and empty is not None:
+        return JobFailure(empty.code, f"{empty.message}; {count} groups in a row left nothing to train")
     return JobFailure(
         code.get(reason, "stale_backlog"), f"{dropped.total()} groups in a row could not be trained; {advice[reason]}"
     )
@@ -109,10 +138,10 @@ class Selection:
             return
         self._waiting_since = self.clock()
         episodes = [str(key) for group in choice.wait_for for key in self.intake.unfinished(group)]
-        names = ", ".join(episodes[:8]) or f"groups {list(choice.wait_for)}, of which nothing has arrived"
+        names = ", ".join(episodes[:8]) or f"groups {list(choice.wait_for)}, none of whose episodes has arrived"
         limit_s = self.spec.rollout.stale_wait_s
         await self.status.waits(
-            f"step {step + 1} waits, at most {limit_s:g} s, for what would become older than staleness_cap: {names}"
+            f"step {step + 1} waits up to {limit_s:g} s for episodes that would exceed staleness_cap: {names}"
         )
 
     async def is_over(self) -> None:

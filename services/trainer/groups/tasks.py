@@ -68,6 +68,13 @@ def evaluation_group(epoch: int, round_number: int, num_tasks: int, position: in
     return FIRST_EVAL_GROUP * (1 + epoch) + round_number * num_tasks + position
 
 
+def environment_of(group: int, schedule: TaskSchedule, held_out: Sequence[Task]) -> int:
+    """Return the position of the environment that ``group`` plays. ``held_out``: the tasks of each evaluation."""
+    if group < FIRST_EVAL_GROUP:
+        return schedule.task(group).environment
+    return held_out[group % FIRST_EVAL_GROUP % len(held_out)].environment
+
+
 @lru_cache(maxsize=8)
 def _shuffled(seed: int, environment: int, lap: int, num_tasks: int) -> NDArray[np.int64]:
     return np.random.default_rng((seed, environment, lap)).permutation(num_tasks)

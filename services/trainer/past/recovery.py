@@ -19,14 +19,14 @@ from services.process.telemetry import get_logger
 from services.trainer.groups.step_settings import Tuning
 from services.trainer.past.replay import replay
 from services.trainer.ranks.learner import AnyLearner
-from services.trainer.telling.failure import AttemptFailed, JobFailure
+from services.trainer.telling.failure import AlertKind, AttemptFailed, JobFailure
 
 
 @dataclass(frozen=True)
 class Remark:
     """A skipped file, reported to the owner of the job."""
 
-    kind: str
+    kind: AlertKind
     message: str
 
 
@@ -67,9 +67,9 @@ def recover(
     except LostForkRecord as error:
         raise JobFailure("data_damaged", str(error)) from error
     except OSError as error:
-        raise AttemptFailed("data_unreadable", f"{error}: it may be whole, so nothing is passed over for it") from error
+        raise AttemptFailed("data_unreadable", f"{error}: not skipped, for the file may be intact") from error
     if problem:
-        _remark(found, "batch_log_damaged", f"{problem}; the groups of that step and of those after it are played anew")
+        _remark(found, "batch_log_damaged", f"{problem}; the groups of that step and of later steps are played again")
     return found
 
 
@@ -89,7 +89,7 @@ class _Keeping:
         try:
             self._checkpoints.write(position, self._found.lineage, self._learner.copy_state().write)
         except Exception as error:
-            get_logger().warning("not saved on the way", step=position.step, error=f"{type(error).__name__}: {error}")
+            get_logger().warning("checkpoint not saved", step=position.step, error=f"{type(error).__name__}: {error}")
 
 
 def _load(
@@ -105,12 +105,12 @@ def _load(
     def skipped(name: str, problem: str) -> None:
         if name not in told:
             told.add(name)
-            _remark(found, "checkpoint_skipped", f"{name} is passed over: {problem}")
+            _remark(found, "checkpoint_skipped", f"{name} is skipped: {problem}")
 
     while checkpoint := next((one for one in checkpoints.newest_first(skipped) if one.position not in tried), None):
         tried.add(checkpoint.position)
         if not in_history(checkpoint.position, newest_epoch, forks):
-            skipped(checkpoint.name, "a trainer wrote it that had lost the job")
+            skipped(checkpoint.name, "it was written by a trainer that had already lost the job")
             continue
         try:
             learner.load_state(checkpoint.learner_dir)
@@ -125,6 +125,6 @@ def _load(
         return
 
 
-def _remark(found: Recovered, kind: str, message: str) -> None:
+def _remark(found: Recovered, kind: AlertKind, message: str) -> None:
     get_logger().warning(kind.replace("_", " "), message=message)
     found.remarks.append(Remark(kind, message))

@@ -69,6 +69,7 @@ class Step(RankCall):
 
 class Logprobs(RankCall):
     sequences: list[Wire]
+    sampled_only: bool
 
 
 class Retune(RankCall):

@@ -74,19 +74,19 @@ class Follower:
         try:
             return decode(self._lines[COMMANDS].hear(timeout_s))
         except RuntimeError as error:
-            raise FirstRankLost(f"nothing is heard of rank 0: {error}") from error
+            raise FirstRankLost(f"rank 0 cannot be heard: {error}") from error
 
     def _answer(self, problem: RankProblem | None) -> None:
         try:
             self._lines[COMMANDS].answer(problem)
         except RuntimeError as error:
-            raise FirstRankLost(f"rank 0 does not listen: {error}") from error
+            raise FirstRankLost(f"rank 0 takes no answers: {error}") from error
 
     def _attempt(self, work: Callable[[Any], None], call: Any) -> RankProblem | None:
         try:
             work(call)
         except Exception as error:
-            get_logger().exception("this rank could not do it", rank=self._place.rank, call=type(call).__name__)
+            get_logger().exception("a call failed on this rank", rank=self._place.rank, call=type(call).__name__)
             return RankProblem.of(error)
         return None
 
@@ -108,7 +108,7 @@ class Follower:
             case Step():
                 self._held.step(from_wire(call.sequences))
             case Logprobs():
-                self._held.logprobs(from_wire(call.sequences))
+                self._held.logprobs(from_wire(call.sequences), sampled_only=call.sampled_only)
             case Retune():
                 self._held.retune(*_configs(call))
             case Keep():
@@ -127,7 +127,7 @@ class Follower:
                 self._drop()
             case Look():
                 if not Path(call.path).exists():
-                    raise FileNotFoundError(f"{call.path}: all ranks must see the same GSPO_DATA_DIR")
+                    raise FileNotFoundError(f"{call.path} does not exist: all ranks must share the same GSPO_DATA_DIR")
 
     @property
     def _held(self) -> Learner:

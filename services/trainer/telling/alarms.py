@@ -46,20 +46,20 @@ RUN_PATIENCE: Mapping[StrEnum, int] = {
 }
 
 ADVICE: Mapping[StrEnum, str] = {
-    AlarmKind.INERT_CLIP: "look at objective.anchor and minibatches: the ratio must be able to differ from 1",
+    AlarmKind.INERT_CLIP: "check objective.anchor and minibatches: the ratio must be able to differ from 1",
     AlarmKind.OVER_CLIP: "lower optimizer.lr, or widen objective.clip_low and clip_high",
-    AlarmKind.ONE_SIDED_CLIP: "use anchor: proximal; else compare the clip with the spread of the log ratio",
+    AlarmKind.ONE_SIDED_CLIP: "use anchor: proximal, or compare the clip range with the spread of the log ratio",
     AlarmKind.MISMATCH_FLOOR: "compare the engine's model, dtype, template and temperature with the trainer's",
     AlarmKind.CORRECTION_COLLAPSE: "lower rollout.max_staleness or optimizer.lr",
-    AlarmKind.WEIGHT_DRIFT: "something changes log-probs between engine and trainer: top_p, temperature, a stale cache",
-    AlarmKind.GATE_PRESSURE: "find out why the gate withholds so much before it is widened",
+    AlarmKind.WEIGHT_DRIFT: "log-probs differ between engine and trainer: check top_p, temperature and stale caches",
+    AlarmKind.GATE_PRESSURE: "find out why the gate withholds so much before you widen it",
     AlarmKind.NO_SIGNAL: "choose tasks that the policy sometimes solves, or advantage.zero_variance: drop",
     RunAlarm.ENTROPY_COLLAPSE: "lower optimizer.lr, raise objective.clip_high, or go back to an earlier checkpoint",
-    RunAlarm.REWARD_COLLAPSE: "read some episodes: unless all are solved, the policy does one thing for any task",
-    RunAlarm.ALL_REWARDS_EQUAL: "look at the reward: it is the same whatever the policy does, or all tasks are solved",
-    RunAlarm.STALE_BACKLOG: "lower rollout.max_staleness, give the trainer more, or bound the length of episodes",
-    RunAlarm.DISK_NEARLY_FULL: "make room in the data directory, or keep fewer checkpoints, versions and batches",
-    RunAlarm.NO_PROGRESS: "look whether rollout workers, engines and environments live, and at their logs",
+    RunAlarm.REWARD_COLLAPSE: "read some episodes: unless all tasks are solved, the policy does the same for each task",
+    RunAlarm.ALL_REWARDS_EQUAL: "check the reward: it does not depend on what the policy does, or all tasks are solved",
+    RunAlarm.STALE_BACKLOG: "lower rollout.max_staleness, give the trainer more compute, or limit episode length",
+    RunAlarm.DISK_NEARLY_FULL: "free space in the data directory, or keep fewer checkpoints, versions and batches",
+    RunAlarm.NO_PROGRESS: "check that rollout workers, engines and environments are alive, and read their logs",
 }
 
 
@@ -99,8 +99,8 @@ class Alarms:
 
 
 _COMPARED: Mapping[str, tuple[RunAlarm, str]] = {
-    "sampling/entropy": (RunAlarm.ENTROPY_COLLAPSE, "the policy hardly varies what it says any more"),
-    "reward/std": (RunAlarm.REWARD_COLLAPSE, "episodes hardly differ in reward any more"),
+    "sampling/entropy": (RunAlarm.ENTROPY_COLLAPSE, "what the policy says hardly varies any more"),
+    "reward/std": (RunAlarm.REWARD_COLLAPSE, "rewards hardly differ between episodes any more"),
 }
 
 
@@ -132,7 +132,7 @@ def _backlog(metrics: Mapping[str, float]) -> list[Alarm]:
     beyond = metrics.get("staleness/beyond_cap_frac", 0.0)
     num_dropped, num_trained = metrics.get("dropped/stale", 0.0), metrics["groups/total"]
     dropped = num_dropped / max(1.0, num_dropped + num_trained)
-    meaning = "much of what is sampled is too old when its turn comes"
+    meaning = "many samples are too old by the time they are due for training"
     names = {"staleness/beyond_cap_frac": beyond, "dropped/stale of all groups": dropped}
     return [
         Alarm(RunAlarm.STALE_BACKLOG, name, value, MAX_BEYOND_CAP, meaning)

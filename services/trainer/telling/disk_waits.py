@@ -13,11 +13,12 @@ from typing import TypeVar
 
 from services.files.disk_space import NoRoom, raising_no_room
 from services.process.telemetry import get_logger
+from services.trainer.telling.failure import AlertKind
 
 T = TypeVar("T")
 RETRY_S = 2.0
 
-Tell = Callable[[str, str], Awaitable[None]]
+Tell = Callable[[AlertKind, str], Awaitable[None]]
 """Takes a kind (``disk_full``, ``disk_has_room``) and a message."""
 
 
@@ -34,7 +35,7 @@ class DiskWaits:
                     result = await attempt()
             except NoRoom as error:
                 if not is_told:
-                    message = f"no room for {what}: the job goes on when there is ({error})"
+                    message = f"no disk space for {what}; the job continues once there is ({error})"
                     get_logger().warning("disk full", what=what, error=str(error))
                     await self._say("disk_full", message)
                 is_told = True
@@ -48,6 +49,6 @@ class DiskWaits:
         """Like ``wait_for_room``, for a blocking function in a thread."""
         return await self.wait_for_room(what, lambda: asyncio.to_thread(function, *args))
 
-    async def _say(self, kind: str, message: str) -> None:
+    async def _say(self, kind: AlertKind, message: str) -> None:
         with contextlib.suppress(OSError):  # reporting may need the same disk
             await self._tell(kind, message)

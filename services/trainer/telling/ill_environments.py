@@ -1,57 +1,70 @@
-"""Reports on a running job that one of its environments is ill, for as long as a live rollout worker reports it.
+"""Judges the environments of a running job: ill ones are waited for, hopeless ones end the job and free its trainer.
 
-Rule: it changes only the reason of a running job. Workers play an ill environment only to test whether it has
-recovered; the episodes they hold wait for that.
+Rule: an environment that ever brought an episode to its end is never hopeless, because what fails later (a network, a
+server) may come back. One that never did is hopeless once it has failed for the time that a start may take.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from gspo_core.bounds import reaches
+from gspo_core.env import IMAGES
+from gspo_core.spec import JobSpec
 from services.state.fleet_records import WorkerRecord
-from services.state.jobs import IllegalTransition, JobStatus, StatusReason, default_reason
-from services.state.leases import BeatWatch
-from services.state.store import Claim, Store
+from services.trainer.telling.failure import JobFailure
 
-POLL_S = 1.0
-# A worker registers every two seconds.
-SILENCE_S = 15.0
-CODE = "env_unhealthy"
+# Not less, however short a start may be: a server behind an environment is restarted within this time.
+MIN_PATIENCE_S = 30.0
+# While only some workers complain: the others may be about to show that it works.
+PATIENCE_FACTOR = 5
 
 
 class IllEnvironments:
-    """Call ``run``; it lasts until cancelled."""
+    """The environments of one job. ``proven``: those that brought an episode to its end. ``has_trained``: an earlier
+    step proves all of them."""
 
-    def __init__(self, store: Store, claim: Claim, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store = store
-        self._claim = claim
-        self._watch = BeatWatch(SILENCE_S, clock)
+    def __init__(
+        self,
+        spec: JobSpec,
+        proven: Callable[[], set[int]],
+        has_trained: Callable[[], bool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec, self._proven, self._has_trained = spec, proven, has_trained
+        self._clock = clock
+        self._ill_since: dict[str, float] = {}
 
-    async def run(self) -> None:
-        while True:
-            await self.look()
-            await asyncio.sleep(POLL_S)
-
-    async def look(self) -> None:
-        """One round."""
-        workers = [one for one in await self._store.fleet.workers() if not self._watch.stands_still(one.id, one.beats)]
-        complaint = complaint_of(self._claim.job_id, workers)
-        job = await self._store.jobs.get(self._claim.job_id)
-        if job.status is not JobStatus.RUNNING:
+    def judge(self, job: str, workers: Sequence[WorkerRecord]) -> None:
+        """Raises JobFailure if one of them is hopeless. Call it every few seconds while the job runs."""
+        serving = [one for one in workers if job in one.jobs]
+        errors = {name: text for one in serving for name, text in one.ill_environments.get(job, {}).items()}
+        now = self._clock()
+        self._ill_since = {name: self._ill_since.get(name, now) for name in errors}
+        proven = self._proven()  # at every call, since what it reads accumulates
+        if not errors or self._has_trained():
             return
-        code, message = (job.status_reason.code, job.status_reason.message) if job.status_reason else ("", "")
-        if complaint is not None and (code, message) != (CODE, complaint):
-            await self._say(StatusReason(CODE, complaint))
-        elif complaint is None and code == CODE:
-            await self._say(default_reason(JobStatus.RUNNING))
+        for name, error in errors.items():
+            places = {place for place, one in enumerate(self._spec.environments) if one.ref == name}
+            if places & proven:
+                continue
+            if error.startswith(f"{IMAGES}: "):
+                raise JobFailure("images_unsupported", f"{name}: {error.removeprefix(f'{IMAGES}: ')}")
+            ill_s = now - self._ill_since[name]
+            if reaches(ill_s, self._patience_s(job, name, places, serving), "the time that an environment has failed"):
+                raise JobFailure(
+                    "environment_failed",
+                    f"no episode of {name} ever came to its end, and for {ill_s:.0f} s every attempt has failed: "
+                    f"{complaint_of(job, workers)}",
+                )
 
-    async def _say(self, reason: StatusReason | None) -> None:
-        job, token = self._claim.job_id, self._claim.token
-        with contextlib.suppress(IllegalTransition):  # no longer running
-            await self._store.jobs.set_status(job, JobStatus.RUNNING, token=token, reason=reason)
+    def _patience_s(self, job: str, name: str, places: Iterable[int], serving: Sequence[WorkerRecord]) -> float:
+        start_s = max((self._spec.episode_limits(place).reset_timeout_s for place in places), default=0.0)
+        patience_s = max(MIN_PATIENCE_S, start_s)
+        hopeful = [one for one in serving if one.num_episodes and name not in one.ill_environments.get(job, {})]
+        return PATIENCE_FACTOR * patience_s if hopeful else patience_s
 
 
 def complaint_of(job: str, workers: Iterable[WorkerRecord]) -> str | None:
@@ -62,4 +75,4 @@ def complaint_of(job: str, workers: Iterable[WorkerRecord]) -> str | None:
         return None
     worker, ill = complaining[0]
     environment, error = next(iter(ill.items()))
-    return f"{environment} fails at {len(complaining)} of {len(serving)} workers; {worker}: {error}"
+    return f"{environment} fails on {len(complaining)} of {len(serving)} workers; {worker}: {error}"

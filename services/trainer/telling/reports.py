@@ -82,10 +82,10 @@ class Reports:
                     listener.add(step, metrics)
             except NoRoom as error:  # temporary
                 get_logger().warning(
-                    "not told of a step", listener=type(listener).__name__, step=step, error=str(error)
+                    "listener missed a step", listener=type(listener).__name__, step=step, error=str(error)
                 )
             except Exception as error:
-                get_logger().error("told nothing more", listener=type(listener).__name__, error=str(error))
+                get_logger().error("failing listener removed", listener=type(listener).__name__, error=str(error))
                 self._listeners.remove(listener)
 
 

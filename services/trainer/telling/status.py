@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from services.state.jobs import default_reason
+from services.state.jobs import WaitCode, default_reason
 from services.state.store import Claim, DesiredState, JobStatus, StatusReason, Store
 
 POLL_S = 0.2
@@ -19,7 +19,7 @@ class JobStatusBoard:
         self._store = store
         self._claim = claim
 
-    async def explain(self, code: str, message: str) -> None:
+    async def explain(self, code: WaitCode, message: str) -> None:
         """Report why the job does not move yet."""
         await self._set(JobStatus.STARTING, StatusReason(code, message))
 
@@ -43,7 +43,7 @@ class JobStatusBoard:
 
     async def winds_up(self) -> None:
         """Report why a cancelled job still runs."""
-        message = "cancelled; what is under way is trained first, as far as it fills steps"
+        message = "cancelled; groups in flight are trained first, as far as they fill whole steps"
         await self._set(JobStatus.RUNNING, StatusReason("user_cancelled", message))
 
     async def obey_pause(self, is_leaving: Callable[[], bool] = lambda: False) -> bool:

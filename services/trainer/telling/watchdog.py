@@ -59,4 +59,4 @@ class Watchdog:
 
 
 def _stillness(idle_s: float) -> str:
-    return f"no step ended and no piece of an episode arrived for {idle_s:.0f} s"
+    return f"no step finished and no segment of an episode arrived for {idle_s:.0f} s"

@@ -18,10 +18,10 @@ export const empty = (title, text, ...more) =>
 
 // What a person can do about it, by the code of the error: a title and an advice.
 const FAILURES = {
-  no_worker: ["No rollout worker is there", "Start one with gspo up, or python -m services.rollout, and try again."],
+  no_worker: ["No rollout worker is running", "Start one with gspo up, or python -m services.rollout, and try again."],
   no_answer: ["The rollout worker has not answered", "It may be busy or may have died on the way. Trying again asks another one."],
   environment_invalid: ["The environment could not do this", "Its author has to change it, or another task or other turns have to be tried."],
-  redis_unavailable: ["Redis is away", "The page goes on by itself when it is back."],
+  redis_unavailable: ["Redis is unavailable", "The page goes on by itself when it is back."],
   redis_busy: ["Redis is busy", "The page goes on by itself when its script has ended."],
   redis_full: ["Redis is full", "Running jobs free memory. If that is not enough, whoever runs the service has to make room."],
   redis_read_only: ["Redis takes no writes", "It is a replica. After a failover the page goes on by itself."],
@@ -35,7 +35,7 @@ const FAILURES = {
 
 function explained(error) {
   if (FAILURES[error.code]) return FAILURES[error.code];
-  if (error.status === 404) return ["This is not here", "It may have been dropped or removed, or its log is not kept any more. The lists show what is there."];
+  if (error.status === 404) return ["This is not here", "It may have been dropped or removed, or its log is no longer kept. The lists show what is there."];
   if (error.status === 422) return ["The service cannot take this", "Change what was given, and try again."];
   if (error.status) return ["The service refused", `Code ${error.code}; the service's log says more.`];
   return ["No connection", "Start the stack with: gspo up"];

@@ -80,7 +80,7 @@ function rollout(found, { state, button }) {
   const whole = Object.values(spent).reduce((sum, one) => sum + one, 0);
   return part("Rollout workers", found, [table(columns("Rollout worker", "State", "Serves", "Episodes held", ["Finished"], ["Tokens"], ["Failures"], ""), rows),
     whole > 0 && h("div", { class: "beneath" }, h("h3", {}, "Where the time of episodes went ", h("span", { class: "small muted" }, `${seconds(whole)} since these workers started`)), split(EPISODE, spent, "Time of episodes"))],
-  "No rollout worker is there. Start one with: python -m services.rollout");
+  "No rollout worker is running. Start one with: python -m services.rollout");
 }
 
 const counter = (one, key) => number(one.counters?.[key] ?? 0, 0);
