@@ -16,41 +16,32 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.chaos.coverage import told
+from tests.chaos.jobs import NUM_KINDS, TRANSPORTS
 from tests.chaos.report import table
-from tests.chaos.runner import SETTLE_S, Options, Run, RunFailed
+from tests.chaos.runner import SETTLE_S, Options, Run
+from tests.chaos.schedule import WEIGHTS
 from tests.chaos.stack import Size
+from tests.chaos.users import RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=None, help="of the schedule; left out: any")
-    parser.add_argument("--faults", type=int, default=320)
-    parser.add_argument("--minutes", type=float, default=3.0, help="in which the faults strike")
-    parser.add_argument("--steps", type=int, default=24, help="of each job")
-    parser.add_argument("--jobs", type=int, default=2, help="at the same time")
-    parser.add_argument("--kinds", default="", help="only these kinds of faults, separated by commas")
-    parser.add_argument("--work", type=Path, default=None, help="directory of the run; left out: a temporary one")
-    parser.add_argument("--keep", action="store_true", help="keep the directory also when all is well")
-    parser.add_argument("--oracle-root", type=Path, default=ROOT, help="the tree whose oracle judges")
-    parser.add_argument("--settle-s", type=float, default=SETTLE_S, help="for the jobs to end after the last fault")
-    arguments = parser.parse_args()
-    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
-    kinds = tuple(part.strip() for part in arguments.kinds.split(",") if part.strip())
-    size = Size(jobs=arguments.jobs, trainers=arguments.jobs + 1, engines=arguments.jobs)
-    options = Options(seed, arguments.faults, arguments.minutes, arguments.steps, size, kinds, arguments.settle_s)
-    work = arguments.work or Path(tempfile.mkdtemp(prefix="gspo-chaos-")) / "run"
-    again = f"make chaos CHAOS_FLAGS='--seed {seed} --faults {options.faults} --minutes {options.minutes:g}'"
-    print(f"chaos: seed {seed}, {options.faults} faults in {options.minutes:g} minutes, in {work}", flush=True)
+    arguments = parse()
     # More threads give other numbers, and what is learned is computed again to the last bit.
     os.environ["OMP_NUM_THREADS"] = "1"
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
+    options = options_of(arguments, seed)
+    work = arguments.work or Path(tempfile.mkdtemp(prefix="gspo-chaos-")) / "run"
+    again = f"chaos: again with: {command_of(arguments, seed)}"
+    print(f"chaos: seed {seed}, {options.faults} faults in {options.minutes:g} minutes, in {work}\n{again}", flush=True)
     run = Run(work, options)
     is_well = False
     try:
         asyncio.run(run.play())
-        print(summary(work), flush=True)
-        is_well = judge(work, arguments.oracle_root)
+        print(summary(work, options.kinds), flush=True)
+        is_well = judge(work, arguments.oracle_root) and nothing_is_missing(work)
     except RunFailed as error:
         print(f"chaos: FAILED: {error}", flush=True)
     finally:
@@ -59,8 +50,55 @@ def main() -> int:
             shutil.rmtree(work.parent if arguments.work is None else work)
         else:
             run.keep()
-            print(f"chaos: kept in {work}; once more: {again}", flush=True)
+            print(f"chaos: kept in {work}", flush=True)
+        print(again, flush=True)
     return 0 if is_well else 1
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=None, help="of the schedule and the jobs; left out: drawn")
+    parser.add_argument("--faults", type=int, default=320)
+    parser.add_argument("--minutes", type=float, default=3.0, help="in which the faults strike")
+    parser.add_argument("--steps", type=int, default=24, help="of each job")
+    parser.add_argument("--jobs", type=int, default=2, help="at the same time")
+    parser.add_argument("--least-jobs", type=int, default=NUM_KINDS, help="so many in all, whatever the time")
+    parser.add_argument("--kinds", default="", help="only these kinds of faults, separated by commas")
+    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="of weights to engines, in turn by job")
+    parser.add_argument("--settle-s", type=float, default=SETTLE_S, help="for the jobs to end after the last fault")
+    parser.add_argument("--work", type=Path, default=None, help="directory of the run; left out: a temporary one")
+    parser.add_argument("--keep", action="store_true", help="keep the directory also when all is well")
+    parser.add_argument("--oracle-root", type=Path, default=ROOT, help="the tree whose oracle judges")
+    return parser.parse_args(argv)
+
+
+def options_of(arguments: argparse.Namespace, seed: int) -> Options:
+    return Options(
+        seed,
+        arguments.faults,
+        arguments.minutes,
+        arguments.steps,
+        Size(jobs=arguments.jobs, trainers=arguments.jobs + 1, engines=arguments.jobs),
+        tuple(part.strip() for part in arguments.kinds.split(",") if part.strip()),
+        arguments.settle_s,
+        transports=tuple(arguments.transports.split(",")),
+        least_jobs=arguments.least_jobs,
+    )
+
+
+def command_of(arguments: argparse.Namespace, seed: int) -> str:
+    """What plays the same schedule and the same jobs."""
+    given = {
+        name: getattr(arguments, name)
+        for name in ("faults", "minutes", "steps", "jobs", "least_jobs", "kinds", "transports")
+    }
+    usual = vars(parse([]))
+    flags = [f"--{name.replace('_', '-')} {_shown(value)}" for name, value in given.items() if value != usual[name]]
+    return " ".join(["python -m tests.chaos", f"--seed {seed}", *flags])
+
+
+def _shown(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def judge(work: Path, root: Path) -> bool:
@@ -68,13 +106,23 @@ def judge(work: Path, root: Path) -> bool:
     return subprocess.run([sys.executable, "-m", "tests.chaos.oracle", str(work)], cwd=root, env=env).returncode == 0
 
 
-def summary(work: Path) -> str:
+def nothing_is_missing(work: Path) -> bool:
+    """What the flags of the run promise has run."""
+    never_ran = json.loads((work / "end.json").read_text())["coverage"]["never_ran"]
+    if never_ran:
+        print(f"chaos: FAILED: promised and never ran: {', '.join(never_ran)}", flush=True)
+    return not never_ran
+
+
+def summary(work: Path, kinds: tuple[str, ...]) -> str:
     end, run = json.loads((work / "end.json").read_text()), json.loads((work / "run.json").read_text())
-    left_out = f"; not possible here: {', '.join(run['without'])}" if run["without"] else ""
+    not_here = f"; not possible here: {', '.join(run['without'])}" if run["without"] else ""
     missed = sum(end["misses"].values())
+    left_out = sorted(set(WEIGHTS) - set(kinds)) if kinds else []
+    coverage = end["coverage"]
     return (
         f"{table(end['recoveries'])}\n{end['num_steps']} steps in {end['seconds']:.0f} s, {missed} faults found "
-        f"nobody{left_out}"
+        f"nobody\n{told(coverage['ran'], coverage['never_ran'], left_out)}{not_here}"
     )
 
 

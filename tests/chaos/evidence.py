@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,9 @@ _BATCH = re.compile(r"ep(\d+)-step(\d+)")
 _EPOCH = re.compile(r"epoch(\d+)\.json")
 Place = tuple[int, int]
 """(epoch, step)"""
+Note = dict[str, Any]
+LAST = 1 << 60
+"""Beyond the last step of every epoch."""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -35,12 +39,21 @@ class Version:
 
 
 class JobEvidence:
-    def __init__(self, directory: Path, data_dir: str) -> None:
+    """``acts`` are what users did to it, ``hits`` what befell its records, both as they were noted."""
+
+    def __init__(self, directory: Path, data_dir: str, acts: Sequence[Note] = (), hits: Sequence[Note] = ()) -> None:
         self.directory = directory
+        self.acts, self.hits = acts, hits
         self.id = directory.name
         self.spec = JobSpec.model_validate_json(json.loads((directory / "job.json").read_text())["spec"])
         self._data_dir = data_dir
         """Where the run had it: engines name weights by their path."""
+
+    @property
+    def is_given_up(self) -> bool:
+        """By its user, and it is."""
+        was_asked = any(act["act"] == "cancel" for act in self.acts)
+        return was_asked and self.status.get("status") == "cancelled"
 
     @cached_property
     def status(self) -> dict[str, Any]:
@@ -51,7 +64,7 @@ class JobEvidence:
     @cached_property
     def forks(self) -> dict[int, Place]:
         """Epoch -> where it went on from."""
-        found = ((_EPOCH.fullmatch(entry.name), entry) for entry in (self.directory / "checkpoints").iterdir())
+        found = ((_EPOCH.fullmatch(entry.name), entry) for entry in (self.directory / "checkpoints").glob("*"))
         records = {int(match[1]): json.loads(entry.read_text()) for match, entry in found if match}
         return {epoch: (record["epoch"], record["step"]) for epoch, record in sorted(records.items())}
 
@@ -70,12 +83,23 @@ class JobEvidence:
         return reached
 
     @cached_property
+    def reached(self) -> dict[int, int]:
+        """By the newest epoch; nothing where none has begun."""
+        return self.reach((max(self.forks), LAST)) if self.forks else {}
+
+    def shared(self, place: Place) -> int:
+        """The last step that the history of ``place`` has in common with what the job ended with."""
+        epoch, step = place
+        while epoch not in self.reached and step > 0:
+            parent = self.forks.get(epoch, (0, 0))
+            epoch, step = parent[0], min(step, parent[1])
+        return min(step, self.reached.get(epoch, 0))
+
+    @cached_property
     def lineage(self) -> list[Place]:
         """What was trained, in order; it may have holes, which a check finds."""
-        newest = max(self.forks)
         row: list[Place] = []
-        last = 1 << 60
-        for epoch, end in self.reach((newest, last)).items():
+        for epoch, end in self.reached.items():
             begin = self.forks[epoch][1] if epoch in self.forks else 0
             row += [place for place in self.logged if place[0] == epoch and begin < place[1] <= end]
         return sorted(row, key=lambda place: place[1])
@@ -106,10 +130,9 @@ class JobEvidence:
     @cached_property
     def newest_checkpoint(self) -> Path | None:
         """Of the lineage."""
-        found = (_BATCH.fullmatch(entry.name) for entry in (self.directory / "checkpoints").iterdir())
+        found = (_BATCH.fullmatch(entry.name) for entry in (self.directory / "checkpoints").glob("*"))
         places = {(int(match[1]), int(match[2])): match[0] for match in found if match}
-        reached = self.reach((max(self.forks), 1 << 60))
-        living = [place for place in places if place[1] <= reached.get(place[0], -1)]
+        living = [place for place in places if place[1] <= self.reached.get(place[0], -1)]
         return self.directory / "checkpoints" / places[max(living)] if living else None
 
 
@@ -122,8 +145,19 @@ class Evidence:
         self.submissions = lines(work / "submissions.jsonl")
         self.samples = lines(work / "samples.jsonl")
         self.faults = lines(work / "faults.jsonl")
+        self.acts = lines(work / "acts.jsonl")
+        self.happened = lines(work / "happened.jsonl")
+        self.loads = lines(work / "loads.jsonl")
 
     @cached_property
     def jobs(self) -> list[JobEvidence]:
         directories = sorted(path for path in (self.data / "jobs").iterdir() if (path / "job.json").exists())
-        return [JobEvidence(path, self.run["data_dir"]) for path in directories]
+        return [
+            JobEvidence(
+                path,
+                self.run["data_dir"],
+                [act for act in self.acts if act["job"] == path.name],
+                [hit for hit in (*self.faults, *self.happened) if path.name in (hit.get("job"), *hit.get("jobs", ()))],
+            )
+            for path in directories
+        ]

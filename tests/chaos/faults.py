@@ -11,20 +11,36 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from services.state.away import Away, RedisFault
 from services.state.jobs import JobStatus
 from services.state.keys import job_key
 from services.state.store import JobNotFound, Store
-from tests.chaos.damage import damage_newest
+from tests.chaos.damage import damage_newest, damage_record, newest_checkpoint
 from tests.chaos.disk import Disk
+from tests.chaos.lies import ANSWER_MARK, LIES, SEGMENT_MARK, bit_turned
+from tests.chaos.lines import Line, Order
 from tests.chaos.processes import Process
 from tests.chaos.stack import LEASE_S, Stack
 from tests.chaos.watch import Watch, impatient
 
 # Of the trainers that are killed: so many only lose the process of their attempt.
 ATTEMPT_SHARE = 0.3
+# The calls of a weight switch, as an engine hears them.
+SWITCH_CALLS = {
+    "pause": b"POST /pause_generation",
+    "load": b"POST /update_weights_from_disk",
+    "join": b"POST /init_weights_update_group",
+    "begin": b"POST /begin_weight_update",
+    "send": b"POST /update_weights_from_distributed",
+    "end": b"POST /end_weight_update",
+    "resume": b"POST /continue_generation",
+}
+KILLED_WITHIN_S = 0.03
+"""Of hearing the call: before it is answered, or after."""
+LEAVING_S = 60.0
 
 
 @dataclass
@@ -36,6 +52,8 @@ class Hit:
     detail: str = ""
     after: Awaitable[None] | None = None
     """What is left to do, beside the next faults."""
+    is_ordered: bool = False
+    """It happens later, when something passes a line, and is told then."""
 
 
 Miss = str
@@ -43,10 +61,12 @@ Outcome = Hit | Miss
 
 
 class Faults:
-    def __init__(self, stack: Stack, watch: Watch, disk: Disk) -> None:
-        self._stack, self._watch, self._disk = stack, watch, disk
+    """``happened`` is told of what was ordered, when it happens, with what the oracle has to know of it."""
+
+    def __init__(self, stack: Stack, watch: Watch, disk: Disk, happened: Callable[..., None]) -> None:
+        self._stack, self._watch, self._disk, self._happened = stack, watch, disk, happened
         self._disk_is_full = self._clock_is_off = False
-        self._kinds: dict[str, Callable[[random.Random], Awaitable[Outcome]]] = {
+        self.kinds: dict[str, Callable[[random.Random], Awaitable[Outcome]]] = {
             "kill worker": lambda rng: self._kill("rollout", rng),
             "kill trainer": self._kill_trainer,
             "kill engine": lambda rng: self._kill("engine", rng),
@@ -59,9 +79,13 @@ class Faults:
             "flushall": self._flushall,
             "cut redis": self._cut_redis,
             "cut engine": self._cut_engine,
-            "lose request": lambda rng: self._lose("lose request", rng),
-            "lose reply": lambda rng: self._lose("lose reply", rng),
-            "halve reply": lambda rng: self._lose("halve reply", rng),
+            **{name: partial(self._lose, name) for name in ("lose request", "lose reply", "halve reply")},
+            **{f"kill engine at {call}": partial(self._kill_in_switch, call) for call in SWITCH_CALLS},
+            **{f"lie: {lie}": partial(self._lie, lie) for lie in LIES},
+            "turn bit": self._turn_bit,
+            "spoil episode": partial(self._spoil, "episodes"),
+            "spoil group": partial(self._spoil, "groups"),
+            "ask to leave": self._ask_to_leave,
             "lose engine reply": self._lose_engine_reply,
             "stall redis": self._stall,
             "disk full": self._fill_disk,
@@ -73,9 +97,6 @@ class Faults:
         """Kinds that this machine does not allow."""
         missing = [] if self._disk.is_mounted else ["disk full"]
         return missing + ([] if self._stack.clock.can_jump else ["clock jump"])
-
-    async def strike(self, kind: str, seed: int) -> Outcome:
-        return await self._kinds[kind](random.Random(seed))
 
     def _running(self) -> list[str]:
         return [job.id for job in self._watch.running() if job.step or job.status]
@@ -169,13 +190,75 @@ class Faults:
 
     async def _lose(self, what: str, rng: random.Random) -> Outcome:
         name = rng.choice(sorted(self._stack.lines))
-        self._stack.lines[name].order(what)
-        return Hit(name, self._running())
+        return self._order(name, self._stack.lines[name], what, fault=what)
 
     async def _lose_engine_reply(self, rng: random.Random) -> Outcome:
         name = rng.choice(sorted(self._stack.engine_lines))
-        self._stack.engine_lines[name].order(rng.choice(["lose request", "lose reply", "halve reply"]))
-        return Hit(name, self._running())
+        fault = rng.choice(["lose request", "lose reply", "halve reply"])
+        return self._order(name, self._stack.engine_lines[name], "lose engine reply", fault=fault)
+
+    def _order(self, name: str, line: Line, kind: str, *, mark: bytes = b"", **what: Any) -> Hit:
+        what = {"done": lambda: self._happened(kind)} | what
+        line.order(Order(mark or line.mark, **what))
+        return Hit(name, self._running(), is_ordered=True)
+
+    # In the middle of a call
+
+    async def _kill_in_switch(self, call: str, rng: random.Random) -> Outcome:
+        name = rng.choice(sorted(self._stack.engine_lines))
+        process, seconds = self._stack.nursery.processes[name], rng.uniform(0.0, KILLED_WITHIN_S)
+
+        def kill() -> None:
+            self._happened(f"kill engine at {call}")
+            asyncio.get_running_loop().call_later(seconds, self._stack.nursery.kill, process)
+
+        line = self._stack.engine_lines[name]
+        return self._order(name, line, "", mark=SWITCH_CALLS[call], done=kill)
+
+    # Lies
+
+    async def _lie(self, lie: str, rng: random.Random) -> Outcome:
+        name = rng.choice(sorted(self._stack.engine_lines))
+        line = self._stack.engine_lines[name]
+        return self._order(name, line, f"lie: {lie}", mark=ANSWER_MARK, reply=LIES[lie])
+
+    async def _turn_bit(self, rng: random.Random) -> Outcome:
+        name = rng.choice(sorted(name for name in self._stack.lines if name.startswith("worker")))
+
+        def tell(job: str, group: int) -> None:
+            self._happened("turn bit", job=job, group=group)
+
+        change, line = bit_turned(rng.random(), tell), self._stack.lines[name]
+        return self._order(name, line, "", mark=SEGMENT_MARK, request=change, done=lambda: None)
+
+    async def _spoil(self, table: str, rng: random.Random) -> Outcome:
+        """A record of the queue becomes garbage."""
+        jobs = self._running()
+        try:
+            async with impatient(self._stack.redis_url) as client:
+                for job in rng.sample(jobs, len(jobs)):
+                    tell = partial(self._spoiling, f"spoil {table.removesuffix('s')}", job)
+                    if await damage_record(client, job, table, rng, tell) is not None:
+                        return Hit("redis", [job], table)
+        except (Away, RedisFault):
+            return "Redis does not answer"
+        return "no queue holds anything"
+
+    def _spoiling(self, kind: str, job: str, group: int) -> None:
+        self._happened(kind, is_certain=False, job=job, group=group)
+
+    # Departure
+
+    async def _ask_to_leave(self, rng: random.Random) -> Outcome:
+        """As an upgrade does: one process of the stack ends in order and its successor goes on."""
+        process = self._choose(rng.choice(["rollout", "trainer", "api"]), rng)
+        if process is None:
+            return "nobody is there"
+        return Hit(process.name, self._running(), after=self._restart(process))
+
+    async def _restart(self, process: Process) -> None:
+        with contextlib.suppress(TimeoutError):  # somebody stopped it meanwhile: it is killed in the end
+            await self._stack.nursery.restart(process, LEAVING_S)
 
     async def _stall(self, rng: random.Random) -> Outcome:
         name, seconds = rng.choice(sorted(self._stack.lines)), rng.uniform(0.3, 2 * LEASE_S)
@@ -203,12 +286,15 @@ class Faults:
         if owner is None:
             return "nobody trains"
         job, trainer = owner
+        directory = self._watch.jobs[job].directory
+        if newest_checkpoint(directory) is None:
+            return "there is no checkpoint yet"
         self._stack.nursery.stop(trainer)
         damaged = None
         if await self._is_open(job):
-            damaged = await asyncio.to_thread(damage_newest, self._watch.jobs[job].directory, rng)
+            damaged = await asyncio.to_thread(damage_newest, directory, rng)
         self._stack.nursery.kill(trainer)
-        return Hit(trainer.name, [job], damaged or "there was no checkpoint")
+        return Hit(trainer.name, [job], damaged or "its job was over")
 
     async def _is_open(self, job: str) -> bool:
         with contextlib.suppress(Away, RedisFault, JobNotFound):

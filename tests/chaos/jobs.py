@@ -1,4 +1,8 @@
-"""The jobs of a run: small, alike, and different in what a fault can hurt: world, staleness, pieces, checkpoints."""
+"""The jobs of a run: small, alike, and different in what a fault can hurt: world, staleness, pieces, checkpoints,
+learner.
+
+The rule kept here: a few jobs in a row are of every kind that there is, so that a run on a slow machine has them all.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.model import PLAIN, WITH_DROPOUT
 from tests.chaos.worlds import WORLDS
 
 ON_STALE = ("mask", "drop", "wait")
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
+LEARNERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": (PLAIN, LORA),
+    "dropout": (WITH_DROPOUT, {}),
+    "plain": (PLAIN, {}),
+}
+"""Name -> folder of the model, options of the learner."""
+TRANSPORTS = ("disk", "group")
 MAX_CALL_TOKENS = 48
+NUM_KINDS = max(len(WORLDS), len(ON_STALE), len(LEARNERS))
+"""So many jobs in a row are of every kind."""
 
 
 def job_spec(
-    number: int, work: Path, steps: int, seed: int, worlds: Sequence[str] = tuple(world.__name__ for world in WORLDS)
+    number: int,
+    work: Path,
+    steps: int,
+    seed: int,
+    worlds: Sequence[str] = tuple(world.__name__ for world in WORLDS),
+    transports: Sequence[str] = TRANSPORTS[:1],
 ) -> dict[str, Any]:
     """The ``number``-th job of a run; a function of its arguments."""
     rng = random.Random(f"{seed}/{number}")
-    world = worlds[number % len(worlds)]
+    model, learner = LEARNERS[_learner(number, seed)]
     max_staleness = rng.choice([0, 1, 1, 2])
     return {
         "name": f"chaos-{number}",
-        "model": str(work / "model"),
-        "environments": [
-            {
-                "ref": f"tests.chaos.worlds:{world}",
-                "config": {"ledger": str(work / f"ledger-{number}")},
-            }
-        ],
+        "model": str(work / model),
+        "environments": _environments(number, work, worlds, rng),
         "rollout": {
             "group_size": 3,
             "max_staleness": max_staleness,
             "staleness_cap": max_staleness + rng.choice([0, 1, 4]),
-            "on_stale": ON_STALE[(number // 2) % len(ON_STALE)],
+            "on_stale": ON_STALE[(number + seed) % len(ON_STALE)],
             "stale_wait_s": 10,
             "chunk_tokens": rng.choice([8, 12, 64]),
             # The scripted engine is no model: what it says has nothing to do with what the learner computes.
             "max_engine_k3": 1e30,
+            "weight_transport": transports[number % len(transports)],
         },
         "sampling": {"max_new_tokens": MAX_CALL_TOKENS},
         "limits": {"max_turns": 8, "max_context_tokens": 900},
@@ -51,4 +67,32 @@ def job_spec(
         "objective": {"minibatches": 2, "k3_gate": None, "outlier_gate": None, "off_policy_gate": None},
         "resources": {"device": "cpu"},
         "seed": rng.randrange(1 << 30),
+        **({"learner": learner} if learner else {}),
     }
+
+
+def _learner(number: int, seed: int) -> str:
+    # Out of step with worlds and staleness: other seeds pair other kinds.
+    return list(LEARNERS)[(number + seed // len(ON_STALE)) % len(LEARNERS)]
+
+
+def _environments(number: int, work: Path, worlds: Sequence[str], rng: random.Random) -> list[dict[str, Any]]:
+    """Two worlds of a row in one job, one of them more often; where there is one world, that alone."""
+    chosen = list(dict.fromkeys(worlds[(number + place) % len(worlds)] for place in range(2)))
+    return [
+        {
+            "ref": f"tests.chaos.worlds:{world}",
+            "config": {"ledger": str(work / f"ledger-{number}-{place}")},
+            "weight": float(rng.choice([1, 1, 2])),
+        }
+        for place, world in enumerate(chosen)
+    ]
+
+
+def kinds_of(spec: dict[str, Any]) -> set[str]:
+    """What a report calls the job's kinds."""
+    worlds = {f"world {one['ref'].rpartition(':')[2]}" for one in spec["environments"]}
+    here = (Path(spec["model"]).name, spec.get("learner", {}))
+    learners = {f"learner {name}" for name, one in LEARNERS.items() if one == here}
+    rollout = spec["rollout"]
+    return worlds | learners | {f"stale {rollout['on_stale']}", f"weights by {rollout['weight_transport']}"}

@@ -13,14 +13,20 @@ from tests.chaos.evidence import Evidence, JobEvidence, Place
 
 
 def jobs_are_over(job: JobEvidence) -> Iterator[str]:
+    if job.is_given_up:
+        return
     if job.status.get("status") != "succeeded":
         yield f"it is {job.status.get('status')}: {job.status}"
+    # Who has come to the end before the request did may succeed all the same.
+    elif any(act["act"] == "cancelled" for act in job.acts) and len(job.lineage) < job.spec.steps:
+        yield "it was to be cancelled, to which the API had said yes"
 
 
 def steps_are_whole(job: JobEvidence) -> Iterator[str]:
     steps = [step for _, step in job.lineage]
-    if steps != list(range(1, job.spec.steps + 1)):
-        yield f"the steps of its lineage are {steps}, not 1 to {job.spec.steps}"
+    last = len(steps) if job.is_given_up else job.spec.steps
+    if steps != list(range(1, last + 1)):
+        yield f"the steps of its lineage are {steps}, not 1 to {last}"
 
 
 def groups_are_settled_once(job: JobEvidence) -> Iterator[str]:
@@ -38,7 +44,7 @@ def groups_are_settled_once(job: JobEvidence) -> Iterator[str]:
         yield f"trained and dropped: {both}"
     last = max(job.batches, key=lambda place: place[1], default=None)
     num_dispatched = job.batches[last].extra["num_dispatched"] if last else 0
-    if lost := sorted(set(range(num_dispatched)) - trained.keys() - dropped.keys()):
+    if not job.is_given_up and (lost := sorted(set(range(num_dispatched)) - trained.keys() - dropped.keys())):
         yield f"dispatched, and neither trained nor dropped: {lost}"
     if foreign := sorted((trained.keys() | dropped.keys()) - set(range(num_dispatched))):
         yield f"trained or dropped without having been dispatched: {foreign}"
@@ -53,11 +59,24 @@ def versions_go_forward(job: JobEvidence) -> Iterator[str]:
     for before, after in pairwise(places):
         if after < before:
             yield f"a version of epoch {after[0]} step {after[1]} came after one of epoch {before[0]} step {before[1]}"
-    reached = job.reach((max(job.forks), 1 << 60))
     for version in job.versions.values():
         epoch, step = version.place
-        if step > reached.get(epoch, -1) and step > 0 and epoch in reached:
+        if step > job.shared(version.place):
             yield f"version {version.number} (epoch {epoch} step {step}) was published and is no part of the lineage"
+
+
+def nothing_of_a_dead_epoch_is_trained(job: JobEvidence) -> Iterator[str]:
+    """What a trainer published beyond the place where its successor forked off has sampled nothing that counts; and
+    what was sampled is what the log says that it was."""
+    for (_, step), batch in job.batches.items():
+        sampled = {one.version for group in batch.groups for episode in group.trajectories for one in episode.segments}
+        logged = {int(number) for number in batch.extra["staleness"]}
+        if sampled != logged:
+            yield f"step {step} holds tokens of the versions {sorted(sampled)} and its log speaks of {sorted(logged)}"
+        for number in sorted(sampled & job.versions.keys()):
+            place = job.versions[number].place
+            if place[1] > job.shared(place):
+                yield f"step {step} was trained on version {number}, which epoch {place[0]} published and took with it"
 
 
 def nothing_is_too_old(job: JobEvidence) -> Iterator[str]:

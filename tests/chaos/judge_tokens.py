@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 MAX_EPISODES = 400
 """Of each job, drawn at random: a log-prob costs the oracle as much as it cost the engine."""
 _ANSWER = re.compile(r"(\w{6}) (\d+) (\w{6})")
-_TASK = re.compile(r"task \d+ (\w{6})")
+_TASK = re.compile(r"task (\d+) (\w{6})")
 
 
 def episodes(job: JobEvidence) -> list[tuple[int, Trajectory]]:
@@ -62,18 +62,17 @@ def _logprobs(ids: Sequence[int], places: Sequence[int], weights: str) -> np.nda
 
 def talk_follows(job: JobEvidence, talker: Talker) -> Iterator[str]:
     """Turns are what the script says, answers what a world says that has seen these calls, all of one run."""
-    world = job.spec.environments[0].ref.rpartition(":")[2]
     for step, trajectory in episodes(job):
-        for problem in _broken_talk(trajectory, talker, world):
+        for problem in _broken_talk(trajectory, talker):
             yield f"step {step}: {trajectory.key}: {problem}"
 
 
-def _broken_talk(trajectory: Trajectory, talker: Talker, world: str) -> Iterator[str]:
+def _broken_talk(trajectory: Trajectory, talker: Talker) -> Iterator[str]:
     (branch,) = trajectory.branches
     ids, acts = branch.token_ids.tolist(), branch.action_mask.tolist()
-    said = _TASK.findall(talker.codec.tokenizer.decode(ids[: acts.index(True)]))
-    runs, state, count, total = set(said), "", 0, 0
-    for begin, end in _turns(acts):
+    said = first_words(trajectory, talker)
+    runs, state, count, total = {run for _, run in said}, "", 0, 0
+    for begin, end in turns(acts):
         turn = ids[begin:end]
         if turn != talker.turn(ids[:begin], turn[0]):
             yield "a turn is not what the engine says after this prompt"
@@ -98,7 +97,14 @@ def _broken_talk(trajectory: Trajectory, talker: Talker, world: str) -> Iterator
         yield f"its reward is {reward}, not that of its calls"
 
 
-def _turns(acts: Sequence[bool]) -> Iterator[tuple[int, int]]:
+def first_words(trajectory: Trajectory, talker: Talker) -> list[tuple[int, str]]:
+    """The number of the task and the run of the world, as the prompt says them."""
+    (branch,) = trajectory.branches
+    prompt = branch.token_ids[: branch.action_mask.argmax()].tolist()
+    return [(int(number), run) for number, run in _TASK.findall(talker.codec.tokenizer.decode(prompt))]
+
+
+def turns(acts: Sequence[bool]) -> Iterator[tuple[int, int]]:
     begin = None
     for place, act in enumerate([*acts, False]):
         if act and begin is None:
@@ -114,23 +120,22 @@ def nothing_acted_twice(evidence: Evidence, job: JobEvidence, talker: Talker) ->
     A new attempt may begin at a world that was kept, and goes on with the run of that world: an act of the run may be
     found once for each attempt that the trained episode had. What was not trained is not known to have had only one.
     """
-    spec = job.spec.environments[0]
-    path = evidence.work / Path(spec.config["ledger"]).name
-    acts = Counter(path.read_text().splitlines()) if path.exists() else Counter()
-    is_kept = spec.ref.endswith(":Kept")
-    attempts = _attempts_by_run(job, talker) if is_kept else {}
-    for act, count in acts.items():
-        allowed = attempts.get(act.split()[0], math.inf) if is_kept else 1
-        if count > allowed:
-            yield f"{path.name}: {count} times in {allowed} attempts of one run of its world: act {act}"
+    attempts = _attempts_by_run(job, talker)
+    for spec in job.spec.environments:
+        path = evidence.work / Path(spec.config["ledger"]).name
+        acts = Counter(path.read_text().splitlines()) if path.exists() else Counter()
+        is_kept = spec.ref.endswith(":Kept")
+        for act, count in acts.items():
+            allowed = attempts.get(act.split()[0], math.inf) if is_kept else 1
+            if count > allowed:
+                yield f"{path.name}: {count} times in {allowed} attempts of one run of its world: act {act}"
 
 
 def _attempts_by_run(job: JobEvidence, talker: Talker) -> dict[str, int]:
-    found = {}
-    for batch in job.batches.values():
-        for trajectory in (one for group in batch.groups for one in group.trajectories):
-            (branch,) = trajectory.branches
-            first = branch.token_ids[: branch.action_mask.argmax()].tolist()
-            for run in _TASK.findall(talker.codec.tokenizer.decode(first)):
-                found[run] = trajectory.attempt + 1
-    return found
+    return {
+        run: trajectory.attempt + 1
+        for batch in job.batches.values()
+        for group in batch.groups
+        for trajectory in group.trajectories
+        for _, run in first_words(trajectory, talker)
+    }

@@ -10,9 +10,31 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 PIECE = 1 << 18
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+Change = Callable[[bytes], bytes | None]
+"""Of what passes; None: this is not what it was meant for, and the order stands."""
+
+
+def unchanged(data: bytes) -> bytes:
+    return data
+
+
+@dataclass(frozen=True)
+class Order:
+    """What befalls the next request that holds ``mark``, or its answer."""
+
+    mark: bytes
+    fault: str = ""
+    """``lose request``, ``lose reply``, ``halve reply``, or none of them."""
+    request: Change = unchanged
+    reply: Change = unchanged
+    done: Callable[[], None] = field(default=lambda: None)
+    """Told when it has happened."""
 
 
 def to_unix(path: str) -> Open:
@@ -30,12 +52,11 @@ class Line:
         self._upstream = upstream
         self._server: asyncio.Server | None = None
         self._carrying: set[asyncio.Task[None]] = set()
-        self._orders: list[str] = []
-        """What befalls the next requests that hold ``mark``."""
+        self._orders: list[Order] = []
         self._flowing = asyncio.Event()
         self._flowing.set()
         self.mark = b""
-        self.num_struck = 0
+        """What a request holds that is worth a fault."""
         self.port = 0
 
     async def open(self) -> Line:
@@ -56,9 +77,8 @@ class Line:
             task.cancel()
         return num
 
-    def order(self, fault: str) -> None:
-        """``lose request``, ``lose reply`` or ``halve reply``, for the next request that holds ``mark``."""
-        self._orders.append(fault)
+    def order(self, order: Order) -> None:
+        self._orders.append(order)
 
     async def stall(self, seconds: float) -> None:
         """Nothing passes for so long."""
@@ -78,17 +98,35 @@ class Line:
             self._carrying.discard(task)
             writer.close()
 
+    def _take(self, data: bytes) -> tuple[Order, bytes] | None:
+        """The first order that this request is meant for, and what becomes of the request."""
+        for place, order in enumerate(self._orders):
+            if order.mark in data and (changed := order.request(data)) is not None:
+                del self._orders[place]
+                return order, changed
+        return None
+
+    def _changed_reply(self, order: Order, data: bytes) -> bytes:
+        changed = order.reply(data)
+        if changed is None:
+            self._orders.append(order)
+            return data
+        order.done()
+        return changed
+
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await self._upstream()
-        struck: list[str] = []
+        struck: list[Order] = []
 
         async def forward() -> None:
             while data := await reader.read(PIECE):
                 await self._flowing.wait()
-                if self._orders and self.mark in data:
-                    struck.append(self._orders.pop(0))
-                    self.num_struck += 1
-                    if struck[-1] == "lose request":
+                if found := self._take(data):
+                    order, data = found
+                    struck.append(order)
+                    if order.reply is unchanged:
+                        order.done()
+                    if order.fault == "lose request":
                         return
                 up_writer.write(data)
                 await up_writer.drain()
@@ -96,12 +134,15 @@ class Line:
         async def answer() -> None:
             while data := await up_reader.read(PIECE):
                 await self._flowing.wait()
-                if struck and struck[-1] == "lose reply":
+                order = struck[-1] if struck else None
+                if order is not None and order.fault == "lose reply":
                     return
-                if struck and struck[-1] == "halve reply":
+                if order is not None and order.fault == "halve reply":
                     writer.write(data[: len(data) // 2])
                     await writer.drain()
                     return
+                if order is not None and order.reply is not unchanged:
+                    data = self._changed_reply(struck.pop(), data)
                 writer.write(data)
                 await writer.drain()
 

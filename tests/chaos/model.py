@@ -1,4 +1,6 @@
-"""``python -m tests.chaos.model DIR``: a model so small that a step of it takes some ten milliseconds."""
+"""``python -m tests.chaos.model DIR [DIR]``: a model so small that a step of it takes some ten milliseconds, and one
+like it whose configuration names a dropout, which neither policy nor engine may use.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from tests.chaos.talk import CONTEXT_TOKENS, VOCABULARY, write_tokenizer
 
+PLAIN, WITH_DROPOUT = "model", "model-dropout"
+DROPOUT = 0.3
 
-def write_model(directory: Path) -> None:
+
+def write_model(directory: Path, dropout: float = 0.0) -> None:
     torch.manual_seed(0)
     transformers_logging.disable_progress_bar()
     config = transformers.Qwen3Config(
@@ -27,6 +32,7 @@ def write_model(directory: Path) -> None:
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
         initializer_range=0.2,
+        attention_dropout=dropout,
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
     write_tokenizer(directory)
@@ -34,4 +40,5 @@ def write_model(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_model(Path(sys.argv[1]))
+    for place, dropout in zip(sys.argv[1:], (0.0, DROPOUT), strict=False):
+        write_model(Path(place), dropout)

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import services.api.__main__ as api
+import services.engine.__main__ as embedded
 import services.rollout.__main__ as rollout
 import services.trainer.__main__ as trainer
 import services.trainer.attempt  # noqa: F401  for the processes of attempts: torch above all
@@ -47,6 +48,7 @@ class Attempt:
 SERVICES: dict[str, Callable[[], int]] = {
     "api": api.main,
     "engine": engine.main,
+    "embedded": embedded.main,
     "environments": service.main,
     "rollout": rollout.main,
     "trainer": lambda: trainer.run(start=Attempt),

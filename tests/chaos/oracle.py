@@ -13,7 +13,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from tests.chaos import judge_learning, judge_lineage, judge_remains, judge_tokens
+import torch
+
+from tests.chaos import (
+    judge_learning,
+    judge_lengths,
+    judge_lineage,
+    judge_losses,
+    judge_remains,
+    judge_tasks,
+    judge_tokens,
+    judge_users,
+    judge_weights,
+)
 from tests.chaos.evidence import Evidence, JobEvidence
 from tests.chaos.talk import Talker
 
@@ -31,23 +43,31 @@ def checks_of_a_job(evidence: Evidence, job: JobEvidence, talker: Talker) -> lis
         ("versions go forward", partial(lineage.versions_go_forward, job)),
         ("epochs keep what was published", partial(lineage.epochs_keep_what_was_published, job)),
         ("nothing is too old", partial(lineage.nothing_is_too_old, job)),
+        ("nothing of a dead epoch is trained", partial(lineage.nothing_of_a_dead_epoch_is_trained, job)),
         ("admission is paced", partial(lineage.admission_is_paced, job)),
         ("checkpoints go forward", partial(lineage.checkpoints_go_forward, evidence, job)),
         ("books are balanced", partial(lineage.books_are_balanced, evidence, job)),
         ("tokens were sampled", partial(judge_tokens.tokens_were_sampled, job)),
         ("talk follows", partial(judge_tokens.talk_follows, job, talker)),
         ("nothing acted twice", partial(judge_tokens.nothing_acted_twice, evidence, job, talker)),
+        ("losses have their reason", partial(judge_losses.losses_have_their_reason, evidence, job)),
+        ("tasks are used in order", partial(judge_tasks.tasks_are_used_in_order, job, talker)),
+        ("settings are obeyed", partial(judge_users.settings_are_obeyed, job)),
+        ("who is held stands still", partial(judge_users.who_is_held_stands_still, job)),
+        ("weights on disk are those published", partial(judge_weights.weights_on_disk_are_those_published, job)),
+        ("engines were given them", partial(judge_weights.engines_were_given_what_was_published, evidence, job)),
         ("weights follow from the logs", partial(judge_learning.weights_follow_from_the_logs, job)),
     ]
 
 
-def checks_of_the_run(evidence: Evidence) -> list[tuple[str, Check]]:
+def checks_of_the_run(evidence: Evidence, talker: Talker) -> list[tuple[str, Check]]:
     remains = judge_remains
     return [
         ("jobs are those that were submitted", partial(remains.jobs_are_those_that_were_submitted, evidence)),
         ("nothing crashed", partial(remains.nothing_crashed, evidence)),
         ("Redis holds no queue", partial(remains.redis_holds_no_queue, evidence)),
         ("no file is left half-written", partial(remains.no_file_is_left_half_written, evidence)),
+        ("lengths are not chosen", partial(judge_lengths.lengths_are_not_chosen, evidence, talker)),
     ]
 
 
@@ -55,7 +75,7 @@ def judge(work: Path) -> list[str]:
     """Everything that is wrong."""
     evidence, talker = Evidence(work), Talker(work / "model")
     problems: list[str] = []
-    for name, check in checks_of_the_run(evidence):
+    for name, check in checks_of_the_run(evidence, talker):
         problems += _found(name, check)
     for job in evidence.jobs:
         for name, check in checks_of_a_job(evidence, job, talker):
@@ -77,10 +97,13 @@ def _found(name: str, check: Check) -> list[str]:
 
 def main() -> int:
     work, began = Path(sys.argv[1]), time.monotonic()
+    torch.set_num_threads(1)  # as every process of a run: more give other numbers
     problems = judge(work)
     for problem in problems:
         print(f"oracle: {problem}", flush=True)
     evidence = Evidence(work)
+    if not problems:
+        print(f"oracle: lengths of what was {judge_lengths.told(evidence, Talker(work / 'model'))}", flush=True)
     num_steps = sum(len(job.lineage) for job in evidence.jobs)
     num_groups = (
         sum(len(batch.groups) for job in evidence.jobs for batch in job.batches.values()) if not problems else 0

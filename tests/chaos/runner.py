@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import shutil
 import sys
 import time
@@ -18,25 +19,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo_core.client import ApiError, Client, ClientError
 from tests.chaos.clock import Clock
+from tests.chaos.coverage import Coverage
 from tests.chaos.disk import Disk
 from tests.chaos.faults import Faults, Hit, described
-from tests.chaos.jobs import job_spec
+from tests.chaos.jobs import NUM_KINDS, TRANSPORTS, job_spec, kinds_of
+from tests.chaos.model import PLAIN, WITH_DROPOUT
 from tests.chaos.processes import marked, stamp
 from tests.chaos.report import Recoveries
-from tests.chaos.schedule import WEIGHTS, Fault, plan
+from tests.chaos.schedule import FROM_DISK, OVER_GROUP, WEIGHTS, Fault, plan
 from tests.chaos.stack import Size, Stack
+from tests.chaos.users import RunFailed, Users
 from tests.chaos.watch import Watch
 from tests.chaos.worlds import WORLDS
 
 DISK_MB = 1536
-SUBMIT_FOR_S = 120.0
 SETTLE_S = 240.0
 """For the jobs to end once nothing strikes any more."""
 PROGRESS_S = 15.0
-REPEATED_SHARE = 3
-"""One submission of so many is made twice under its key."""
+RACED_SHARE = 2
+"""One submission of so many is made through every API at once, under one key."""
+RACED = "submission raced"
+ONCE_MORE_S = 240.0
+"""After the schedule, for the kinds of it that have found nobody so far."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,9 @@ class Options:
     """Only these; empty: all."""
     settle_s: float = SETTLE_S
     worlds: tuple[str, ...] = tuple(world.__name__ for world in WORLDS)
-
-
-class RunFailed(Exception):
-    """The run did not come to its end."""
+    transports: tuple[str, ...] = TRANSPORTS
+    """Of weights to engines."""
+    least_jobs: int = NUM_KINDS
 
 
 class Run:
@@ -63,7 +67,11 @@ class Run:
         self.disk = Disk(work / "data", DISK_MB)
         self.stack = Stack(work, work / "data", options.size, Clock(work))
         self.watch = Watch(work / "samples.jsonl", lambda: self.stack.redis_url)
-        self.faults = Faults(self.stack, self.watch, self.disk)
+        self.faults = Faults(self.stack, self.watch, self.disk, self._happened)
+        self.users = Users(self.stack, self.watch, options.seed, self._spec, self._note)
+        self.coverage = Coverage(self._promised())
+        self._kinds: dict[str, set[str]] = {}
+        """Job -> what it is an example of."""
         self.recoveries = Recoveries()
         self.misses: Counter[str] = Counter()
         self._after: set[asyncio.Task[None]] = set()
@@ -107,9 +115,21 @@ class Run:
     def _without(self) -> list[str]:
         return self.faults.impossible()
 
+    def _promised(self) -> set[str]:
+        """By the flags of this run, of what this machine allows."""
+        jobs = range(self.options.least_jobs)
+        found: set[str] = set().union(*(kinds_of(self._spec(number)) for number in jobs))
+        if self.options.least_jobs and self.options.size.apis > 1:
+            found.add(RACED)
+        return found | {fault.kind for fault in self._plan()}
+
+    def _plan(self) -> list[Fault]:
+        options = self.options
+        return plan(options.seed, options.faults, 60 * options.minutes, self._left_out())
+
     async def _make_model(self) -> None:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.chaos.model", str(self.work / "model")
+            *(sys.executable, "-m", "tests.chaos.model", str(self.work / PLAIN), str(self.work / WITH_DROPOUT))
         )
         if await process.wait():
             raise RunFailed("the model could not be made")
@@ -118,37 +138,26 @@ class Run:
 
     async def _submit_without_end(self) -> None:
         while True:
-            while not self._is_calm and len(self.watch.running()) < self.options.size.jobs:
+            while self._wants_jobs and len(self.watch.running()) < self.options.size.jobs:
                 await self._submit()
             await asyncio.sleep(0.2)
+
+    @property
+    def _wants_jobs(self) -> bool:
+        return not self._is_calm or self._num_submitted < self.options.least_jobs
 
     async def _submit(self) -> None:
         number = self._num_submitted
         self._num_submitted += 1
-        spec = job_spec(number, self.work, self.options.steps, self.options.seed, self.options.worlds)
-        key = f"chaos-{self.options.seed}-{number}"
-        self._note("submissions.jsonl", key=key, number=number)
-        job = await asyncio.to_thread(self._send, spec, key)
-        if number % REPEATED_SHARE == 0:
-            again = await asyncio.to_thread(self._send, spec, key)
-            if again != job:
-                raise RunFailed(f"the key {key} made two jobs, {job} and {again}")
-        self._note("submissions.jsonl", key=key, accepted=job)
-        self.watch.add(job, self.work / "data" / "jobs" / job)
+        is_raced = number % RACED_SHARE == 0
+        job = await self.users.submit(number, is_raced=is_raced)
+        self._kinds[job] = kinds_of(self._spec(number)) | (
+            {RACED} if is_raced and self.options.size.apis > 1 else set()
+        )
 
-    def _send(self, spec: dict[str, Any], key: str) -> str:
-        deadline = time.monotonic() + SUBMIT_FOR_S
-        while True:
-            try:
-                with Client(self.stack.api_url) as client:
-                    return client.create_job(spec, idempotency_key=key)["id"]
-            except ApiError as error:
-                if error.status < 500 or time.monotonic() > deadline:
-                    raise RunFailed(f"a job was not accepted: {error}") from error
-            except ClientError as error:
-                if time.monotonic() > deadline:
-                    raise RunFailed(f"a job was not accepted in {SUBMIT_FOR_S:.0f} s: {error}") from error
-            time.sleep(0.2)
+    def _spec(self, number: int) -> dict[str, Any]:
+        options = self.options
+        return job_spec(number, self.work, options.steps, options.seed, options.worlds, options.transports)
 
     async def _wait_for_first_steps(self, submitting: asyncio.Task[None]) -> None:
         deadline = time.monotonic() + self.options.settle_s
@@ -161,27 +170,48 @@ class Run:
     # Faults
 
     async def _strike_all(self, submitting: asyncio.Task[None]) -> None:
-        options = self.options
-        faults = plan(options.seed, options.faults, 60 * options.minutes, self._left_out())
         began = self._began = time.monotonic()
-        for fault in faults:
+        for fault in self._plan():
             self._check(submitting)
             await asyncio.sleep(max(0.0, began + fault.at_s - time.monotonic()))
-            await self._strike(fault)
+            if fault.kind in self.users.kinds:  # who asks an API may have to wait
+                self._later(self._strike(fault))
+            else:
+                await self._strike(fault)
+        await self._strike_once_more(submitting)
         self._is_calm = True
+
+    async def _strike_once_more(self, submitting: asyncio.Task[None]) -> None:
+        """What of the schedule has found nobody to strike."""
+        rng, deadline = random.Random(self.options.seed), time.monotonic() + ONCE_MORE_S
+        while (missing := self._faults_missing()) and time.monotonic() < deadline:
+            for kind in missing:
+                self._check(submitting)
+                await self._strike(Fault(-1, kind, 0.0, rng.getrandbits(48)))
+            await asyncio.sleep(1.0)
+
+    def _faults_missing(self) -> list[str]:
+        return [kind for kind in self.coverage.never_ran() if kind in WEIGHTS]
 
     def _left_out(self) -> set[str]:
         chosen = set(self.options.kinds or WEIGHTS)
-        return set(self._without()) | (set(WEIGHTS) - chosen)
+        transports = self.options.transports
+        never_called = (OVER_GROUP if "group" not in transports else set()) | (
+            FROM_DISK if "disk" not in transports else set()
+        )
+        return set(self._without()) | (set(WEIGHTS) - chosen) | never_called
 
     async def _strike(self, fault: Fault) -> None:
         at = time.monotonic()
-        outcome = await self.faults.strike(fault.kind, fault.seed)
+        strike = self.users.kinds[fault.kind] if fault.kind in self.users.kinds else self.faults.kinds[fault.kind]
+        outcome = await strike(random.Random(fault.seed))
         if not isinstance(outcome, Hit):
             self.misses[fault.kind] += 1
             self._note("faults.jsonl", number=fault.number, kind=fault.kind, missed=outcome)
             return
         self._note("faults.jsonl", number=fault.number, kind=fault.kind, **described(outcome))
+        if not outcome.is_ordered:
+            self.coverage.ran(fault.kind)
         if outcome.after is not None:
             self._later(outcome.after)
         took = time.monotonic() - at
@@ -190,34 +220,43 @@ class Run:
         if jobs:
             self.watch.expect_steps(jobs, lambda seconds: self.recoveries.recovered(fault.kind, seconds + took))
 
+    def _happened(self, kind: str, *, is_certain: bool = True, **what: Any) -> None:
+        """What was ordered, now; or what may be about to happen."""
+        if is_certain:
+            self.coverage.ran(kind)
+        self._note("happened.jsonl", kind=kind, **what)
+
     def _later(self, what: Awaitable[None]) -> None:
         async def do() -> None:
             await what
 
-        task = asyncio.create_task(do())
-        self._after.add(task)
-        task.add_done_callback(self._after.discard)
+        self._after.add(asyncio.create_task(do()))
 
     def _check(self, submitting: asyncio.Task[None]) -> None:
-        if submitting.done():
-            submitting.result()
-        for task in list(self._after):
-            if task.done() and not task.cancelled() and task.exception() is not None:
-                task.result()
+        for task in [one for one in (submitting, *self._after) if one.done()]:
+            task.result()
+            self._after.discard(task)
 
     # The end
 
     async def _settle(self, submitting: asyncio.Task[None]) -> None:
-        await asyncio.gather(*self._after)
         deadline = time.monotonic() + self.options.settle_s
-        while open_jobs := self.watch.running():
+        while (open_jobs := self.watch.open()) or self._wants_jobs or self._after:
             self._check(submitting)
+            await self.users.let_everybody_go()
             if time.monotonic() > deadline:
                 still = ", ".join(f"{job.id} at step {job.step} ({job.status})" for job in open_jobs)
                 raise RunFailed(f"not over {self.options.settle_s:.0f} s after the last fault: {still}")
             await asyncio.sleep(0.1)
 
+    def _note_kinds_of_jobs(self) -> None:
+        for job, kinds in self._kinds.items():
+            if self.watch.jobs[job].step:
+                for kind in kinds:
+                    self.coverage.ran(kind)
+
     async def _leave(self) -> None:
+        self._note_kinds_of_jobs()
         obstinate = await self.stack.leave()
         await self.stack.close()
         left = await self._left_processes()
@@ -231,6 +270,7 @@ class Run:
             "misses": dict(self.misses),
             "seconds": time.monotonic() - self._began,
             "num_steps": self.watch.num_steps,
+            "coverage": self.coverage.to_dict(),
         }
         self._write("end.json", end)
 

@@ -27,7 +27,27 @@ WEIGHTS = {
     "disk full": 2,
     "torn checkpoint": 2,
     "clock jump": 2,
+    "kill engine at pause": 1,
+    "kill engine at load": 1,
+    "kill engine at resume": 1,
+    "kill engine at join": 1,
+    "kill engine at begin": 1,
+    "kill engine at send": 1,
+    "kill engine at end": 1,
+    "lie: another job": 2,
+    "lie: no version": 2,
+    "lie: improbable": 2,
+    "turn bit": 2,
+    "spoil episode": 2,
+    "spoil group": 1,
+    "ask to leave": 3,
+    "change settings": 3,
+    "hold job": 2,
+    "give job up": 1,
 }
+OVER_GROUP = {f"kill engine at {call}" for call in ("join", "begin", "send", "end")}
+"""Kinds that only strike where weights are sent, and the one that only strikes where they are read from the disk."""
+FROM_DISK = {"kill engine at load"}
 AT_LEAST = 2
 """Of each kind, if there are faults enough."""
 

@@ -21,11 +21,12 @@ from services.process.ports import free_port
 from services.state.server import RedisServer, RedisUnsuitable
 from tests.chaos.clock import Clock
 from tests.chaos.lines import Line, to_port, to_unix
+from tests.chaos.model import PLAIN
 from tests.chaos.processes import Nursery, Process
 
 LEASE_S = 2.0
 REDIS_START_S = 60.0
-LEAVING_S = {"rollout": 90.0, "environments": 60.0, "trainer": 60.0, "api": 30.0, "engine": 30.0}
+LEAVING_S = {"rollout": 90.0, "environments": 60.0, "trainer": 60.0, "api": 30.0, "engine": 30.0, "embedded": 30.0}
 """In this order."""
 
 
@@ -34,12 +35,15 @@ class Size:
     """How many of each."""
 
     jobs: int = 2
+    apis: int = 2
     trainers: int = 3
     workers: int = 2
     engines: int = 2
     lease_s: float = LEASE_S
     drain_s: float = 2.0
     """Of a worker."""
+    has_real_engines: bool = False
+    """The embedded engine with a model, in place of the scripted one."""
     has_environments_apart: bool = False
     """In a service of their own, as in containers; else beside the workers."""
 
@@ -52,7 +56,7 @@ class Stack:
         self.lines: dict[str, Line] = {}
         """To Redis, by the name of the process."""
         self.engine_lines: dict[str, Line] = {}
-        self.api_url = ""
+        self.api_urls: list[str] = []
         self.num_redis_starts = 0
         self._redis: RedisServer | None = None
         self._redis_changing = asyncio.Lock()
@@ -79,8 +83,12 @@ class Stack:
             self.engine_lines[name] = await Line(to_port(port)).open()
             self.engine_lines[name].mark = b"POST /"
             engine_urls.append(f"http://127.0.0.1:{self.engine_lines[name].port}")
-            argv = ["--model", str(self.work / "model"), "--port", str(port)]
-            await self.nursery.start(name, "engine", argv, {})
+            argv = ["--model", str(self.work / PLAIN), "--port", str(port)]
+            if self.size.has_real_engines:
+                await self.nursery.start(name, "embedded", argv, {"GSPO_LOG_FORMAT": "json"})
+            else:
+                argv += ["--loads", str(self.work / "loads.jsonl"), "--data", str(self.data.absolute())]
+                await self.nursery.start(name, "engine", argv, {})
         common = {
             "GSPO_DATA_DIR": str(self.data),
             "GSPO_ENGINE_URLS": ",".join(engine_urls),
@@ -89,10 +97,11 @@ class Stack:
             "GSPO_LOG_FORMAT": "json",
             "GSPO_API_KEYS": "",
         }
-        api_port = free_port()
-        self.api_url = f"http://127.0.0.1:{api_port}"
-        api = {"GSPO_API_HOST": "127.0.0.1", "GSPO_API_PORT": str(api_port)}
-        await self._start("api", "api", [], common | api)
+        for number in range(self.size.apis):
+            port = free_port()
+            self.api_urls.append(f"http://127.0.0.1:{port}")
+            api = {"GSPO_API_HOST": "127.0.0.1", "GSPO_API_PORT": str(port)}
+            await self._start(f"api-{number}", "api", [], common | api)
         for number in range(self.size.trainers):
             await self._start(f"trainer-{number}", "trainer", [], common)
         rollout = common | (await self._open_environments() if self.size.has_environments_apart else {})

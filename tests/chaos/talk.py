@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_core.chat import HermesCodec, load_tokenizer
@@ -65,6 +66,7 @@ class Talker:
         assert opening is not None
         assert closing is not None
         self._opening, self._closing = opening, closing
+        self._known: dict[tuple[int | None, int], tuple[int, ...]] = {}
         self._firsts = [tokenizer.encode(letter)[0] for letter in FIRST]
 
     def _opening_of_a_turn(self) -> list[int]:
@@ -94,11 +96,35 @@ class Talker:
 
     def turn(self, prompt: Sequence[int], first: int) -> list[int]:
         """The whole turn after ``prompt`` that begins with ``first``."""
-        encode = self.codec.tokenizer.encode
-        digest = hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in [*prompt, first])).digest()
-        num_calls = list(prompt).count(self._closing) - 1  # one is in the instructions
+        return [first, *self._rest(self._num_calls(prompt), _digest(_bytes(prompt), first))]
+
+    def possible_lengths(self, prompt: Sequence[int]) -> dict[int, int]:
+        """Of every turn that may follow, by its first token; all are equally likely."""
+        num_calls, read = self._num_calls(prompt), _bytes(prompt)
+        return {first: 1 + len(self._rest(num_calls, _digest(read, first))) for first in self._firsts}
+
+    def _num_calls(self, prompt: Sequence[int]) -> int:
+        return list(prompt).count(self._closing) - 1  # one is in the instructions
+
+    def _rest(self, num_calls: int, digest: bytes) -> tuple[int, ...]:
         if num_calls >= MAX_CALLS or digest[0] % 5 == 0:
-            return [first, *encode("done."), self.codec.stop_ids[0]]
-        call = json.dumps({"name": "add", "arguments": {"number": digest[1] % 100}})
-        filler = encode(" so" * (2 + digest[2] % 12))
-        return [first, *filler, self._opening, *encode(call), self._closing, self.codec.stop_ids[0]]
+            return self._said(None, 0)
+        return self._said(digest[1] % 100, 2 + digest[2] % 12)
+
+    def _said(self, number: int | None, num_fillers: int) -> tuple[int, ...]:
+        if (number, num_fillers) not in self._known:
+            encode = self.codec.tokenizer.encode
+            said = encode("done.")
+            if number is not None:
+                call = json.dumps({"name": "add", "arguments": {"number": number}})
+                said = [*encode(" so" * num_fillers), self._opening, *encode(call), self._closing]
+            self._known[number, num_fillers] = (*said, self.codec.stop_ids[0])
+        return self._known[number, num_fillers]
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return np.array(ids, "<u4").tobytes()
+
+
+def _digest(prompt: bytes, first: int) -> bytes:
+    return hashlib.sha256(prompt + first.to_bytes(4, "little")).digest()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.mutants import MUTANTS, run
+from tests.chaos.mutants import MUTANTS, ROOT, run
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_is_to_be_changed_is_still_there(name: str) -> None:
+    mutant = MUTANTS[name]
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
 
 
 @pytest.mark.slow

@@ -16,37 +16,8 @@ import pytest
 
 from tests.chaos import judge_lineage, judge_tokens
 from tests.chaos.evidence import JobEvidence, Version
+from tests.chaos.made_up import MadeUp
 from tests.chaos.schedule import AT_LEAST, WEIGHTS, plan
-
-STEPS = 4
-
-
-def batch(groups: list[int], *, dropped: dict[str, list[int]], num_dispatched: int, ages: dict[str, int]) -> Any:
-    made = [SimpleNamespace(group=number) for number in groups]
-    extra = {"dropped": dropped, "num_dispatched": num_dispatched, "staleness": ages}
-    return SimpleNamespace(groups=made, extra=extra)
-
-
-class MadeUp(JobEvidence):
-    """Two epochs: the second goes on from step 2 of the first, which had logged a third step that is void."""
-
-    def __init__(self) -> None:
-        self.id = "job"
-        rollout = SimpleNamespace(on_stale="drop", staleness_cap=1, max_staleness=1)
-        self.spec = SimpleNamespace(steps=STEPS, groups_per_step=2, rollout=rollout)  # type: ignore[assignment]
-        given: dict[str, Any] = self.__dict__
-        given["status"] = {"status": "succeeded"}
-        given["forks"] = {1: (0, 0), 2: (1, 2)}
-        given["logged"] = {(1, 1), (1, 2), (1, 3), (2, 3), (2, 4)}
-        given["batches"] = {
-            (1, 1): batch([0, 1], dropped={}, num_dispatched=4, ages={"0": 0}),
-            (1, 2): batch([2, 3], dropped={}, num_dispatched=6, ages={"0": 1, "1": 0}),
-            (2, 3): batch([4, 6], dropped={"dropped_stale": [5]}, num_dispatched=9, ages={"1": 1, "2": 0}),
-            (2, 4): batch([7, 8], dropped={}, num_dispatched=9, ages={"4": 0}),
-        }
-        places = {0: (1, 0), 1: (1, 1), 2: (1, 2), 3: (2, 2), 4: (2, 3), 5: (2, 4)}
-        given["versions"] = {number: Version(number, place, {}) for number, place in places.items()}
-
 
 CHECKS: list[Callable[[JobEvidence], Iterator[str]]] = [
     judge_lineage.jobs_are_over,
@@ -55,13 +26,14 @@ CHECKS: list[Callable[[JobEvidence], Iterator[str]]] = [
     judge_lineage.versions_go_forward,
     judge_lineage.epochs_keep_what_was_published,
     judge_lineage.nothing_is_too_old,
+    judge_lineage.nothing_of_a_dead_epoch_is_trained,
     judge_lineage.admission_is_paced,
 ]
 
 
 def test_a_sound_history_is_sound() -> None:
     job = MadeUp()
-    assert job.lineage == [(1, 1), (1, 2), (2, 3), (2, 4)]
+    assert job.lineage == [(1, 1), (1, 2), (2, 3), (4, 4)]
     assert [list(check(job)) for check in CHECKS] == [[] for _ in CHECKS]
 
 
@@ -74,7 +46,7 @@ def lose_a_log(job: MadeUp) -> None:
 
 
 def train_a_group_twice(job: MadeUp) -> None:
-    job.batches[2, 4].groups[0].group = 2  # type: ignore[misc]
+    job.batches[4, 4].groups[0].group = 2  # type: ignore[misc]
 
 
 def lose_a_group(job: MadeUp) -> None:
@@ -87,11 +59,20 @@ def drop_for_no_known_reason(job: MadeUp) -> None:
 
 
 def publish_from_the_past(job: MadeUp) -> None:
-    job.versions[5] = Version(5, (1, 2), {})
+    job.versions[7] = Version(7, (1, 2), {})
 
 
 def publish_what_is_void(job: MadeUp) -> None:
     job.versions[3] = Version(3, (1, 3), {})
+
+
+def publish_what_a_dead_epoch_takes_with_it(job: MadeUp) -> None:
+    job.versions[5] = Version(5, (3, 4), {})
+
+
+def log_other_versions(job: MadeUp) -> None:
+    extra: Any = job.batches[4, 4].extra
+    extra["staleness"] = {"4": 0}
 
 
 def take_a_token_for_younger(job: MadeUp) -> None:
@@ -100,7 +81,7 @@ def take_a_token_for_younger(job: MadeUp) -> None:
 
 
 def train_what_is_too_old(job: MadeUp) -> None:
-    extra: Any = job.batches[2, 4].extra
+    extra: Any = job.batches[4, 4].extra
     extra["staleness"] = {"1": 2}
 
 
@@ -120,6 +101,9 @@ def start_too_many(job: MadeUp) -> None:
         (publish_from_the_past, "came after one of epoch"),
         (publish_what_is_void, "is no part of the lineage"),
         (publish_what_is_void, "although step 3 was published"),
+        (publish_what_a_dead_epoch_takes_with_it, "version 5 (epoch 3 step 4) was published and is no part"),
+        (publish_what_a_dead_epoch_takes_with_it, "trained on version 5, which epoch 3 published and took with it"),
+        (log_other_versions, "holds tokens of the versions [4, 5] and its log speaks of [4]"),
         (take_a_token_for_younger, "it is 1"),
         (train_what_is_too_old, "2 steps old"),
         (start_too_many, "at most 4 may be"),

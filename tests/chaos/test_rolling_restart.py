@@ -11,8 +11,9 @@ import pytest
 from tests.chaos.__main__ import ROOT, judge
 from tests.chaos.evidence import Evidence
 from tests.chaos.processes import Process
-from tests.chaos.runner import Options, Run, RunFailed
+from tests.chaos.runner import Options, Run
 from tests.chaos.stack import LEAVING_S, Size
+from tests.chaos.users import RunFailed
 
 pytestmark = pytest.mark.slow
 

@@ -39,6 +39,8 @@ class WatchedJob:
     step: int = 0
     is_over: bool = False
     status: str = ""
+    is_extra: bool = False
+    """It is there to be given up: no fault is recovered from by its steps."""
     num_read: int = 0
     names: list[str] = field(default_factory=list)
     rest: bytes = b""
@@ -59,13 +61,19 @@ class Watch:
         self._redis_url = redis_url
         self.jobs: dict[str, WatchedJob] = {}
         self._waits: list[Wait] = []
+        self._letters: set[tuple[str, str]] = set()
+        """Dead letters that are written down."""
         self.num_steps = 0
 
-    def add(self, job: str, directory: Path) -> None:
-        self.jobs[job] = WatchedJob(job, directory)
+    def add(self, job: str, directory: Path, *, is_extra: bool = False) -> None:
+        self.jobs[job] = WatchedJob(job, directory, is_extra=is_extra)
+
+    def open(self) -> list[WatchedJob]:
+        return [job for job in self.jobs.values() if not job.is_over]
 
     def running(self) -> list[WatchedJob]:
-        return [job for job in self.jobs.values() if not job.is_over]
+        """Those that have to come to their end."""
+        return [job for job in self.open() if not job.is_extra]
 
     def expect_steps(self, jobs: list[str], done: Callable[[float], None]) -> None:
         """``done`` is told after how long each of ``jobs`` had ended a step, or itself."""
@@ -75,7 +83,7 @@ class Watch:
         sampling = asyncio.create_task(self._sample(), name="sampling")
         try:
             while True:
-                for job in self.running():
+                for job in self.open():
                     self._look(job)
                 now = time.monotonic()
                 for wait in [one for one in self._waits if self._is_over(one)]:
@@ -114,8 +122,16 @@ class Watch:
             await asyncio.sleep(SAMPLE_S)
             with contextlib.suppress(Away, RedisFault):
                 async with impatient(self._redis_url()) as redis:
-                    for job in self.running():
-                        self._write(kind="counters", job=job.id, counters=await Bus(redis).counters(job.id))
+                    for job in self.open():
+                        await self._sample_queue(Bus(redis), job.id)
+
+    async def _sample_queue(self, bus: Bus, job: str) -> None:
+        self._write(kind="counters", job=job, counters=await bus.counters(job))
+        for letter in await bus.dead_letters(job):
+            if (job, letter.id) not in self._letters:
+                self._letters.add((job, letter.id))
+                key = {"group": letter.key.group, "member": letter.key.member}
+                self._write(kind="dead letter", job=job, reason=letter.reason, **key)
 
     def _write(self, **record: object) -> None:
         with self._journal.open("ab") as file:

@@ -1,5 +1,8 @@
 """The worlds of a chaos run: a sum is added up, and each answer names the episode's run, the count and all before it.
 
+Their tasks have numbers that no other world has, and each has another number of them, so that the tokens of an episode
+say which task of which world was played.
+
 An answer that does not follow from the run's own calls, or a second run in one attempt, shows in the tokens. Each act
 of a world that must not be repeated goes to a file outside of it, so that what a death undoes stays visible.
 """
@@ -52,6 +55,7 @@ class Replayed:
 class Fresh(Replayed):
     """Add up."""
 
+    tasks: ClassVar[list[dict[str, Any]]] = [{"number": number} for number in range(300, 311)]
     replayable = False
 
     def _name(self, seed: int) -> str:
@@ -66,11 +70,21 @@ class Fresh(Replayed):
 class Kept(Fresh):
     """Add up."""
 
+    tasks: ClassVar[list[dict[str, Any]]] = [{"number": number} for number in range(500, 513)]
+
     async def snapshot(self) -> bytes:
         return json.dumps([self._run, self._count, self._sum, self._chain]).encode()
 
     async def restore(self, state: bytes) -> None:
         self._run, self._count, self._sum, self._chain = json.loads(state)
+
+
+class Drawn(Fresh):
+    """Add up."""
+
+    async def get_reward(self) -> float:
+        """For a model that cannot call anything: chance, so that there is something to learn from."""
+        return (int(self._run, 16) % 97) / 97
 
 
 WORLDS = (Replayed, Fresh, Kept)
