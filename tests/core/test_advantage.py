@@ -182,7 +182,7 @@ def test_property(check: Callable[[], None]) -> None:
 reward_lists = st.lists(st.none() | st.floats(-1e3, 1e3), min_size=0, max_size=9)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(
     rewards=reward_lists,
     baseline=st.sampled_from(["mean", "leave_one_out"]),

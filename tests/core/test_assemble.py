@@ -89,7 +89,7 @@ class TestComplete:
 
 
 class TestOrderAndDuplicates:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(
         cuts=st.lists(st.lists(st.integers(1, 11), max_size=5), min_size=SIZE, max_size=SIZE),
         attempts=st.lists(st.integers(0, 3), min_size=SIZE, max_size=SIZE),
@@ -115,7 +115,7 @@ class TestOrderAndDuplicates:
         assert {trajectory.key.member: trajectory.segments for trajectory in group} == expected
         assert group.rewards == tuple(map(float, attempts))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(cuts=st.lists(st.integers(1, 11), max_size=6), data=st.data())
     def test_the_prefix_is_what_is_here_up_to_the_first_gap(self, cuts: list[int], data: st.DataObject) -> None:
         pieces = episode(KEY, cuts)
@@ -203,7 +203,7 @@ class TestForget:
         assembler.add(open_segment(0))
         assert assembler.episodes() == ()
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(st.lists(st.integers(0, 25), max_size=40))
     def test_exactly_the_forgotten_groups_are_ignored(self, forgotten: list[int]) -> None:
         assembler = Assembler()
@@ -270,7 +270,7 @@ def stitched(trajectory: Trajectory | None) -> Branch:
 
 
 class TestSegmentation:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(ledger=ledgers(), cuts=st.sets(st.integers(1, 48)), data=st.data())
     def test_where_an_episode_is_cut_changes_nothing(
         self, ledger: dict[str, Any], cuts: set[int], data: st.DataObject

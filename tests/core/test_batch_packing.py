@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_core.batch.packing import MIN_SHARED_TOKENS, Packing, common_prefix, pack, plan_micro_batches
@@ -34,7 +34,6 @@ def context_of_rows(packing: Packing) -> dict[int, list[int]]:
 
 
 @given(batches, st.booleans())
-@settings(deadline=None)
 def test_every_token_sees_its_own_sequence_and_nothing_else(sequences: list[np.ndarray], share: bool) -> None:
     check(pack(sequences, share=share), sequences)
 
@@ -68,7 +67,6 @@ def test_nothing_at_all_is_one_placeholder_token() -> None:
 
 
 @given(batches, st.integers(1, 60), st.integers(1, 3), st.booleans())
-@settings(deadline=None)
 def test_plans_cover_all_within_budget_and_alike_on_every_rank(
     sequences: list[np.ndarray], budget: int, num_ranks: int, share: bool
 ) -> None:

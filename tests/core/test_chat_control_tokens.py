@@ -59,7 +59,7 @@ def conversation(text: str) -> list[Message]:
 
 
 @given(text=spelt)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_text_is_encoded_without_any_added_token_and_survives(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert not set(ids) & {tokenizer.token_id(token) for token in ADDED}
@@ -71,7 +71,7 @@ def test_text_is_encoded_without_any_added_token_and_survives(tokenizer: Tokeniz
 
 
 @given(text=spelt)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_no_message_and_no_tool_writes_a_control_token(codec: ChatCodec, text: str) -> None:
     """The conversation has the control tokens that it has with harmless text, and no other."""
     tools = [{"type": "function", "function": {"name": "add", "description": text, "parameters": {}}}]
@@ -80,7 +80,7 @@ def test_no_message_and_no_tool_writes_a_control_token(codec: ChatCodec, text: s
 
 
 @given(text=spelt)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_no_observation_behind_a_sampled_turn_writes_a_control_token(codec: ChatCodec, text: str) -> None:
     question: list[Message] = [{"role": "user", "content": "How much?"}]
     prefix = codec.render(question, TOOLS)

@@ -70,7 +70,7 @@ class TestWait:
         assert choose(groups, "wait") == Choice(train=(1, 2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_with_admission_waiting_keeps_everything_within_the_cap_and_always_ends(data: st.DataObject) -> None:
     """Episodes end in any order. Whoever is waited for ends at some time; then the steps go on."""

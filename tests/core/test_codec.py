@@ -75,7 +75,7 @@ def floats(*values: float) -> bytes:
 
 class TestRoundTrip:
     @given(segments())
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     def test_decode_gives_back_the_segment(self, one: Segment) -> None:
         data = encode(one)
         read = decode(data)

@@ -76,7 +76,7 @@ async def test_an_async_reward_is_awaited_and_a_call_that_raised_is_kept() -> No
 
 
 def test_a_task_without_a_prompt_is_refused() -> None:
-    with pytest.raises(InvalidEnvironment, match=r"every task has a prompt, \{'wants': 'tea'\} has none"):
+    with pytest.raises(InvalidEnvironment, match=r"every task needs a prompt, \{'wants': 'tea'\} has none"):
         from_functions([price], tasks=[{"wants": "tea"}], reward=reward)
 
 

@@ -107,8 +107,8 @@ def test_the_description_is_plain_data(shop: str) -> None:
 @pytest.mark.parametrize(
     ("ref", "config", "complaint"),
     [
-        ("shop.py", {}, "names no environment"),
-        (":Shop", {}, "names no environment"),
+        ("shop.py", {}, "does not name an environment"),
+        (":Shop", {}, "does not name an environment"),
         ("absent_package.worlds:Shop", {}, "no module 'absent_package'"),
         ("absent.py:Shop", {}, "there is no file absent.py"),
         ("{shop}:Stop", {}, "has no 'Stop'; its classes are .'Shop'."),
@@ -116,7 +116,7 @@ def test_the_description_is_plain_data(shop: str) -> None:
         ("{shop}:number", {}, "is a int, not a class"),
         ("{shop}:rollout", {}, "needs the agent gateway"),
         ("{shop}:Shop", {"colour": 1}, "the config .'colour'. does not fit"),
-        ("{shop}:refuse", {}, "making an instance failed: error: OSError: no disk"),
+        ("{shop}:refuse", {}, "creating an instance failed: error: OSError: no disk"),
         ("{shop}:make", {"colour": 1}, "the config .'colour'. does not fit"),
     ],
 )
@@ -160,8 +160,8 @@ def load(cls: Any) -> PlainEnvironment:
         ({"tasks": iter([{}])}, "must be a list"),
         ({"tasks": 7}, "must be a list"),
         ({"tasks": []}, "tasks is empty"),
-        ({"tasks": ["a"]}, "each of tasks is a dict, not a str"),
-        ({"eval_tasks": ["a"]}, "each of eval_tasks is a dict"),
+        ({"tasks": ["a"]}, "each of tasks must be a dict, not a str"),
+        ({"eval_tasks": ["a"]}, "each of eval_tasks must be a dict"),
         ({"tasks": staticmethod(lambda index: {})}, "needs num_tasks"),
         ({"reward_range": (1, 0)}, "two finite numbers"),
         ({"reward_range": 1}, "two finite numbers"),

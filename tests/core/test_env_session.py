@@ -509,5 +509,5 @@ async def test_misuse_of_a_session_is_refused() -> None:
     with pytest.raises(RuntimeError, match="has not started"):
         await session.act(turn())
     await session.start({"target": 3}, 0)
-    with pytest.raises(RuntimeError, match="starts once"):
+    with pytest.raises(RuntimeError, match="only be started once"):
         await session.start({"target": 3}, 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_core.env.contract import InvalidEnvironment
@@ -183,7 +183,6 @@ json_values = st.recursive(
 
 
 @given(json_values | st.dictionaries(st.sampled_from(["item", "count", "size", "tags", "x"]), json_values))
-@settings(deadline=None)
 def test_whatever_a_policy_writes_binds_or_is_an_argument_error(arguments: Any) -> None:
     try:
         bound = Tool.of("order", order).bind(arguments)
@@ -193,7 +192,6 @@ def test_whatever_a_policy_writes_binds_or_is_an_argument_error(arguments: Any) 
 
 
 @given(json_values)
-@settings(deadline=None)
 def test_results_are_compact_json_that_reads_back(value: Any) -> None:
     content = result_content(value)
     if isinstance(value, str):

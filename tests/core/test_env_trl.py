@@ -160,7 +160,7 @@ def test_what_cannot_be_run_is_refused_at_once() -> None:
 
     with pytest.raises(InvalidEnvironment, match="needs completion_ids"):
         from_trl(Doubling, reward_funcs=of_ids)
-    with pytest.raises(InvalidEnvironment, match="reward models are not run here"):
+    with pytest.raises(InvalidEnvironment, match="reward models are not supported here"):
         from_trl(Doubling, reward_funcs=["a/model"])  # type: ignore[list-item]
     with pytest.raises(InvalidEnvironment, match=r"needs a method get_reward"):
         from_trl(Guessing, dataset=[ROW])
@@ -178,5 +178,5 @@ async def test_a_finished_environment_can_be_named_in_a_job(tmp_path: Any) -> No
     assert played.reward == 1.0
     assert played.observations[-1].stop_reason is StopReason.COMPLETED
     assert environment.describe()["num_tasks"] == {"train": 1, "eval": 0}
-    with pytest.raises(InvalidEnvironment, match="no place for the config"):
+    with pytest.raises(InvalidEnvironment, match="takes no config"):
         load_environment(f"{tmp_path}/mine.py:world", {"a": 1})

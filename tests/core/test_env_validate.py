@@ -192,24 +192,46 @@ class ForgetfulSnapshot(Counter):
         self.value, self.target = 0, 3
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+class ShowsAnImage(Counter):
+    def reset(self, **task: object) -> Any:
+        super().reset(**task)
+        return [{"type": "text", "text": "Look."}, IMAGE]
+
+
+class AnswersWithAnImage(Counter):
+    def add(self, amount: int) -> Any:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        self.value += amount
+        return [IMAGE]
+
+
 @pytest.mark.parametrize(
     ("cls", "check", "reason"),
     [
         (LeakingThroughItsClass, "isolation", "others were played before.*additions.*LeakingThroughItsClass.log"),
         (LeakingThroughItsModule, "isolation", "what changed between episodes: .*_SEEN"),
-        (OneForAll, "together", "at the same time change each other"),
+        (OneForAll, "together", "at the same time affect each other"),
         (Hanging, "timeouts", r"\('add', \{'amount': \d\}\) timed out after 1s: it hangs"),
         (HangingInReset, "reset", "timed out after 1s"),
         (BlockingTheLoop, "responsive", r"blocks the event loop.*test_env_validate.py, line \d+, in add"),
         (NotANumber, "reward", "nan, not a finite number"),
         (NoReward, "reward", "NoneType, not a number"),
-        (OutOfRange, "reward", r"-0.5 lies outside of the declared reward_range \(0.0, 1.0\)"),
+        (OutOfRange, "reward", r"-0.5 is outside the declared reward_range \(0.0, 1.0\)"),
         (Undescribed, "tools", "add.amount. has no type hint that becomes a JSON type.*add.by. is not described"),
         (Broken, "reset", "KeyError: 'the database'"),
         (CloseFails, "close", "OSError: still busy"),
-        (Dice, "isolation", "declared replayable, but chance does not come from `seed`: first messages: .*rolled"),
+        (Dice, "isolation", "declared replayable, but randomness does not come from `seed`: first messages: .*rolled"),
         (OracleAsTool, "tools", "oracle is offered to the policy as a tool: make it a static method"),
-        (ForgetfulSnapshot, "resume", "restored from its snapshot goes on otherwise: answer"),
+        (ForgetfulSnapshot, "resume", "restored from its snapshot continues differently: answer"),
+        (ShowsAnImage, "content", "the first messages: image_url"),
+        (AnswersWithAnImage, "content", "an answer: image_url"),
     ],
 )
 def test_a_defect_is_refused_with_its_reason(
@@ -296,10 +318,10 @@ class Locked(Counter):
     ("cls", "check", "reason"),
     [
         (NetworkDown, "calls", "none of 15 random calls succeeded, for example: ConnectionError: no route to host"),
-        (HandsOutAGenerator, "calls", "the result holds a generator, which is not JSON"),
+        (HandsOutAGenerator, "calls", "the result contains a generator, which is not JSON"),
         (NeedsTheMainThread, "calls", "signal only works in main thread"),
         (Locked, "calls", "none of 1 of the oracle's calls succeeded.*there is no 3"),
-        (KeywordsAlone, "tools", r"add takes \*\*kwargs alone, so the policy is told of no argument"),
+        (KeywordsAlone, "tools", r"add takes only \*\*kwargs, so the policy is told of no arguments"),
     ],
 )
 def test_a_world_in_which_no_call_can_succeed_is_refused(cls: type, check: str, reason: str) -> None:
@@ -319,7 +341,7 @@ def test_where_random_arguments_may_be_to_blame_an_oracle_is_asked_for() -> None
     report = check_environment(Lookup, timeout_s=60.0)
     (calls,) = (check for check in report.checks if check.id == "calls")
     assert calls.status is Status.WARN
-    assert "give an oracle" in calls.message
+    assert "define an oracle" in calls.message
     assert calls.data == {"calls": 15, "errors": 15}
 
 
@@ -392,7 +414,7 @@ def test_a_tokenizer_that_takes_long_to_load_is_not_the_authors_fault(
     assert "responsive" not in status(report), str(report)
     monkeypatch.setattr(gspo_core.testing.watch, "_TOKENIZER_S", 0.1)
     (failure,) = validate(Counter, model=tmp_path, timeout_s=0.1).failures
-    assert "loading the model's tokenizer does not come back" in failure.message
+    assert "loading the model's tokenizer does not return" in failure.message
 
 
 def test_time_in_which_the_whole_process_stands_still_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +444,7 @@ def test_what_cannot_even_be_loaded_is_a_finding(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(gspo_core.testing.watch, "_LOADING_S", 0.2)
     monkeypatch.setattr(gspo_core.testing.watch, "_GRACE_S", 0.2)
     report = validate(f"{tmp_path}/slow.py:World", timeout_s=0.1)
-    assert "loading does not come back: slow.py, line 2" in report.failures[0].message
+    assert "loading does not return: slow.py, line 2" in report.failures[0].message
 
 
 # --- what is only unusual -------------------------------------------------------------------------------------------
@@ -477,7 +499,7 @@ def test_the_command_says_what_is_wrong_and_its_status_tells(
     report = json.loads(capsys.readouterr().out)
     assert [check["id"] for check in report["checks"] if check["status"] == "fail"] == ["reward"]
     assert main(["env", "validate", ref, "--config", "{"]) == 1
-    assert "--config is no JSON" in capsys.readouterr().err
+    assert "--config is not JSON" in capsys.readouterr().err
 
 
 RUDE = '''
@@ -500,7 +522,7 @@ def test_an_environment_that_ends_the_process_is_refused_and_one_that_prints_spo
 ) -> None:
     (tmp_path / "rude.py").write_text(RUDE.replace("{deed}", "os._exit(0)"))
     assert main(["env", "validate", f"{tmp_path / 'rude.py'}:Rude"]) == 1
-    assert "it ends the process that it runs in (exit status 0)" in capsys.readouterr().out
+    assert "it ended the process that it ran in (exit status 0)" in capsys.readouterr().out
     (tmp_path / "loud.py").write_text(RUDE.replace("{deed}", "print('hello', flush=True)"))
     assert main(["env", "validate", f"{tmp_path / 'loud.py'}:Rude", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]

@@ -51,8 +51,8 @@ def test_cosine_is_half_way_in_the_middle_and_ends_with_the_job() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"schedule": "linear", "warmup_steps": 5, "decay_steps": 5}, "beyond warmup_steps"),
-        ({"schedule": "constant", "min_lr_ratio": 0.1}, "linear and cosine only"),
+        ({"schedule": "linear", "warmup_steps": 5, "decay_steps": 5}, "above warmup_steps"),
+        ({"schedule": "constant", "min_lr_ratio": 0.1}, "linear and cosine"),
         ({"schedule": "exponential"}, "schedule"),
         ({"lr": -1e-6}, "lr"),
         ({"lr": float("nan")}, "lr"),

@@ -145,6 +145,12 @@ class TestDamage:
         with pytest.raises(DamagedRecord):
             decode_record(data)
 
+    def test_a_record_of_a_later_schema_is_refused_by_name(self) -> None:
+        assert decode_record(b'{"schema": 2, "a": 1}', schema=2) == {"a": 1}
+        for number in ("2", '"1"', "0", "null"):
+            with pytest.raises(DamagedRecord, match="this release reads up to 1: go on with the release that wrote it"):
+                decode_record(b'{"schema": ' + number.encode() + b', "a": 1}')
+
 
 def _signed_again(data: bytes) -> bytes:
     record = json.loads(data)

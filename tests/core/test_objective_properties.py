@@ -489,7 +489,6 @@ PROPERTIES: dict[Property, tuple[str, ...]] = {
 )
 @settings(
     max_examples=4,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -48,7 +48,7 @@ def test_links_are_refused(tmp_path: Path, kind: str):
 
 
 def test_what_cannot_be_uploaded_is_said_here(tmp_path: Path):
-    with pytest.raises(FolderRefused, match="no folder"):
+    with pytest.raises(FolderRefused, match="not a folder"):
         pack_folder(tmp_path / "nothing")
     with pytest.raises(FolderRefused, match="no file"):
         pack_folder(tmp_path)

@@ -96,7 +96,7 @@ def test_staleness_cap_follows_max_staleness(max_staleness: int):
 
 
 def test_staleness_cap_below_what_admission_lets_in_is_refused():
-    assert "staleness_cap (3) must not lie below max_staleness (4)" in refusal(rollout={"staleness_cap": 3})
+    assert "staleness_cap (3) must not be below max_staleness (4)" in refusal(rollout={"staleness_cap": 3})
     assert spec_of(rollout={"staleness_cap": 4}).rollout.staleness_cap == 4
 
 
@@ -135,7 +135,7 @@ def test_sampling_that_the_recorded_log_probs_do_not_describe_is_refused(top_p: 
 
 def test_a_schedule_without_steps_left_is_refused():
     optimizer = {"schedule": "linear", "warmup_steps": 50}
-    assert "leaves nothing of 50 steps" in refusal(optimizer=optimizer, steps=50)
+    assert "leaves none of the 50 steps" in refusal(optimizer=optimizer, steps=50)
     assert spec_of(optimizer=optimizer, steps=51)
 
 

@@ -153,8 +153,8 @@ def test_keys_given_twice_are_refused(tmp_path: Path, name: str, text: str, plac
             HEAD + "rollout:\n  group_size: 4\n  on_partial_group: min_viable:5\n",
             ["a.yaml:3: rollout: on_partial_group asks for 5 members, but group_size is 4"],
         ),
-        ("a.yaml", "- model: m\n", ["a.yaml: a job is written as keys and values, not as a list"]),
-        ("a.yaml", "", ["a.yaml: a job is written as keys and values, not as nothing"]),
+        ("a.yaml", "- model: m\n", ["a.yaml: a job must be written as keys and values, not as a list"]),
+        ("a.yaml", "", ["a.yaml: a job must be written as keys and values, not as nothing"]),
     ],
 )
 def test_wrong_values_name_the_line_of_their_key(tmp_path: Path, name: str, text: str, expected: list[str]):
@@ -235,12 +235,12 @@ def test_yaml_tags_construct_nothing(tmp_path: Path, text: str):
 def test_values_that_json_cannot_say_are_refused(tmp_path: Path, text: str):
     (line,) = refusal(tmp_path, "a.yaml", text)
     assert line.startswith("a.yaml: model: a ")
-    assert line.endswith("has no meaning here; write it in quotes if it is a text")
+    assert line.endswith("has no meaning here; write it in quotes if it is a string")
 
 
 def test_dates_of_toml_are_refused(tmp_path: Path):
     (line,) = refusal(tmp_path, "a.toml", "model = 2020-01-01\n")
-    assert line == "a.toml: model: a date has no meaning here; write it in quotes if it is a text"
+    assert line == "a.toml: model: a date has no meaning here; write it in quotes if it is a string"
 
 
 def test_yaml_that_expands_or_contains_itself_ends_in_an_error(tmp_path: Path):
@@ -279,7 +279,7 @@ def test_keys_of_yaml_that_are_no_texts_are_refused(tmp_path: Path):
 
 
 def test_unknown_endings_and_missing_files_are_named(tmp_path: Path):
-    assert "ends in .json, .yaml, .yml or .toml, not in '.txt'" in refusal(tmp_path, "a.txt", "x")[0]
+    assert "must end in .json, .yaml, .yml or .toml, not in '.txt'" in refusal(tmp_path, "a.txt", "x")[0]
     with pytest.raises(SpecFileError, match=r"nothing\.yaml: No such file"):
         load_job_spec(tmp_path / "nothing.yaml")
     with pytest.raises(SpecFileError, match="directory"):

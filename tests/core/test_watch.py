@@ -90,7 +90,7 @@ def test_the_display_fits_a_narrow_terminal_and_names_what_it_draws() -> None:
     signs = {"gspo/clip_frac_positive": 0.05, "gspo/clip_frac_negative": 0.2}
     view.take("step", {"step": 5, "time/step_s": 4.0, **metrics, **signs})
     view.take("alert", {"step": 5, "message": "the clip is inert"})
-    view.connection = "connection lost, trying again (1)"
+    view.connection = "connection lost, reconnecting (1)"
     console = Console(file=io.StringIO(), width=72, force_terminal=False)
     console.print(draw(view, 72))
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
@@ -114,5 +114,5 @@ def test_who_watches_is_told_that_the_connection_is_lost_and_sees_what_came_afte
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     follow(view, events)
-    assert shown == ["connection lost, trying again (1)", ""]
+    assert shown == ["connection lost, reconnecting (1)", ""]
     assert view.rewards == [0.1, 0.2]

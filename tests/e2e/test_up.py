@@ -106,8 +106,8 @@ def test_what_dies_is_started_again_and_the_job_goes_on(victim: str, model_dir: 
         job = client.create_job(spec)["id"]
         wait_for_step(client, job, 3)
         os.kill(up.pid_of(victim), signal.SIGKILL)
-        up.until(lambda: "is started again in 1 s" in up.printed)
-        up.until(lambda: "runs again" in up.printed)
+        up.until(lambda: "restarting it in 1 s" in up.printed)
+        up.until(lambda: "is running again" in up.printed)
         up.until(lambda: client.job(job)["status"] == "succeeded")
         assert [row["step"] for row in client.metrics(job)][-1] == 8
 

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from environments.calculator import NUM_EVAL_TASKS, NUM_TRAIN_TASKS, Calculator, evaluate
@@ -32,7 +32,6 @@ def expressions(depth: int = 3) -> st.SearchStrategy[tuple[str, int]]:
 
 
 @given(expressions())
-@settings(deadline=None)
 def test_values_are_right(expression: tuple[str, int]) -> None:
     text, value = expression
     assert evaluate(text) == value
@@ -58,7 +57,6 @@ def test_anything_else_is_refused_in_words(expression: str) -> None:
 
 
 @given(st.text(max_size=80) | st.text("0123456789+-*() .", max_size=80))
-@settings(deadline=None)
 def test_whatever_is_written_is_a_number_or_a_value_error(expression: str) -> None:
     try:
         assert type(evaluate(expression)) is int

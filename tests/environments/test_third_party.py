@@ -300,3 +300,36 @@ async def test_openenvs_own_client_plays_an_environment_of_ours(host: Open) -> N
     task.cancel()
     await asyncio.wait({task})
     assert printed.strip() == b"played"
+
+
+# gsm8k as the hub has it
+
+HUB_GSM8K = """
+# /// script
+# dependencies = ["pyarrow==26.0.1"]
+# ///
+from environments.gsm8k import GSM8K
+"""
+WRITE = """
+import sys, pyarrow, pyarrow.parquet
+rows = [{"question": f"{n} + {n}?", "answer": f"<<{n}+{n}={2 * n}>>\\n#### {2 * n}"} for n in range(5)]
+pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[: int(sys.argv[2])]), sys.argv[1])
+"""
+
+
+async def test_gsm8k_is_read_from_the_files_of_the_hub(host: Open, tmp_path: Path) -> None:
+    (tmp_path / "hub_gsm8k.py").write_text(HUB_GSM8K)
+    (tmp_path / "main").mkdir()
+    ref = f"{tmp_path}/hub_gsm8k.py:GSM8K"
+    python = await INTERPRETERS.for_environment(ref)
+    assert python is not None
+    for split, number in (("train", 5), ("test", 2)):
+        table = tmp_path / "main" / f"{split}-00000-of-00001.parquet"
+        await asyncio.to_thread(subprocess.run, [python, "-c", WRITE, str(table), str(number)], check=True)
+    environment = await host(ref, path=str(tmp_path))
+    assert [environment.num_tasks(split) for split in Split] == [5, 2]
+    session, question = await begun(environment, 3)
+    assert question == "3 + 3?"
+    assert (await session.act(turn("#### 6"))).done
+    assert await session.score() == (1.0, {})
+    await session.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import random
 import signal
@@ -148,6 +149,14 @@ async def test_real_files_are_taken_from_a_path_and_mistakes_are_named(tmp_path:
     environment = load_environment(REFS[0], {"path": str(tmp_path)})
     assert [environment.num_tasks(split) for split in Split] == [1, 1]
     assert (await play(environment, Split.EVAL, 0, ("calculate", {"expression": "1+1"}), "#### 2"))[0] == 1.0
+    with pytest.raises(Exception, match=r"nowhere/train\.jsonl"):
+        load_environment(REFS[0], {"path": str(tmp_path / "nowhere")}).num_tasks(Split.TRAIN)
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main" / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
+    (tmp_path / "train.jsonl").unlink()
+    if importlib.util.find_spec("pyarrow") is None:
+        with pytest.raises(ValueError, match=r"is Parquet: pip install -c constraints\.txt -e '\.\[parquet\]'"):
+            gsm8k.read_problems(tmp_path / "main" / "train-00000-of-00001.parquet")
     (tmp_path / "broken.jsonl").write_text(line + '{"question": "How many?"}\n')
     with pytest.raises(ValueError, match="line 2"):
         gsm8k.read_problems(tmp_path / "broken.jsonl")

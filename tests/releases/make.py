@@ -1,11 +1,14 @@
 """``python -m tests.releases.make REVISION NAME``: keeps an installation of that revision in the middle of its work.
 
 One job is killed with everything else after some steps, while its episodes are on their way; a second one waits. The
-data directory and Redis as they are then become ``tests/releases/NAME.tar.xz``, for later releases to take over.
+data directory and Redis as they are then become ``tests/releases/NAME.tar.xz``, for later releases to take over,
+together with the numbers and digests of what it wrote (``tests/repo/formats.json``). ``--into DIRECTORY`` keeps it
+elsewhere.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,12 +16,14 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import redis
 
-from tests.releases.installation import API, ENGINE, TRAINER, WORKER, extract_tree, installed
+from tests.releases.installation import API, ENGINE, PRESENT, TRAINER, WORKER, extract_tree, installed
 
 STEPS, KILLED_AFTER = 8, 4
+FORMATS = "tests/repo/formats.json"
 # What a packed installation consists of.
 PARTS = ("release.json", "world.py", "model", "data", "redis")
 WORLD = '''
@@ -48,7 +53,7 @@ class Sums:
 _NOT_PACKED = (".sock", ".pid", ".log", ".lock")
 
 
-def play(revision: str, name: str, work: Path) -> None:
+def play(revision: str, name: str, work: Path, into: Path) -> None:
     tree = extract_tree(revision, work / "tree")
     home = work / "home"
     home.mkdir()
@@ -59,10 +64,12 @@ def play(revision: str, name: str, work: Path) -> None:
         old.wait_for("steps", lambda: old.job(jobs[0])["step"] >= KILLED_AFTER)
         with redis.Redis.from_url(old.redis_url) as client:
             old.wait_for("segments on their way", lambda: _num_held(client, jobs[0]) > 0)
-            record = {"name": name, "revision": revision, "jobs": jobs, "step": old.job(jobs[0])["step"]}
+            record = {"name": name, "revision": commit_of(revision), "jobs": jobs, "step": old.job(jobs[0])["step"]}
+        if (tree / FORMATS).exists():
+            record["formats"] = json.loads((tree / FORMATS).read_text())
         (home / "release.json").write_text(json.dumps(record, indent=1))
         old.kill()
-    pack(home, Path(__file__).with_name(f"{name}.tar.xz"))
+    pack(home, into / f"{name}.tar.xz")
 
 
 def write_world_and_model(home: Path, tree: Path) -> None:
@@ -86,15 +93,33 @@ def pack(home: Path, target: Path) -> None:
     print(f"{target.name}: {target.stat().st_size:,} bytes")
 
 
+def commit_of(revision: str) -> str:
+    named = subprocess.run(["git", "rev-parse", revision], cwd=PRESENT, check=True, capture_output=True, text=True)
+    return named.stdout.strip()
+
+
+def about(release: Path) -> dict[str, Any]:
+    """What ``release.json`` in a packed installation says."""
+    with tarfile.open(release) as tar:
+        file = tar.extractfile("release.json")
+        assert file is not None
+        record: dict[str, Any] = json.load(file)
+    return record
+
+
 def unpack(source: Path, home: Path) -> None:
     with tarfile.open(source) as tar:
         tar.extractall(home, filter="data")
 
 
 def main() -> None:
-    revision, name = sys.argv[1:]
+    parser = argparse.ArgumentParser(prog="python -m tests.releases.make")
+    parser.add_argument("revision")
+    parser.add_argument("name", help="of the release, such as 0.2.0")
+    parser.add_argument("--into", type=Path, default=Path(__file__).parent)
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        play(revision, name, Path(work))
+        play(given.revision, given.name, Path(work), given.into)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -17,12 +16,13 @@ from gspo_core.types import Group
 from services.files.batch_log import BatchLog
 from services.files.job_dir import JobDir
 from tests.releases.installation import API, ENGINE, TRAINER, WORKER, Installation, extract_tree, installed
-from tests.releases.make import STEPS, unpack, write_world_and_model
+from tests.releases.make import STEPS, about, unpack, write_world_and_model
 
 RELEASES = sorted(Path(__file__).parent.glob("*.tar.xz"))
+NAMES = [path.name.removesuffix(".tar.xz") for path in RELEASES]
 ENDED_S = 120.0
-# Whose processes may still run while this release is rolled out: 84ec78a was never released, and is used.
-LAST_REVISION = "84ec78a"
+# The last one with another library of functions in Redis. It was never tagged, and is used.
+OLDER_LIBRARY = "84ec78a"
 
 
 def succeeded(installation: Installation, job: str) -> bool:
@@ -50,10 +50,10 @@ def check_that_all_is_well(installation: Installation, job: str) -> None:
     assert counts.pop(b"dispatched") == sum(counts.values())
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name.removesuffix(".tar.xz"))
+@pytest.mark.parametrize("release", RELEASES, ids=NAMES)
 def test_an_installation_that_was_killed_in_mid_job_is_taken_over(release: Path, tmp_path: Path) -> None:
     unpack(release, tmp_path)
-    record = json.loads((tmp_path / "release.json").read_text())
+    record = about(release)
     with installed(tmp_path) as present:
         present.start(ENGINE, API, TRAINER, WORKER)
         running, waiting = record["jobs"]
@@ -64,14 +64,19 @@ def test_an_installation_that_was_killed_in_mid_job_is_taken_over(release: Path,
         assert present.job(running)["attempt"] == 2
 
 
+def tree_of(revision: str, directory: Path) -> Path:
+    try:
+        return extract_tree(revision, directory)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this checkout does not hold {revision}: {error.stderr.decode().strip()}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [(TRAINER, WORKER), (WORKER, TRAINER)], ids=" before ".join)
-def test_a_rolling_upgrade_goes_on_in_either_order(order: tuple[str, str], tmp_path: Path) -> None:
-    """The processes of the release before that still run are replaced one by one."""
-    try:
-        tree = extract_tree(LAST_REVISION, tmp_path / "tree")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this checkout does not hold {LAST_REVISION}: {error.stderr.decode().strip()}")
+@pytest.mark.parametrize("release", RELEASES, ids=NAMES)
+def test_a_rolling_upgrade_goes_on_in_either_order(release: Path, order: tuple[str, str], tmp_path: Path) -> None:
+    """The processes of an earlier release that still run are replaced one by one."""
+    tree = tree_of(about(release)["revision"], tmp_path / "tree")
     home = tmp_path / "home"
     home.mkdir()
     write_world_and_model(home, tree)
@@ -92,10 +97,7 @@ def test_a_rolling_upgrade_goes_on_in_either_order(order: tuple[str, str], tmp_p
 
 @pytest.mark.slow
 def test_an_older_process_is_refused_at_the_door(tmp_path: Path) -> None:
-    try:
-        tree = extract_tree(LAST_REVISION, tmp_path / "tree")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this checkout does not hold {LAST_REVISION}: {error.stderr.decode().strip()}")
+    tree = tree_of(OLDER_LIBRARY, tmp_path / "tree")
     home = tmp_path / "home"
     home.mkdir()
     with installed(home) as present:

@@ -40,6 +40,7 @@ class Shown:
 
 
 LIVE = By("tests/e2e/test_pages.py", "test_what_the_pages_type_works_on_a_live_stack")
+GSM8K = By("tests/e2e/test_gsm8k_page.py", "test_the_page_leads_from_nothing_to_a_model_that_was_trained")
 AUTHORS = "tests/core/test_environments_doc.py"
 OBJECTIVE = "tests/core/test_objective_docs.py"
 HERE = "tests/repo/test_commands.py"
@@ -82,6 +83,27 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
     ("docs/environments.md", "gspo submit", LIVE),
     ("docs/environments.md", '"""prices.py"""', By(AUTHORS, "test_functions_and_classes_for_trl_work")),
     ("docs/environments.md", '"""mine.py"""', By(AUTHORS, "test_functions_and_classes_for_trl_work")),
+    (
+        "docs/gsm8k.md",
+        "git clone",
+        Judged("the set-up takes minutes and a network; `make setup` is what CI begins with, on an empty machine"),
+    ),
+    (
+        "docs/gsm8k.md",
+        "pip install",
+        Judged("`make test-third-party` installs that package and reads such files with it"),
+    ),
+    ("docs/gsm8k.md", "gspo fetch Qwen", GSM8K),
+    (
+        "docs/gsm8k.md",
+        "hf download",
+        Judged("the hub and the site of the publication cannot be reached from everywhere; the files are typed in"),
+    ),
+    ("docs/gsm8k.md", "gspo env validate", GSM8K),
+    ("docs/gsm8k.md", "gspo up", GSM8K),
+    ("docs/gsm8k.md", "# first.yaml", GSM8K),
+    ("docs/gsm8k.md", "gspo submit first.yaml", GSM8K),
+    ("docs/gsm8k.md", "export", GSM8K),
     ("docs/hosts.md", "hosting =", By(HERE, "test_what_an_author_may_say_of_hosts_is_so")),
     ("docs/hosts.md", "# /// script", By(HERE, "test_what_an_author_may_say_of_hosts_is_so")),
     ("docs/objective.md", "gspo_core.objective import", By(OBJECTIVE, "test_the_code_runs")),

@@ -26,7 +26,16 @@ ONLY_LOOKING = {
 }
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+PYTEST = ".venv/bin/pytest"
+
+
+def to_try() -> list[list[str]]:
+    """The commands, those of pytest as one with the options and paths of all: each would import the same."""
+    of_pytest = [word for words in COMMANDS if words[0] == PYTEST for word in words[1:]]
+    return [[PYTEST, *of_pytest], *(words for words in COMMANDS if words[0] != PYTEST)]
+
+
+@pytest.mark.parametrize("words", to_try(), ids=" ".join)
 def test_the_commands_of_the_page_work(words: list[str]) -> None:
     if words[0] == "make":
         return judge(words, whole=True)

@@ -37,4 +37,4 @@ def named(folder: str) -> set[str]:
 
 def test_every_page_is_in_the_list_of_pages() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert pages - set(re.findall(r"\]\(([a-z]+\.md)\)", (ROOT / "docs" / "README.md").read_text())) == set()
+    assert pages - set(re.findall(r"\]\(([a-z0-9]+\.md)\)", (ROOT / "docs" / "README.md").read_text())) == set()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -7,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from gspo_core import __version__
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -54,6 +57,16 @@ def test_the_light_half_runs_from_the_wheel_without_the_heavy_packages(wheel: Pa
     )
     assert done.returncode == 1, done.stderr
     assert "make up" in done.stderr
+
+
+def test_the_manifests_of_the_cluster_name_the_images_of_this_version() -> None:
+    tags = [
+        tag
+        for path in (ROOT / "k8s").rglob("kustomization.yaml")
+        for tag in re.findall(r"name: gspo-[a-z]+,.*newTag: ([^}]+)}", path.read_text())
+    ]
+    assert len(tags) >= 5
+    assert set(tags) == {__version__}
 
 
 def test_every_dependency_is_pinned() -> None:

@@ -31,6 +31,28 @@ def test_only_the_plumbing_imports_the_redis_library() -> None:
     assert found == PLUMBING
 
 
+def commands_sent(source: str) -> set[str]:
+    """Names of methods that are called on something named ``redis``; to end a server is no command."""
+    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    asked = [call for call in calls if isinstance(call, ast.Attribute)]
+    return {call.attr for call in asked if _last_name(call.value).strip("_") == "redis"} - {"close"}
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def test_only_the_room_state_sends_commands() -> None:
+    others = [path for path in (ROOT / "services").rglob("*.py") if "state" not in path.relative_to(ROOT).parts]
+    found = {str(path.relative_to(ROOT)): commands_sent(path.read_text()) for path in others}
+    assert {path: commands for path, commands in found.items() if commands} == {}
+
+
+def test_a_command_is_seen_whoever_holds_the_connection() -> None:
+    assert commands_sent("await self._redis.hset(key, name)\nawait context.redis.hget(key)\n") == {"hset", "hget"}
+    assert commands_sent("self._redis.close()\nStore(redis)\nawait Drains(context.redis).ask(one)") == set()
+
+
 def test_an_import_is_seen_wherever_it_stands() -> None:
     assert imports_redis("if TYPE_CHECKING:\n    from redis.asyncio import Redis\n")
     assert imports_redis("def f():\n    import redis\n")

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from gspo_core.outbound import Network
 from services.api.app import create_app
 from services.api.http.context import Backend
-from services.files.data_dir import EnvironmentsDir
+from services.files.data_dir import EnvironmentsDir, HubDir
 from services.files.job_dir import JobsDir
 from services.hosts.registry import EnvironmentRegistry
 from services.process.children import die_with_parent
@@ -73,7 +73,14 @@ async def application(
     registry = EnvironmentRegistry(EnvironmentsDir(jobs_dir.parent / "environments"))
     redis = store._functions.redis
     backend = Backend(
-        store, Bus(redis), JobsDir(jobs_dir), redis, registry=registry, networks=tuple(networks), may_upload=may_upload
+        store,
+        Bus(redis),
+        JobsDir(jobs_dir),
+        redis,
+        registry=registry,
+        networks=tuple(networks),
+        may_upload=may_upload,
+        hub=HubDir(jobs_dir.parent / "hub"),
     )
     app = create_app(lambda: contextlib.nullcontext(backend), **options)
     async with app.router.lifespan_context(app):

@@ -13,6 +13,7 @@ from services.files.data_dir import EnvironmentsDir
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
+from services.process.cancelling import cancel_all
 from services.rollout.request_runner import RequestRunner
 from services.state.queue import Bus
 from services.state.server import RedisServer
@@ -66,7 +67,6 @@ async def test_no_server_error_and_no_undocumented_answer(
                 timeout=800,
                 check=False,
             )
-        running.cancel()
-        await asyncio.wait({running})
+        await cancel_all([running])
         assert done.returncode == 0, report.read_text()[-6000:]
         assert not [line for line in api.log() if "request failed" in line]

@@ -99,8 +99,8 @@ def test_the_client_and_the_command_do_it(
             assert client.drain_engine(ENGINE)["state"] == "drained"
             assert client.drain_engine(ENGINE, undo=True)["state"] == "in_use"
         for arguments, said in (
-            (["drain", ENGINE], f"{ENGINE} is drained: it may be stopped"),
-            (["drain", ENGINE, "--undo"], f"{ENGINE} is used again"),
+            (["drain", ENGINE], f"{ENGINE} is drained and may be stopped"),
+            (["drain", ENGINE, "--undo"], f"{ENGINE} is in use again"),
             (["drain", "trainer-0"], "trainer-0 was asked to leave"),
         ):
             assert gspo([*arguments, "--url", api.url]) == 0

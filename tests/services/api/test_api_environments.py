@@ -27,7 +27,9 @@ from services.hosts.server import HostOrder, RunningHost
 from services.hosts.session import HostedEnvironment
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
+from services.process.cancelling import cancel_all
 from services.process.children import die_with_parent
+from services.rollout import request_runner
 from services.rollout.request_runner import RequestRunner
 from services.state.queue import Bus
 from services.state.server import RedisServer
@@ -65,8 +67,7 @@ async def worker(bus: Bus, registry: EnvironmentRegistry, tmp_path: Path) -> Asy
     runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
     running = asyncio.create_task(runner.run())
     yield
-    running.cancel()
-    await asyncio.wait({running})
+    await cancel_all([running])
 
 
 async def settled(http: httpx.AsyncClient, reference: str) -> dict[str, Any]:
@@ -274,8 +275,63 @@ async def test_an_uploaded_file_runs_in_hosts_and_is_never_imported_here(
     order = Sites(registry).placed(HostOrder("guess@1"))
     environment = await HostedEnvironment.open(order, boot=RunningHost.boot)
     await environment.close()
-    with pytest.raises(InvalidEnvironment, match="only references run"):
+    with pytest.raises(InvalidEnvironment, match="run references only"):
         Sites(registry, elsewhere=True).placed(HostOrder("guess@1"))
+
+
+# Twice forked, in a session of its own: as whatever wants to outlive its parents does it.
+DAEMON = """
+import os, time
+
+def leave_a_daemon():
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with open({pids!r}, "a") as file:
+                file.write(f"{{os.getpid()}}\\n")
+            time.sleep(600)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+leave_a_daemon()
+"""
+
+
+def is_gone(pid: str) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans can be adopted on Linux only")
+@pytest.mark.usefixtures("worker")
+async def test_a_daemon_of_an_uploaded_environment_ends_with_what_it_was_started_for(
+    http: httpx.AsyncClient, tmp_path: Path
+):
+    pids = tmp_path / "pids"
+    source = DAEMON.format(pids=str(pids)) + GUESS
+    await post_file(http, "guess", "guess.py:Guess", source.encode(), "text/x-python")
+    assert (await settled(http, "guess"))["status"] == "ready"
+    examined = pids.read_text().split()
+    assert (await http.post("/v1/environments/guess@1/try", json={"task": 1})).json()["reward"] == 1.0
+    tried = pids.read_text().split()
+    assert len(tried) > len(examined) > 0
+    assert [pid for pid in tried if not is_gone(pid)] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans can be adopted on Linux only")
+@pytest.mark.usefixtures("worker")
+async def test_a_daemon_ends_with_an_examination_that_is_ended(
+    http: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(request_runner, "MAX_SECONDS", 3.0)
+    pids = tmp_path / "pids"
+    source = DAEMON.format(pids=str(pids)) + "time.sleep(600)\n" + GUESS
+    await post_file(http, "guess", "guess.py:Guess", source.encode(), "text/x-python")
+    found = await settled(http, "guess")
+    assert "did not end within 3s" in str(found["failures"])
+    assert [pid for pid in pids.read_text().split() if not is_gone(pid)] == []
 
 
 @pytest.mark.usefixtures("worker")

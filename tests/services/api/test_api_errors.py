@@ -228,7 +228,7 @@ async def test_readiness_answers_soon_although_the_client_would_try_for_long(own
 async def test_ready_names_what_is_missing_elsewhere(http: httpx.AsyncClient):
     answer = await http.get("/readyz")
     assert answer.status_code == 200
-    assert answer.json() == {"status": "ready", "degraded": ["no rollout worker is there: jobs wait"]}
+    assert answer.json() == {"status": "ready", "degraded": ["no rollout worker is running: jobs wait"]}
 
 
 async def test_every_answer_carries_a_request_id_of_its_own(http: httpx.AsyncClient):

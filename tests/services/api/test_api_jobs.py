@@ -14,6 +14,7 @@ from gspo_core.spec import JobSpec
 from services.state.fleet_records import EngineRecord, WorkerRecord
 from services.state.jobs import JobStatus
 from services.state.store import Claim, Store
+from tests.core.test_model_files import write_files
 from tests.services.api.api_kit import JSON, SPEC, application, error_of, http_to
 
 
@@ -84,8 +85,7 @@ async def test_dry_run_says_what_is_not_there_and_what_it_cannot_tell(http: http
     assert "model: there is no directory models/nope where the API runs" in warnings
     assert "environments[0].ref: there is no module environments.nope where the API runs" in warnings
     assert [one.partition(":")[0] for one in unchecked] == ["model", "environments[0].ref"]
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_text("{}")
+    write_files(tmp_path)
     (tmp_path / "world.py").write_text("import os\nos.abort()\nclass World: ...\n")
     for ref, warning in (
         ("environments.calculator:Calculator", None),
@@ -96,9 +96,6 @@ async def test_dry_run_says_what_is_not_there_and_what_it_cannot_tell(http: http
     ):
         warnings, _ = await plan(str(tmp_path), ref)
         assert (warnings == []) if warning is None else (warning in warnings[0]), (ref, warnings)
-    (tmp_path / "config.json").unlink()
-    warnings, _ = await plan(str(tmp_path), "environments.calculator:Calculator")
-    assert warnings == [f"model: {tmp_path} holds no config.json"]
 
 
 async def test_what_is_wrong_is_named_all_of_it(http: httpx.AsyncClient):

@@ -112,7 +112,7 @@ async def test_a_key_is_not_made_wider_than_it_was_asked_for(http: httpx.AsyncCl
     asked = {"scopes": ["jobs:read"], "owner": "bob", "days": 1}
     error = error_of(await http.post("/v1/keys", json=asked))
     assert error["code"] == "unexpected_body"
-    assert "scopes, owner, days, in the query" in error["message"]
+    assert "query parameters are scopes, owner, days" in error["message"]
     assert (await http.get("/v1/keys")).json()["data"] == []
 
 

@@ -23,6 +23,7 @@ from services.files.job_dir import JobDir, step_name
 from services.hosts.registry import EnvironmentRegistry
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
+from services.process.cancelling import cancel_all
 from services.rollout.request_runner import RequestRunner
 from services.state.fleet_records import EngineRecord, WorkerRecord
 from services.state.kept_replies import KEPT_S, LEASE_S, KeptReplies
@@ -31,6 +32,7 @@ from services.state.queue import Bus
 from services.state.server import RedisServer
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
+from tests.core.test_model_files import SOUND, write_files
 from tests.services.api.api_kit import SPEC, ApiProcess, application, error_of, http_to
 
 NUM_REPEATS = 100
@@ -101,10 +103,14 @@ async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def job(http: httpx.AsyncClient, store: Store, bus: Bus, jobs_dir: Path, tmp_path: Path) -> str:
+async def job(
+    http: httpx.AsyncClient, store: Store, bus: Bus, jobs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
     """That a trainer has; with a checkpoint, an open group, an environment and a worker beside it."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 10}')
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", SPEC["model"]):  # the worker sees the models that jobs name
+        (tmp_path / name).mkdir()
+        write_files(tmp_path / name, SOUND | {"vocab_size": 10})
     job = str((await http.post("/v1/jobs", json=SPEC | {"model": str(tmp_path / "model")})).json()["id"])
     claim = await store.jobs.claim("trainer-0")
     assert claim
@@ -126,8 +132,7 @@ async def worker(bus: Bus, jobs_dir: Path, tmp_path: Path) -> AsyncIterator[None
     runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
     running = asyncio.create_task(runner.run())
     yield
-    running.cancel()
-    await asyncio.wait({running})
+    await cancel_all([running])
 
 
 class Effects:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from services.state.queue import Append, Bus
 from services.state.store import Claim, JobStatus, Store
 from services.trainer.groups.intake import Intake
 from tests.core.learner_support import write_model
+from tests.core.test_model_files import SOUND, write_files
 from tests.services.api.api_kit import SPEC, application, error_of, http_to
 from tests.services.trainer.loop_kit import (
     ACTIONS,
@@ -48,7 +48,7 @@ async def http(store: Store, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]
 async def claim(store: Store, bus: Bus, http: httpx.AsyncClient, tmp_path: Path) -> Claim:
     """A running job with versions 0, 29 and 30 of as many steps, an open group of three and an evaluation."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    write_files(tmp_path / "model", SOUND | {"vocab_size": VOCABULARY})
     spec = SPEC | {"model": str(tmp_path / "model"), "limits": {"max_context_tokens": 64}}
     answer = await http.post("/v1/jobs", json=spec)
     assert answer.status_code == 201, answer.text

@@ -49,7 +49,7 @@ def test_the_list_shows_every_id_whole_and_why_a_job_waits(
     assert main(["jobs", "--url", api.url]) == 0
     summary, reason = capsys.readouterr().out.splitlines()
     assert summary.split()[:4] == [job, "queued", "step", "0"]
-    assert reason.strip() == "no trainer has taken the job yet; each trains one at a time"
+    assert reason.strip() == "no trainer has taken the job yet; each trains one job at a time"
 
 
 def test_what_a_user_wrote_does_not_steer_the_terminal(
@@ -132,7 +132,7 @@ async def test_episodes_are_listed_and_read(
     for text in (
         "--- turn 1",
         "user: What is",
-        "cannot be read (invalid_json)",
+        "unreadable call (invalid_json)",
         'policy calls calculate {"expression"',
     ):
         assert text in said

@@ -81,7 +81,7 @@ def test_environments_are_registered_looked_at_tried_and_removed(gspo: Gspo, tmp
         (("add", "x", "--openenv", "ws://10.0.0.1/ws"), "not public"),
         (("add", "x", f"{tmp_path}/none.py:X"), "none.py"),
         (("add", "x", "--mcp", "https://8.8.8.8/mcp"), "--reward"),
-        (("add", "x", "a.b:C", "--config", "{"), "no JSON"),
+        (("add", "x", "a.b:C", "--config", "{"), "not JSON"),
         (("try", "guess", "--turns", "{}"), "JSON list"),
         (("remove", "guess"), "guess@1"),
         (("show", "nothing"), "environment_not_found"),

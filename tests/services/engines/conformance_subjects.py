@@ -51,7 +51,7 @@ class Subject:
 
     @property
     def client(self) -> EngineClient:
-        return EngineClient(self.url, self.http, vocab_size=VOCAB_SIZE)
+        return EngineClient(self.url, self.http)
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.http.post(self.url + path, json=body)

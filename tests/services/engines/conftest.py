@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from services.engines.sglang import EngineClient, open_http
-from tests.services.engines.engine_kit import NUM_VERSIONS, VOCAB_SIZE, EngineProcess, Models, make_model
+from tests.services.engines.engine_kit import NUM_VERSIONS, EngineProcess, Models, make_model
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def engine(shared_engine: EngineProcess, models: Models, http: httpx.AsyncClient) -> EngineClient:
     """The shared server, idle, with version 0 under the label ``default``."""
-    client = EngineClient(shared_engine.url, http, vocab_size=VOCAB_SIZE)
+    client = EngineClient(shared_engine.url, http)
     await client.pause("abort")
     await client.load_weights(models.paths[0], "default")
     await client.resume()

@@ -48,8 +48,8 @@ async def generate_with(spoil: Callable[[dict[str, Any]], object]) -> Generation
         return httpx.Response(200, content=msgspec.json.encode(body))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as http:
-        client = EngineClient(URL, http, vocab_size=10)
-        return await client.generate([1, 2], max_new_tokens=5, temperature=1.0, stop_token_ids=[7])
+        client = EngineClient(URL, http)
+        return await client.generate([1, 2], max_new_tokens=5, temperature=1.0, stop_token_ids=[7], vocab_size=10)
 
 
 async def test_a_correct_answer_is_read() -> None:
@@ -71,9 +71,9 @@ def spoil_meta(**changes: Any) -> Callable[[dict[str, Any]], object]:
     [
         (spoil_meta(id="another"), "rid"),
         (spoil_meta(completion_tokens=2), "completion_tokens"),
-        (lambda body: body.update(output_ids=[5, 6, 8]), "other ids"),
+        (lambda body: body.update(output_ids=[5, 6, 8]), "different ids"),
         (lambda body: body.update(output_ids=[5, 6]), "completion_tokens"),
-        (lambda body: body["meta_info"]["output_token_logprobs"].pop(), "other ids"),
+        (lambda body: body["meta_info"]["output_token_logprobs"].pop(), "different ids"),
         (spoil_meta(output_token_logprobs=[[0.5, 5, None], [-1, 6, None], [-1, 7, None]]), "out of range"),
         (spoil_meta(output_token_logprobs=[[None, 5, None], [-1, 6, None], [-1, 7, None]]), "0.5.19"),
         (lambda body: body["meta_info"].pop("output_token_logprobs"), "0.5.19"),
@@ -111,7 +111,7 @@ async def test_more_tokens_than_asked_for_are_refused() -> None:
         body["meta_info"]["completion_tokens"] = 6
         body["meta_info"]["weight_versions"][1]["end"] = 6
 
-    with pytest.raises(EngineProtocolError, match="5 were asked for"):
+    with pytest.raises(EngineProtocolError, match="5 were requested"):
         await generate_with(spoil)
 
 
@@ -121,9 +121,9 @@ async def test_input_that_would_kill_a_real_engine_is_never_sent(input_ids: Any)
         pytest.fail("it was sent")
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as http:
-        client = EngineClient(URL, http, vocab_size=10)
-        with pytest.raises((ValueError, TypeError)):
-            await client.generate(input_ids, max_new_tokens=5, temperature=1.0, stop_token_ids=[])
+        client = EngineClient(URL, http)
+        with pytest.raises((ValueError, TypeError, EngineRejected)):
+            await client.generate(input_ids, max_new_tokens=5, temperature=1.0, stop_token_ids=[], vocab_size=10)
 
 
 @pytest.mark.parametrize(

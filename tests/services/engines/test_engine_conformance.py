@@ -537,9 +537,11 @@ async def test_29_the_self_test_finds_nothing_wrong(subject: Subject) -> None:
 
 @pytest.mark.parametrize("ids", [[[]], [5, VOCAB_SIZE + 500]])
 @pytest.mark.parametrize("name", NAMES)
-async def test_11b_input_that_ends_a_real_engine(name: str, ids: Any, spoken: Models, tmp_path: Path) -> None:
-    """Each with an engine of its own. The embedded one answers 400 and lives; our client never sends such ids."""
-    embedded = EngineProcess(spoken.paths[0]) if name == "embedded" else None
+async def test_11b_input_that_ends_a_real_engine(
+    name: str, ids: Any, spoken: Models, embedded: EngineProcess, tmp_path: Path
+) -> None:
+    """A real one has a process of its own to lose. The embedded one answers 400 and lives; our client never sends such
+    ids."""
     real = start_sglang(spoken, tmp_path / "log") if name == "sglang" else None
     try:
         async with serve(name, spoken, embedded, real.url if real else None) as subject:  # type: ignore[arg-type]
@@ -554,15 +556,16 @@ async def test_11b_input_that_ends_a_real_engine(name: str, ids: Any, spoken: Mo
                 while await subject.is_reachable():
                     await asyncio.sleep(0.2)
     finally:
-        for process in (embedded, real):
-            if process is not None:
-                process.close()
+        if real is not None:
+            real.close()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "scripted"])  # which has no shapes
-async def test_18b_weights_of_other_shapes_end_a_real_engine(name: str, spoken: Models, tmp_path: Path) -> None:
-    """With an engine of its own. The embedded one answers 400 and serves its old weights on; a job checks first."""
-    embedded = EngineProcess(spoken.paths[0]) if name == "embedded" else None
+async def test_18b_weights_of_other_shapes_end_a_real_engine(
+    name: str, spoken: Models, embedded: EngineProcess, tmp_path: Path
+) -> None:
+    """A real one has a process of its own. The embedded one answers 400 and serves its old weights on; a job checks
+    first."""
     real = start_sglang(spoken, tmp_path / "log") if name == "sglang" else None
     order = {"model_path": str(make_model(tmp_path / "wide", seed=1, hidden_size=128)), "weight_version": "job/1/1"}
     try:
@@ -582,6 +585,5 @@ async def test_18b_weights_of_other_shapes_end_a_real_engine(name: str, spoken: 
                 while await subject.is_reachable():
                     await asyncio.sleep(0.2)
     finally:
-        for process in (embedded, real):
-            if process is not None:
-                process.close()
+        if real is not None:
+            real.close()

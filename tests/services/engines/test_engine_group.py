@@ -55,7 +55,7 @@ async def test_tensors_that_stop_coming_leave_the_old_weights_and_never_come_lat
     assert models.deviation(0, PROMPT, answer, 1.0) < TOLERANCE
     await engine.load_weights(models.paths[2], "job/1/2")
     await group.broadcast(rest)
-    with pytest.raises(EngineRejected, match="meanwhile"):
+    with pytest.raises(EngineRejected, match="in the meantime"):
         await told
     answer = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0, stop_token_ids=[])
     assert [span.label for span in answer.spans] == ["job/1/2"]

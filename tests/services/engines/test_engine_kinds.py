@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gspo_core.types import WeightsManifest
+from gspo_core.types import WeightFile, WeightsManifest
 from services.engines import kinds
 from services.engines.errors import EngineProtocolError, EngineUnavailable, NoSuchKind
 from services.engines.kinds import open_engines
@@ -88,7 +88,7 @@ class Store:
         return None
 
     async def all(self, job: str) -> list[WeightsManifest]:
-        return []
+        return [WeightsManifest(job, 0, 1, 0, (WeightFile("model.safetensors", 1, "0" * 64),))]
 
 
 @pytest.mark.usefixtures("parrots")
@@ -102,6 +102,7 @@ async def test_a_worker_samples_with_another_kind_and_leaves_out_what_it_does_no
             store,
             "job_a",
             max_staleness=1,
+            vocab_size=10,
             retrier=retrier,
             counters=counters,
             clock=time.monotonic,

@@ -132,7 +132,7 @@ async def test_numbers_that_are_not_finite_fail_the_request_and_leave_nothing_be
     calls = [engine.generate([1] * 60, max_new_tokens=5, temperature=1.0, stop_token_ids=[]) for _ in range(3)]
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(outcome, EngineUnavailable)
-        assert "not finite" in str(outcome)
+        assert "non-finite" in str(outcome)
     await engine.load_weights(models.paths[0], "job/0/2")
     # short requests beside a long one: what lies behind their own tokens is read, and masked
     prompts = [[7], [8], [9] * 100]

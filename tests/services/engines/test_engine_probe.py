@@ -45,7 +45,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 async def found(transport: httpx.AsyncBaseTransport) -> str | None:
     async with httpx.AsyncClient(transport=transport) as http:
-        return await problem_of(EngineClient("http://engine", http, vocab_size=300))
+        return await problem_of(EngineClient("http://engine", http))
 
 
 def dropping(name: str) -> Callable[[Body], None]:
@@ -64,7 +64,7 @@ async def test_nothing_is_found_where_nothing_is_wrong(engine: ScriptedEngine) -
 @pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("temperature", "not those of the temperature"),
+        ("temperature", "not at the requested temperature"),
         ("extra_key", "ignores extra_key"),
         ("stop_token_ids", "ignores stop_token_ids"),
         ("rid", "fails the self-test: .*rid"),
@@ -103,3 +103,28 @@ async def test_logprobs_of_another_temperature_are_found(engine: ScriptedEngine)
     problem = await found(Original(engine, lambda body: None))
     assert problem is not None
     assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in problem
+
+
+class Switching(Router):
+    """Gets new weights before each of the first ``times`` scorings: between what was sampled and what it is held to."""
+
+    def __init__(self, engine: ScriptedEngine, times: int) -> None:
+        super().__init__(engine, lambda body: None)
+        self._engine, self.left = engine, times
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        is_scoring = request.url.path == "/generate" and json.loads(await request.aread())["logprob_start_len"] == 0
+        if is_scoring and self.left > 0:
+            self.left -= 1
+            await self._engine.update(f"w{self.left + 1}", f"w{self.left + 1}", flush=True)
+        return await super().handle_async_request(request)
+
+
+async def test_an_engine_whose_weights_change_during_the_self_test_is_tested_again(engine: ScriptedEngine) -> None:
+    for times in (1, 2):
+        assert await found(Switching(engine, times)) is None
+
+
+async def test_one_whose_weights_never_stay_is_refused_for_that(engine: ScriptedEngine) -> None:
+    problem = await found(Switching(engine, 1000))
+    assert problem == "its weights changed during each of 5 self-tests: is another trainer at it?"

@@ -135,7 +135,7 @@ def test_a_segment_that_answered_another_observation_is_not_restored() -> None:
     (segment,) = first.record(answer([3], (0, 0, 1)))
     other = Ledger(KEY, 0, 1.0)
     other.observe([1, 5])
-    with pytest.raises(LedgerConflict, match="another observation"):
+    with pytest.raises(LedgerConflict, match="a different observation"):
         other.restore(segment)
 
 
@@ -147,5 +147,5 @@ def test_a_segment_of_another_attempt_or_a_finished_one_is_not_restored() -> Non
     for wrong, attempt in ((segment, 1), (last, 0)):
         ledger = Ledger(KEY, attempt, 1.0)
         ledger.observe([1])
-        with pytest.raises(LedgerConflict, match="no continuation"):
+        with pytest.raises(LedgerConflict, match="does not continue"):
             ledger.restore(wrong)

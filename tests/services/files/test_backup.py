@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.files import backup
-from services.files.backup import JobsAreThere, main, restore, save
+from services.files.backup import JobsAreThere, LaterLayout, main, restore, save
 
 JOB = "jobs/j"
 
@@ -32,6 +32,27 @@ def checkpoint(root: Path, step: int) -> Path:
 def names(data: bytes) -> list[str]:
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         return archive.getnames()
+
+
+def test_a_backup_of_a_later_layout_is_refused_and_one_of_an_earlier_release_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there, before = tmp_path / "here", tmp_path / "there", tmp_path / "before"
+    fill(here)
+    saved = io.BytesIO()
+    with monkeypatch.context() as later:
+        later.setattr(backup, "LAYOUT", backup.LAYOUT + 1)
+        save(here, saved)
+    with pytest.raises(
+        LaterLayout, match=r"layout 2, this release reads up to 1: restore it with the release that made"
+    ):
+        restore(there, io.BytesIO(saved.getvalue()))
+    assert contents(there) == {}
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w|gz") as archive:  # as earlier releases made them
+        archive.add(here / JOB, JOB)
+    restore(before, io.BytesIO(plain.getvalue()))
+    assert set(contents(before)) == {name for name in contents(here) if name.startswith(JOB)}
 
 
 def test_what_is_saved_comes_back(

@@ -141,7 +141,7 @@ def test_what_is_too_long_packed_is_not_even_opened(tmp_path: Path, monkeypatch:
         unpack(b"\0" * 101, tmp_path / "target")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(place=st.integers(0, 400), value=st.integers(0, 255), kind=st.sampled_from(["zip", "tar", "gz", "bz2", "lzma"]))
 def test_a_damaged_archive_is_refused_or_comes_out_below_its_folder(
     place: int, value: int, kind: str, tmp_path_factory: pytest.TempPathFactory

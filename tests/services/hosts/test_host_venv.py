@@ -64,7 +64,7 @@ def test_an_installation_that_fails_leaves_nothing_that_looks_complete(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     ref = world(tmp_path, *block(str(tmp_path / "absent.whl")))
     for _ in range(2):
-        with pytest.raises(InvalidEnvironment, match="installing what an environment needs failed"):
+        with pytest.raises(InvalidEnvironment, match="installing the requirements failed"):
             Interpreters(tmp_path / "venvs", may_install=True).find(ref)
 
 

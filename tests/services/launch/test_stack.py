@@ -57,7 +57,7 @@ def test_a_folder_of_the_caller_shadows_no_service(tmp_path: Path, monkeypatch: 
     (child,) = stack._children
     try:
         assert child.process.wait(DEADLINE_S) == 0, child.last_words()
-        assert "Plays episodes" in child.last_words()
+        assert "Play episodes" in child.last_words()
     finally:
         stack.close()
 
@@ -81,7 +81,7 @@ def test_up_says_before_any_work_what_is_in_its_way(tmp_path: Path, capsys: pyte
         port = taken.getsockname()[1]
         assert "another program" in refusal_of_up(capsys, data_dir=str(tmp_path / "data"), port=port)
     (tmp_path / "file").touch()
-    assert "choose another folder with --data-dir" in refusal_of_up(capsys, data_dir=str(tmp_path / "file"))
+    assert "choose another directory with --data-dir" in refusal_of_up(capsys, data_dir=str(tmp_path / "file"))
     (tmp_path / "data" / "models" / "calculator-tiny").mkdir(parents=True)
     assert "is not a demo model" in refusal_of_up(capsys, data_dir=str(tmp_path / "data"))
     assert "holds no model" in refusal_of_up(capsys, data_dir=str(tmp_path / "data"), model=str(tmp_path))
@@ -123,7 +123,7 @@ def test_up_uses_the_engines_that_it_is_given_and_starts_none(
     assert started == ["redis", "api", "trainer", "rollout-0"]
     said = capsys.readouterr().out
     assert f"engines of GSPO_ENGINE_URLS: {url}" in said
-    assert f"engine  {url}   (given by GSPO_ENGINE_URLS; none is started here)" in said
+    assert f"engine  {url}   (from GSPO_ENGINE_URLS; none is started here)" in said
     assert not (tmp_path / "models").exists(), "it made a model that nothing serves"
 
 

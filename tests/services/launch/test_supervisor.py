@@ -53,7 +53,7 @@ def test_a_process_that_is_killed_runs_again_and_both_are_said() -> None:
     processes.codes["trainer"] = -9
     processes.run(supervisor, 5)
     assert processes.restarts == [("trainer", FIRST_WAIT_S)]
-    assert said == ["trainer was ended by SIGKILL: it is started again in 1 s", "trainer runs again"]
+    assert said == ["trainer was killed by SIGKILL; restarting it in 1 s", "trainer is running again"]
 
 
 def test_one_that_keeps_dying_is_started_ever_more_rarely() -> None:
@@ -63,7 +63,7 @@ def test_one_that_keeps_dying_is_started_ever_more_rarely() -> None:
     waits = [later - earlier for earlier, later in pairwise(times)]
     assert all(wait >= expected for wait, expected in zip(waits, (2, 4, 8, 16, 30, 30), strict=False))
     assert max(waits) <= LONGEST_WAIT_S + 1
-    assert "engine ended with code 1, 3 times in a row: it is started again in 4 s" in said
+    assert "engine ended with code 1, 3 times in a row; restarting it in 4 s" in said
 
 
 def test_a_minute_of_health_is_a_new_beginning() -> None:
@@ -74,7 +74,7 @@ def test_a_minute_of_health_is_a_new_beginning() -> None:
     processes.run(supervisor, WELL_AFTER_S)
     processes.codes["api"] = 1
     processes.run(supervisor, 3)
-    assert said[-2] == "api ended with code 1: it is started again in 1 s"
+    assert said[-2] == "api ended with code 1; restarting it in 1 s"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("its data cannot be read"), OSError("no memory is left")])
@@ -85,7 +85,7 @@ def test_a_start_that_fails_is_said_and_tried_again(error: Exception) -> None:
     assert f"redis cannot be started: {error}" in said
     processes.can_start = True
     processes.run(supervisor, LONGEST_WAIT_S)
-    assert said[-1] == "redis runs again"
+    assert said[-1] == "redis is running again"
 
 
 def test_one_that_dies_does_not_hold_up_another() -> None:

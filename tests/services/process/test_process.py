@@ -73,7 +73,7 @@ def test_who_does_not_leave_in_time_is_cancelled_and_has_status_1(start: Start) 
     child.send_signal(signal.SIGTERM)
     out, err = child.communicate(timeout=20)
     assert (child.returncode, out) == (1, "cleaned up\n")
-    assert "not drained" in err
+    assert "did not drain" in err
 
 
 def test_a_service_that_swallows_a_cancellation_still_ends(start: Start) -> None:

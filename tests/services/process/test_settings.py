@@ -89,7 +89,7 @@ def test_an_empty_value_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", ["GSPO_REDIS_URI", "GSPO_API_KEY", "GSPO_ENGINE_URL"])
 def test_a_misspelt_name_is_an_error_that_names_the_right_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "x")
-    with pytest.raises(SettingsError, match=f"{name} is no setting; did you mean {name[:8]}"):
+    with pytest.raises(SettingsError, match=f"{name} is not a setting; did you mean {name[:8]}"):
         load_settings()
 
 

@@ -30,6 +30,7 @@ from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTrans
 from tests.services.rollout.rollout_kit import until
 
 JOB = "job_a"
+VOCAB_SIZE = 300
 
 
 def manifest(version: int) -> WeightsManifest:
@@ -56,7 +57,7 @@ class Place:
         return self.published
 
     def add(self, name: str, *, label: str = f"{JOB}/1/0", **options: Any) -> ScriptedEngine:
-        engine = ScriptedEngine("w0", **{"tick_s": 0.001, **options})
+        engine = ScriptedEngine("w0", **{"tick_s": 0.001, "vocab_size": VOCAB_SIZE, **options})
         engine.label = engine.shown_label = label
         self.transport.engines[name] = engine
         self.tasks.append(asyncio.create_task(engine.run()))
@@ -76,6 +77,7 @@ class Place:
             self,
             JOB,
             max_staleness=1,
+            vocab_size=VOCAB_SIZE,
             retrier=retrier,
             counters=counters,
             clock=time.monotonic,
@@ -207,6 +209,19 @@ async def test_an_engine_that_drains_gets_nothing_new_and_ends_what_it_has(place
     assert (answer.engine_id, len(answer.generation.output_ids)) == ("http://leaving", 300)
 
 
+async def test_an_id_that_the_model_does_not_have_is_neither_sent_nor_taken(place: Place) -> None:
+    """It can crash an engine, and with it everybody's episodes. One client serves models of several sizes."""
+    place.add("larger", vocab_size=VOCAB_SIZE + 1, script=lambda ids: [VOCAB_SIZE])
+    worker = place.worker()
+    await worker.until_usable(1)
+    with pytest.raises(EngineRejected, match=rf"not sent: input ids must be in \[0, {VOCAB_SIZE}\), not {VOCAB_SIZE}"):
+        await worker.ask(prompt=VOCAB_SIZE)
+    call = worker.ask(num=1)
+    await until(lambda: worker.counters.snapshot().get("engine/EngineProtocolError", 0) > 0)
+    place.add("sound")
+    assert (await call).engine_id == "http://sound"
+
+
 async def test_tokens_with_another_jobs_label_or_broken_answers_are_thrown_away(place: Place) -> None:
     lying = place.add("lying")
     place.add("honest", tick_s=0.002)
@@ -219,6 +234,32 @@ async def test_tokens_with_another_jobs_label_or_broken_answers_are_thrown_away(
     counted = worker.counters.snapshot()
     assert counted["engine/InvalidAnswer"] >= 1
     assert counted["engine/EngineProtocolError"] == 1
+
+
+async def test_tokens_of_a_version_that_nobody_published_are_thrown_away(place: Place) -> None:
+    """The trainer could give them no age: each of its attempts would end at them."""
+    lying = place.add("lying")
+    place.add("honest", tick_s=0.002)
+    worker = place.worker()
+    await worker.until_usable(2)
+    lying.label = f"{JOB}/1/1700000"  # what samples; what it shows was published
+    answers = await asyncio.gather(*(worker.ask(prompt=number, prefer="lying") for number in range(3)))
+    assert {answer.engine_id for answer in answers} == {"http://honest"}
+    assert worker.counters["engine/InvalidAnswer"] >= 1
+
+
+async def test_a_version_that_was_published_since_the_last_look_is_known_at_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = place.add("a")
+    worker = place.worker()
+    await worker.until_usable(1)
+    monkeypatch.setattr(engines_module, "REFRESH_S", 60.0)
+    await asyncio.sleep(0.05)
+    place.published.append(manifest(1))
+    engine.label = engine.shown_label = f"{JOB}/1/1"
+    assert (await worker.ask()).versions == [1]
+    assert "engine/InvalidAnswer" not in worker.counters.snapshot()
 
 
 async def test_what_one_engine_refuses_another_may_take(place: Place) -> None:

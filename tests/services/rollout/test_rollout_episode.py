@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 from typing import Any, ClassVar
 
@@ -191,21 +192,57 @@ async def test_every_limit_has_its_stop_reason_and_is_still_scored(
     assert outcome.reward is not None
 
 
-async def test_what_the_chat_format_has_no_words_for_is_the_environments_failure(
+class Painter(Counter):
+    def add(self, amount: int) -> Any:
+        """Add.
+
+        Args:
+            amount: how much
+        """
+        return [{"type": "image", "url": "x"}]
+
+
+class PaintsFirst(Counter):
+    def reset(self, target: int) -> Any:
+        return [{"type": "image", "url": "x"}]
+
+
+@pytest.mark.parametrize("cls", [Painter, PaintsFirst])
+async def test_images_are_told_with_the_first_episode(
+    table: Table, codec: HermesCodec, speech: Speech, cls: type[Counter]
+) -> None:
+    play = await Play.prepare(table, codec, [speech.call("add", amount=1)] * 3, world(cls))
+    playing = asyncio.create_task(play.run())
+    await until(lambda: play.order.quarantine.is_on)
+    assert re.match("images: .* message holds content of type image$", play.order.quarantine.error or "")
+    assert play.setting.counters["attempts/images_failed"] == 1
+    playing.cancel()
+    await asyncio.wait([playing])
+
+
+async def test_images_of_an_environment_that_worked_are_that_episodes_failure(
     table: Table, codec: HermesCodec, speech: Speech
 ) -> None:
-    class Painter(Counter):
-        def add(self, amount: int) -> Any:
-            """Add.
-
-            Args:
-                amount: how much
-            """
-            return [{"type": "image", "url": "x"}]
-
     play = await Play.prepare(table, codec, [speech.call("add", amount=1)] * 3, world(Painter))
+    async with play.order.quarantine.entry(play.setting.leaving):
+        pass  # another episode came to its end
     assert await play.run() is StopReason.ENV_ERROR
-    assert play.setting.counters["attempts/prompt_failed"] == 3
+    assert play.setting.counters["attempts/images_failed"] == 3
+
+
+async def test_a_prompt_that_fills_the_context_says_both_numbers(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    class Long(Counter):
+        def reset(self, target: int) -> str:
+            return super().reset(target) + "w" * 5000
+
+    play = await Play.prepare(table, codec, [], world(Long))
+    assert await play.run() is StopReason.CONTEXT_OVERFLOW
+    metrics = (await play.outcome()).metrics
+    assert metrics["prompt_tokens"] > 5000
+    assert (metrics["context_tokens"], metrics["model_context_tokens"]) == (4096, 4096)
+    assert [one.num_tokens for one in await play.segments()] == [0]
 
 
 async def test_the_context_limit_counts_what_tools_return(table: Table, codec: HermesCodec, speech: Speech) -> None:
@@ -380,7 +417,7 @@ async def test_a_defect_in_a_world_is_contained(table: Table, codec: HermesCodec
         """Fills its prompt with what no codec can render."""
 
         def reset(self, target: int) -> Any:
-            return [{"type": "image", "url": "nowhere"}]
+            return [{"type": "text"}]
 
     play = await Play.prepare(table, codec, [speech.say("done")], world(Surprising))
     assert await play.run() is StopReason.ENV_ERROR

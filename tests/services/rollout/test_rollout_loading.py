@@ -97,6 +97,7 @@ async def test_a_job_gets_the_chat_format_of_its_model(
 async def test_a_sound_job_is_loaded(model: Path, world: Path) -> None:
     loaded = await load_job(spec(model, f"{world}:World"))
     assert loaded.context_tokens == 4096
+    assert loaded.vocab_size == json.loads((model / "config.json").read_text())["vocab_size"]
     assert loaded.spec.episode_limits(0, loaded.environments[0].limits).max_turns == 3
 
 
@@ -107,7 +108,7 @@ async def test_a_sound_job_is_loaded(model: Path, world: Path) -> None:
         ("Greedy", {}, "max_turns"),
         ("World", {"model": "/nowhere/at/all"}, "cannot be used"),
         ("World", {"sampling": {"top_p": 0.5}}, "top_p"),
-        ("World", {"unheard_of": 1}, "not valid here"),
+        ("World", {"unheard_of": 1}, "cannot read the stored specification"),
     ],
 )
 async def test_what_cannot_be_loaded_says_why(
@@ -120,8 +121,8 @@ async def test_what_cannot_be_loaded_says_why(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 100}, "the tokenizer has 265 ids, the model 100"),
-        ({"max_position_embeddings": None}, "does not say max_position_embeddings"),
+        ({"vocab_size": 100}, "the tokenizer has 265 ids, but the model only 100"),
+        ({"max_position_embeddings": None}, "no integer max_position_embeddings"),
         ({"eos_token_id": 7}, "eos_token_id 7"),
         ({"eos_token_id": [258, 7]}, "eos_token_id"),
     ],

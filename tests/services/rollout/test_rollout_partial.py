@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -14,6 +15,7 @@ from gspo_core.chat import HermesCodec
 from gspo_core.env import Environment, EnvironmentFailed
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Interrupted, Sampled
+from services.episodes.tally import TurnTally
 from services.episodes.worlds import MAX_WORLD_BYTES, WorldSnapshot
 from services.rollout.episode import Episode
 from services.rollout.quarantine import MOST_FAILURES, Quarantine
@@ -344,3 +346,6 @@ def test_a_note_that_cannot_be_read_is_a_clock_at_zero(note: str) -> None:
 def test_what_another_release_wrote_is_no_world() -> None:
     assert WorldSnapshot.decode(b"\x81\xa4turn\x01") is None
     assert WorldSnapshot.decode(b"not msgpack") is None
+    world = WorldSnapshot(1, 0, [5], [], [], TurnTally(), b"state")
+    assert WorldSnapshot.decode(world.encode()) == world
+    assert WorldSnapshot.decode(msgspec.structs.replace(world, schema=world.schema + 1).encode()) is None

@@ -60,7 +60,7 @@ async def test_a_group_is_dispatched_once(bus: Bus, claim: Claim) -> None:
 async def test_impossible_groups_are_refused_before_they_are_sent(
     bus: Bus, claim: Claim, group: int, size: int
 ) -> None:
-    with pytest.raises(ValueError, match="a group has a number"):
+    with pytest.raises(ValueError, match="a group needs a number"):
         await dispatch(bus, claim, group, size)
 
 
@@ -266,7 +266,7 @@ async def test_one_call_takes_very_many_segments_or_none_of_them(bus: Bus, claim
 
 
 async def test_an_append_names_its_own_job(bus: Bus, claim: Claim) -> None:
-    with pytest.raises(ValueError, match="no episode of job"):
+    with pytest.raises(ValueError, match="not an episode of job"):
         await bus.append(claim.job_id, "token", [Append(EpisodeKey("other", 0, 0), 0, 0, b"", False)])
     await bus.append(claim.job_id, "token", [])
 

@@ -342,7 +342,7 @@ async def test_the_command_says_in_one_sentence_what_is_wrong(
         status = await asyncio.to_thread(main, ["submit", str(tmp_path / "job.yaml"), "--url", api.url])
     said = capsys.readouterr().err
     assert (status, said.count("\n")) == (1, 1)
-    assert "the memory of Redis is full" in said
+    assert "Redis is out of memory" in said
     assert "[redis_full]" in said
 
 

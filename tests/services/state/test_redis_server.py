@@ -133,7 +133,7 @@ def test_a_short_directory_that_others_can_enter_is_refused(tmp_path: Path, monk
         with RedisServer.spawn(data_dir) as server:
             directory = Path(server.url.removeprefix("unix://")).parent
         directory.chmod(0o777)
-        with pytest.raises(RedisUnsuitable, match="not ours alone"):
+        with pytest.raises(RedisUnsuitable, match="open to other users"):
             RedisServer.spawn(data_dir)
 
 
@@ -205,7 +205,7 @@ def test_a_server_that_only_claims_to_be_new_is_refused(tmp_path: Path, monkeypa
     real = find_binary().path
     liar = script(tmp_path / "bin" / "redis-server", f'exec "{real}" "$@" --rename-command FUNCTION ""\n')
     monkeypatch.setenv("PATH", f"{liar.parent}:/usr/bin:/bin")
-    with pytest.raises(RedisUnsuitable, match=r"offers no functions.*Redis >= 7\.0 or Valkey >= 7\.2"):
+    with pytest.raises(RedisUnsuitable, match=r"has no functions.*Redis >= 7\.0 or Valkey >= 7\.2"):
         RedisServer.start(tmp_path / "data")
     # nothing is left running: the directory is free
     monkeypatch.setenv("PATH", "/usr/bin:/bin")

@@ -146,7 +146,7 @@ async def test_a_version_never_names_two_weight_sets(store: Store, claim: Claim)
     for other in (manifest(job, 3, digest="f"), manifest(job, 3, step=1), manifest(job, 2)):
         with pytest.raises(Conflict):
             await store.versions.publish(job, token, other)
-    with pytest.raises(ValueError, match="no version of job"):
+    with pytest.raises(ValueError, match="does not belong to job"):
         await store.versions.publish(job, token, manifest("other", 4))
     assert await store.versions.all(job) == [manifest(job, 3)]
 
@@ -216,7 +216,7 @@ async def test_engines_and_workers_are_listed_with_their_beats(store: Store) -> 
     ]
     assert await store.fleet.workers() == [WorkerRecord(id="w", beats=1)]
     await store.fleet.remove_engine("e1")
-    await store.fleet.remove_worker("w")
+    await store.fleet.delist("worker", "w")
     assert [engine.id for engine in await store.fleet.engines()] == ["e0"]
     assert await store.fleet.workers() == []
 

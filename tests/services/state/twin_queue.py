@@ -68,7 +68,7 @@ class TwinBus:
     ) -> bool:
         if group < 0 or size < 1 or bytes_per_episode < 0:
             raise ValueError(
-                f"a group has a number from 0, at least one episode and no negative bytes, not {group}, {size} and "
+                f"a group needs a number >= 0, at least one episode and bytes >= 0, not {group}, {size} and "
                 f"{bytes_per_episode}"
             )
         if not self._world.owns(job, token):
@@ -205,7 +205,7 @@ class TwinBus:
         queue = self._world.queue(job)
         for item in appends:
             if item.key.job != job:
-                raise ValueError(f"{item.key} is no episode of job {job}")
+                raise ValueError(f"{item.key} is not an episode of job {job}")
         # Tried on copies, so that a refusal of the last one leaves nothing of the first.
         changed: dict[EpisodeKey, TwinEpisode] = {}
         position = queue.last_position
@@ -327,7 +327,7 @@ class TwinBus:
                 del queue.holders[token]
             elif self._is_over(worker, token):
                 for (group, member), episode in held:
-                    reason = f"the lease of worker {worker} ended: it died, or its beats did not arrive"
+                    reason = f"the lease of worker {worker} expired: it died, or its heartbeats did not arrive"
                     self._fail(EpisodeKey(job, group, member), episode, reason, is_death=True)
                 count += len(held)
         return count

@@ -222,7 +222,7 @@ class Loop:
     """Episodes of each group."""
 
     def client(self, url: str = URL) -> EngineClient:
-        return EngineClient(url, self.http, vocab_size=VOCABULARY)
+        return EngineClient(url, self.http)
 
     def run_of(
         self,

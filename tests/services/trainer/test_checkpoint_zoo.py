@@ -235,7 +235,7 @@ def test_what_an_older_epoch_saves_when_it_wakes_up_is_void(
     CheckpointStore(JobDir(job_dir)).begin_epoch(2, Position(1, 2))
     found, learner = recovered(job_dir, model_dir, epoch=3)
     assert (found.saved, found.reached) == (Position(1, 2), Position(1, 2))
-    assert "had lost the job" in found.remarks[0].message
+    assert "had already lost the job" in found.remarks[0].message
     assert fingerprint(learner) == whole[1][2]
 
 

@@ -117,7 +117,7 @@ async def test_a_job_learns_without_a_shared_volume(
             claim.token,
             weights,
             [process.url],
-            lambda url: EngineClient(url, http, vocab_size=VOCAB_SIZE),
+            lambda url: EngineClient(url, http),
             transport=ThroughGroup(),
         )
         services = Services(
@@ -132,7 +132,7 @@ async def test_a_job_learns_without_a_shared_volume(
             job_dir=JobDir(job_dir),
         )
         learner = make_learner(model_dir, ObjectiveConfig(), optimizer=OptimizerConfig(lr=1e-2))
-        player = Player(bus, job, EngineClient(process.url, http, vocab_size=VOCAB_SIZE))
+        player = Player(bus, job, EngineClient(process.url, http))
         playing = asyncio.create_task(player.run())
         try:
             await JobRun(claim, SPEC, services, lambda: learner).run()

@@ -135,15 +135,16 @@ async def loads(loop: Loop, job: str) -> None:
 
 
 @pytest.mark.parametrize("num_layers", [12])  # loading takes longer than a wish is on its way
+@pytest.mark.parametrize("num_trials", [1, pytest.param(14, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 async def test_a_job_begins_with_the_weights_of_its_seed_whatever_was_cancelled_before_it(
-    loop: Loop, num_layers: int
+    loop: Loop, num_trials: int, num_layers: int
 ) -> None:
     """Low-rank additions begin at random: a thread that still loads the job before would draw between them."""
     model_dir = Path(loop.spec.model)
     given = {"learner": {"lora": {"rank": 4}}}
     await loop.store.jobs.set_desired_state(loop.job, "cancelled")
     async with trainer(loop):
-        for trial in range(3):
+        for trial in range(num_trials):
             lost, spec = (loop_spec(model_dir, seed=100 * trial + number, **given) for number in (1, 2))
             first = (await loop.store.jobs.create(lost)).id
             second = (await loop.store.jobs.create(spec)).id
@@ -183,7 +184,7 @@ async def test_an_attempt_that_is_killed_is_counted_with_its_cause_and_the_next_
         job = await at_its_end(loop, loop.job)
     assert (str(job.status), job.step) == ("succeeded", STEPS), job.status_reason
     assert [one.code for one in job.attempts] == ["process_lost", "steps_done"]
-    assert job.attempts[0].message == "the process of this attempt was killed by SIGKILL, as when memory runs out"
+    assert job.attempts[0].message == "the process of this attempt was killed by SIGKILL, possibly for lack of memory"
     assert len(set(pids)) == len(pids) >= 2
     found = make_learner(loop.spec)
     found.load_state(CheckpointStore(JobDir(loop.job_dir)).newest_first()[0].learner_dir)
@@ -197,7 +198,7 @@ async def test_a_process_that_crashes_leaves_its_last_words(loop: Loop) -> None:
         job = await at_its_end(loop, loop.job)
     message = job.attempts[0].message
     assert message is not None
-    assert message.startswith("the process of this attempt was killed by SIGSEGV; its last words: "), message
+    assert message.startswith("the process of this attempt was killed by SIGSEGV; last lines of stderr: "), message
     assert "File" in message
 
 
@@ -264,7 +265,7 @@ async def test_a_process_that_cannot_begin_says_why(capfd: pytest.CaptureFixture
         return subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=stderr)
 
     async with AttemptProcesses(start) as attempts:
-        with pytest.raises(NotStarted, match="ended with code 1; its last words: no torch here"):
+        with pytest.raises(NotStarted, match="ended with code 1; last lines of stderr: no torch here"):
             async with asyncio.timeout(DEADLINE_S):
                 await attempts.capabilities(asyncio.Event())
     assert "no torch here" in capfd.readouterr().err
@@ -339,7 +340,7 @@ async def test_ranks_begin_no_attempt_beside_what_another_has_begun(
     await asyncio.wait({attempt})
     assert attempt.cancelled()
     if is_lost:
-        with pytest.raises(RanksLost, match="still at work"):
+        with pytest.raises(RanksLost, match="still running"):
             attempts.is_ready()
     else:
         assert ended.is_set()

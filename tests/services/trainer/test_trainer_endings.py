@@ -199,10 +199,11 @@ async def test_a_drain_that_takes_too_long_can_be_cut_short(loop_of: Any, hook: 
     async with loop_of(steps=50) as loop:
 
         async def cancel_twice(run: JobRun, step: int) -> None:
-            for manner in (CancelManner.DRAIN, CancelManner.NOW):
-                await loop.store.jobs.set_desired_state(loop.job, "cancelled", manner)
-                while manner is CancelManner.NOW or run.phase.manner is None:
-                    await asyncio.sleep(0.01)
+            await loop.store.jobs.set_desired_state(loop.job, "cancelled", CancelManner.DRAIN)
+            while run.phase.manner is None or (await loop.store.jobs.get(loop.job)).step < step:
+                await asyncio.sleep(0.01)  # a step that was not reported yet is lost with "now"
+            await loop.store.jobs.set_desired_state(loop.job, "cancelled", CancelManner.NOW)
+            await asyncio.Event().wait()
 
         hook.append(cancel_twice)
         job = await end_of(loop)

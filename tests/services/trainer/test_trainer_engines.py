@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ class Place:
         return task
 
     def client(self, url: str) -> EngineClient:
-        return EngineClient(url, self.http, vocab_size=300)
+        return EngineClient(url, self.http)
 
     def ask(self, url: str) -> asyncio.Task[Generation]:
         """A request that is long enough to be interfered with."""
@@ -298,6 +299,27 @@ async def claim_new_job(store: Store, trainer: str) -> Claim:
     return claim
 
 
+async def test_what_switches_have_cost_does_not_fall_when_an_engine_leaves(place: Place, claim: Claim) -> None:
+    names = ("http://a", "http://b")
+    engines = [place.add_engine(name) for name in "ab"]
+    job = place.engines_of(claim, *names, sync="abort")
+    manifest = await job.publish(0)
+    await job.engines.wait_for(manifest, num_engines=2)
+    call = place.ask("http://b")
+    await until(lambda: engines[1].num_generated > 5)
+    manifest = await job.publish(1)
+    await job.engines.wait_for(manifest, num_engines=2)
+    await call
+    before = job.engines.metrics()
+    assert before["engine/paused_s"] > 0
+    assert before["engine/tokens_lost"] > 0
+    engines[1].kill()
+    await until(lambda: job.engines.bound() == ["http://a"])
+    after = job.engines.metrics()
+    assert after.pop("engine/bound") < before.pop("engine/bound")
+    assert after == before
+
+
 async def test_a_second_job_is_given_what_the_first_can_spare(place: Place, store: Store) -> None:
     for name in ("a", "b"):
         place.add_engine(name)
@@ -362,7 +384,45 @@ async def test_a_draining_engine_that_is_gone_is_given_back_and_the_only_one_is_
     await until(lambda: not job.engines.ready())
     del place.transport.engines["e"]
     await until(lambda: job.engines.bound() == [])
-    assert "http://e drains" in job.engines._what_is_missing(1)
+    assert "http://e is draining" in job.engines._what_is_missing(1)
     place.add_engine("e")
     await place.store.fleet.drain_engine("http://e", False)
     await until(lambda: [one.url for one in job.engines.ready()] == ["http://e"])
+
+
+async def test_a_job_that_lost_all_its_engines_says_which_they_were_until_one_is_back(
+    place: Place, claim: Claim
+) -> None:
+    for name in ("a", "b"):
+        place.add_engine(name)
+    job = place.engines_of(claim, "http://a", "http://b")
+    await job.engines.wait_for(await job.publish(0), num_engines=2)
+    assert job.engines.absence() is None
+    del place.transport.engines["a"]
+    await until(lambda: job.engines.bound() == ["http://b"])
+    assert job.engines.absence() is None
+    del place.transport.engines["b"]
+    await until(lambda: job.engines.bound() == [])
+    said = job.engines.absence()
+    assert said is not None
+    assert re.fullmatch(r"http://a is gone: .*connection refused.*; http://b is gone: .*connection refused.*", said)
+    place.add_engine("b")
+    await until(lambda: bool(job.engines.ready()))
+    assert job.engines.absence() is None
+
+
+async def test_an_engine_that_switches_is_not_missed(place: Place, claim: Claim) -> None:
+    engine = place.add_engine("e")
+    job = place.engines_of(claim, "http://e")
+    await job.engines.wait_for(await job.publish(0))
+    engine.faults.append(Fault("/continue_generation", "hang"))
+    await job.publish(1)
+    await until(lambda: not job.engines.ready())
+    assert job.engines.absence() is None
+
+
+async def test_an_engine_that_never_answered_is_named(place: Place, claim: Claim) -> None:
+    job = place.engines_of(claim, "http://nowhere")
+    await job.publish(0)
+    await until(lambda: job.engines.absence() == "http://nowhere does not answer")
+    assert "http://nowhere does not answer" in job.engines._what_is_missing(1)

@@ -162,7 +162,7 @@ def test_product_weights_need_episodes_that_they_do_not_refuse() -> None:
     """Else the job would end at the first long episode, with the rollouts of a step paid for."""
     with pytest.raises(ValidationError, match=r"product_max_tokens.*8192.*set limits.max_episode_tokens"):
         job({"correction": "product"})
-    with pytest.raises(ValidationError, match=r"may have 513"):
+    with pytest.raises(ValidationError, match=r"this job allows 513"):
         job({"correction": "product_mask"}, max_episode_tokens=513)
     assert job({"correction": "product"}, max_episode_tokens=512).objective.correction == "product_truncate"
     assert job({"correction": "product", "product_max_tokens": 9000}).objective.product_max_tokens == 9000

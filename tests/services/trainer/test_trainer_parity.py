@@ -55,12 +55,13 @@ class ExactLearner:
 
     weights: str
 
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
+    def logprobs(self, sequences: Sequence[TrainSequence], *, sampled_only: bool = False) -> list[NDArray[np.float32]]:
+        assert sampled_only  # of the other tokens, a prompt's say, the gate compares none
         found = []
         for one in sequences:
             ids = one.token_ids.tolist()
             rest = true_logprobs(self.weights, ids[:1], ids[1:], one.temperature, VOCAB_SIZE)
-            found.append(np.array([0.0, *rest], np.float32))
+            found.append(np.where(one.action_mask, np.array([0.0, *rest], np.float32), np.float32(0)))
         return found
 
 
@@ -232,7 +233,8 @@ async def test_a_branch_without_a_scored_action_is_no_probe(pool: Pool) -> None:
 class DivergedLearner(ExactLearner):
     """Its weights are NaN."""
 
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
+    def logprobs(self, sequences: Sequence[TrainSequence], *, sampled_only: bool = False) -> list[NDArray[np.float32]]:
+        assert sampled_only  # of the other tokens, a prompt's say, the gate compares none
         return [np.full(len(one.token_ids), np.nan, np.float32) for one in sequences]
 
 
@@ -263,7 +265,7 @@ async def gate_before_a_lie(pool: Pool) -> tuple[ParityGate, str]:
 
 async def test_an_engine_that_keeps_its_old_weights_is_caught_by_the_next_version(pool: Pool) -> None:
     gate, weights = await gate_before_a_lie(pool)
-    with pytest.raises(JobFailure, match=r"http://e does not hold job_a/1/1: .*after its weights were loaded anew"):
+    with pytest.raises(JobFailure, match=r"http://e does not hold job_a/1/1: .*even after its weights were reloaded"):
         await gate.run()
     assert len(pool.reasons) == 1  # it was loaded anew once
     assert gate.refusal(true_group(weights, version=1)) == "dropped_mismatch"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.state.jobs import CancelManner, StatusReason
 from services.trainer.run_phase import RULES, TRANSITIONS, IllegalPhase, Phase, RunPhase
 
-DONE = StatusReason("steps_done", "all steps are trained")
+DONE = StatusReason("steps_done", "all 2 steps are done")
 ROUTES = {
     Phase.RECOVERING: (),
     Phase.WAITING: (Phase.WAITING,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,13 +15,13 @@ from numpy.typing import NDArray
 from gspo_core.codec import encode
 from gspo_core.spec import JobSpec
 from gspo_core.staleness import Choice, Position, token_staleness
-from gspo_core.types import Split
+from gspo_core.types import EpisodeKey, Group, Outcome, Split, StopReason, Trajectory
 from services.state.queue import Append, Bus, EpisodeLease
 from services.state.store import Claim, Store
 from services.trainer.groups.intake import Intake
-from services.trainer.groups.selection import Selection, refusal
+from services.trainer.groups.selection import Selection, no_tokens, nothing_to_train, refusal
 from services.trainer.telling.status import JobStatusBoard
-from tests.services.trainer.trainer_kit import DEADLINE_S, episode, group, stop
+from tests.services.trainer.trainer_kit import DEADLINE_S, episode, group, segment, stop
 
 STEP = 6
 # Version n was published after n steps.
@@ -109,7 +110,7 @@ async def test_it_waits_for_the_episode_at_its_last_step_and_says_which(stage: S
     assert choice == Choice(wait_for=(0,))
     await selection.explain(choice, STEP)
     assert await stage.told() == (
-        "waiting_for_trajectories: step 7 waits, at most 600 s, for what would become older than staleness_cap: "
+        "waiting_for_trajectories: step 7 waits up to 600 s for episodes that would exceed staleness_cap: "
         f"{stage.claim.job_id}/0/0"
     )
     await stage.append(0, [2, 3])
@@ -144,3 +145,47 @@ def test_what_is_never_trained(rewards: list[float | None], on_partial_group: st
     advantage = job.objective.advantage.model_copy(update={"zero_variance": "drop"})
     objective = job.objective.model_copy(update={"advantage": advantage})
     assert refusal(group(0, rewards), job.model_copy(update={"objective": objective})) == reason
+
+
+def overflowed(number: int, bound: int, models: int) -> Group:
+    """A group of which every prompt was too long."""
+    found = {"prompt_tokens": 5321.0, "context_tokens": float(bound), "model_context_tokens": float(models)}
+    outcome = Outcome(StopReason.CONTEXT_OVERFLOW, 0.0, metrics=found)
+    return unsampled(number, outcome)
+
+
+def unsampled(number: int, outcome: Outcome) -> Group:
+    keys = [EpisodeKey("job_a", number, member) for member in range(2)]
+    nothing = {"token_ids": [], "action_mask": [], "behavior_logprobs": []}
+    episodes = tuple(Trajectory((segment(key, 0, 0, 0, outcome=outcome, **nothing),)) for key in keys)
+    return Group("job_a", number, Split.TRAIN, 7, 2, episodes)
+
+
+@pytest.mark.parametrize(
+    ("bound", "models", "whose"),
+    [(4096, 4096, "the model's context"), (4096, 40960, "limits.max_context_tokens")],
+)
+def test_a_prompt_that_does_not_fit_is_a_sentence_with_both_numbers(bound: int, models: int, whose: str) -> None:
+    empty = overflowed(0, bound, models)
+    assert refusal(empty, spec()) == "dropped_no_tokens"
+    reason = no_tokens(empty, "worlds:Long")
+    said = f"the prompt of task 7 of worlds:Long has 5,321 tokens; {whose} is 4,096"
+    assert (reason.code, reason.message) == ("prompt_too_long", said)
+    failure = nothing_to_train(Counter(dropped_no_tokens=9, dropped_stale=1), reason)
+    assert (failure.code, str(failure)) == ("prompt_too_long", f"{said}; 9 groups in a row left nothing to train")
+
+
+def test_a_group_without_a_sampled_token_says_how_its_episodes_ended() -> None:
+    empty = unsampled(0, Outcome(StopReason.EPISODE_TIMEOUT, 0.0))
+    assert refusal(empty, spec()) == "dropped_no_tokens"
+    reason = no_tokens(empty, "worlds:Slow")
+    assert reason.code == "no_tokens_sampled"
+    assert reason.message.endswith("of worlds:Slow ended before a token was sampled: 2 by episode_timeout")
+
+
+def test_a_group_of_which_one_episode_sampled_is_trained() -> None:
+    empty = overflowed(0, 4096, 4096)
+    some = replace(empty, trajectories=(episode(0, 0, 1.0, [0]), list(empty)[1]))
+    assert refusal(some, spec()) is None
+    without_reward = replace(empty, trajectories=(episode(0, 0, None, [0]), list(empty)[1]))
+    assert refusal(without_reward, spec()) == "dropped_no_tokens"

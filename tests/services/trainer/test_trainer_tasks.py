@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.groups.tasks import FIRST_EVAL_GROUP, Task, TaskSchedule, evaluation_group, evaluation_tasks
+from services.trainer.groups.tasks import (
+    FIRST_EVAL_GROUP,
+    Task,
+    TaskSchedule,
+    environment_of,
+    evaluation_group,
+    evaluation_tasks,
+)
 
 
 @given(seed=st.integers(0, 2**32), num_tasks=st.integers(1, 40), laps=st.integers(1, 3))
@@ -60,3 +67,13 @@ def test_evaluation_groups_never_collide() -> None:
     ]
     assert len(set(groups)) == len(groups)
     assert min(groups) >= FIRST_EVAL_GROUP
+
+
+def test_every_group_is_traced_to_its_environment() -> None:
+    schedule, held_out = TaskSchedule(3, [5, 2], [1.0, 2.0]), evaluation_tasks([3, 2], 4)
+    assert [environment_of(group, schedule, held_out) for group in range(6)] == [
+        schedule.task(group).environment for group in range(6)
+    ]
+    for epoch, round_number in ((1, 0), (7, 12)):
+        groups = [evaluation_group(epoch, round_number, len(held_out), place) for place in range(len(held_out))]
+        assert [environment_of(one, schedule, held_out) for one in groups] == [one.environment for one in held_out]

@@ -72,10 +72,10 @@ async def test_what_is_not_expected_to_move_may_stand_still() -> None:
 
 
 async def test_what_nobody_could_help_is_told_of_with_the_reason_and_not_ended() -> None:
-    life = Life([0] * 200, excuse="no rollout worker is there")
+    life = Life([0] * 200, excuse="no rollout worker is running")
     assert await life.watch() == ""
     (alarm,) = life.alarms
-    assert "no rollout worker is there" in alarm
+    assert "no rollout worker is running" in alarm
 
 
 async def test_bounds_that_are_off_do_nothing() -> None:

@@ -6,11 +6,13 @@ import asyncio
 import errno
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
+from gspo_core.learner import UnsupportedModel
 from gspo_core.spec import JobSpec
 from gspo_core.types import Split
 from services.state.away import Away, AwayReason, OutOfMemory, RedisFault
@@ -20,10 +22,12 @@ from services.state.keys import job_key
 from services.state.queue import Bus
 from services.state.store import Claim, JobStatus, StatusReason, Store
 from services.trainer.device import unfit
+from services.trainer.queued_models import QueuedModels
 from services.trainer.run import JobRun
 from services.trainer.run_phase import RunPhase
 from services.trainer.telling.failure import RanksLost
 from services.trainer.worker import TrainerWorker
+from tests.core.test_model_files import write_files
 from tests.services.trainer.trainer_kit import InProcess
 
 DEADLINE_S = 10.0
@@ -238,12 +242,64 @@ async def test_a_job_that_this_trainer_cannot_serve_is_left_to_others(store: Sto
     assert (record.status, record.attempt) == (JobStatus.QUEUED, 0)
     assert record.status_reason is not None
     assert record.status_reason.code == "capacity"
-    assert "a trainer that has a GPU" in record.status_reason.message
+    assert "a trainer with a GPU" in record.status_reason.message
     assert len([event for event in await store.events.read(waiting.id) if event.type == "job.status"]) == 2
     assert (await store.jobs.get(other.id)).attempt == 1
     claim = await store.jobs.claim("gpu")
     assert claim is not None
     assert claim.job_id == waiting.id
+
+
+async def why(store: Store, job: str) -> StatusReason:
+    reason = (await store.jobs.get(job)).status_reason
+    assert reason is not None
+    return reason
+
+
+async def test_a_queued_job_says_that_its_model_is_missing_until_it_comes(store: Store, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    data = SPEC.model_dump(mode="json") | {"model": str(model)}
+    waiting = await store.jobs.create(JobSpec.model_validate(data))
+    other = await store.jobs.create(JobSpec.model_validate(data | {"resources": {"device": "cuda"}}))
+    queued = QueuedModels(store, "trainer-0", partial(unfit, has_gpu=False))
+    before = await why(store, waiting.id)
+    for _ in range(2):
+        await queued.look()
+    assert (await store.jobs.get(waiting.id)).status is JobStatus.QUEUED
+    said = await why(store, waiting.id)
+    assert said.code == "model_invalid"
+    assert said.message.startswith(f"there is no directory {model} (where trainer-0 runs)")
+    assert len([event for event in await store.events.read(waiting.id) if event.type == "job.status"]) == 2
+    assert (await why(store, other.id)).code == "waiting_for_workers"
+    model.mkdir()
+    write_files(model)
+    await queued.look()
+    after = await why(store, waiting.id)
+    assert (after.code, after.message) == (before.code, before.message)
+
+
+async def test_a_busy_trainer_looks_at_the_models_of_the_jobs_behind(store: Store) -> None:
+    told, stop = asyncio.Event(), asyncio.Event()
+
+    class BusyRun(FailingRun):
+        async def run(self) -> None:
+            while (await why(self._store, behind.id)).code != "model_invalid":
+                await asyncio.sleep(0.02)
+            told.set()
+            await super().run()
+
+    first = await store.jobs.create(SPEC)
+    behind = await store.jobs.create(SPEC)
+
+    def make_run(claim: Claim, _spec: JobSpec) -> JobRun:
+        return BusyRun(claim, store, [], UnsupportedModel("no Hugging Face model directory"), stop)
+
+    async with asyncio.timeout(DEADLINE_S):
+        await worker_of(store, "trainer", make_run).run(stop)
+    assert told.is_set()
+    assert (await store.jobs.get(first.id)).status is JobStatus.FAILED
+    said = await why(store, first.id)
+    assert (said.code, said.message) == ("model_invalid", "no Hugging Face model directory")
 
 
 async def test_whoever_comes_ends_a_cancelled_job_that_nobody_can_serve(store: Store) -> None:

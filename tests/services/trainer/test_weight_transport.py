@@ -27,7 +27,6 @@ from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import ThroughGroup
 from tests.services.engines.engine_kit import (
     NUM_VERSIONS,
-    VOCAB_SIZE,
     EngineProcess,
     Models,
     make_model,
@@ -140,11 +139,11 @@ async def place(
             claim.token,
             weights,
             [process.url],
-            lambda url: EngineClient(url, http, vocab_size=VOCAB_SIZE),
+            lambda url: EngineClient(url, http),
             transport=ThroughGroup(),
         )
         running = asyncio.create_task(engines.run())
-        client = EngineClient(process.url, direct, vocab_size=VOCAB_SIZE)
+        client = EngineClient(process.url, direct)
         made = Place(models, wire, client, engines, weights, claim, store, running)
         yield made
         running.cancel()

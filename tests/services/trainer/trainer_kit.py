@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from gspo_core.spec import JobSpec
 from gspo_core.types import EpisodeKey, Group, Outcome, Segment, Split, StopReason, Trajectory
@@ -13,6 +14,11 @@ from services.trainer.attempt_messages import AttemptEnd
 from services.trainer.run import JobRun
 
 DEADLINE_S = 10.0
+
+
+def make_spec(**changes: Any) -> JobSpec:
+    """The least that a job must say, and ``changes``."""
+    return JobSpec.model_validate({"model": "m", "environments": [{"ref": "a:B"}]} | changes)
 
 
 class InProcess:

@@ -1,0 +1,157 @@
+"""A job whose model cannot be trained is refused at its submission where somebody sees the files, and never else."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.api.submission import submit as submitting
+from services.files.data_dir import EnvironmentsDir
+from services.hosts.registry import EnvironmentRegistry
+from services.hosts.sites import Sites
+from services.hosts.venv import Interpreters
+from services.process.cancelling import cancel_all
+from services.rollout.request_runner import RequestRunner
+from services.state.fleet_records import WorkerRecord
+from services.state.queue import Bus
+from services.state.store import Store
+from services.state.worker_requests import WorkerRequests
+from tests.core.test_model_files import SOUND, write_files
+from tests.services.api.api_kit import SPEC, application, error_of, http_to
+from tests.services.rollout.rollout_kit import write_model
+
+
+@pytest.fixture
+async def http(store: Store) -> AsyncIterator[httpx.AsyncClient]:
+    async with application(store) as app, http_to(app) as http:
+        yield http
+
+
+@pytest.fixture
+async def worker(bus: Bus, store: Store, tmp_path: Path) -> AsyncIterator[None]:
+    """A registered rollout worker that takes requests, in this process."""
+    await store.fleet.register_worker(WorkerRecord(id="worker-0"))
+    sites = Sites(EnvironmentRegistry(EnvironmentsDir(tmp_path / "environments")))
+    runner = RequestRunner(WorkerRequests(bus._redis), sites, Interpreters(tmp_path / "venvs"), "worker-0")
+    running = asyncio.create_task(runner.run())
+    yield
+    await cancel_all([running])
+
+
+async def submit(http: httpx.AsyncClient, model: Path | str, key: str = "", **query: Any) -> httpx.Response:
+    headers = {"Idempotency-Key": key} if key else {}
+    return await http.post("/v1/jobs", json=SPEC | {"model": str(model)}, params=query, headers=headers)
+
+
+@pytest.mark.usefixtures("worker")
+async def test_a_model_that_no_worker_sees_is_refused_at_once(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    for query in ({}, {"dry_run": True}):
+        answer = await submit(http, tmp_path / "nope", **query)
+        error = error_of(answer)
+        assert (answer.status_code, error["code"], error["param"]) == (422, "model_invalid", "model")
+        assert error["message"] == f"there is no directory {tmp_path}/nope (where rollout workers run)"
+    assert (await http.get("/v1/jobs")).json()["data"] == []
+
+
+@pytest.mark.usefixtures("worker")
+async def test_a_name_of_the_hub_that_was_not_fetched_says_how(http: httpx.AsyncClient) -> None:
+    error = error_of(await submit(http, Path("Owner/Name")))
+    assert error["message"].endswith("if it is a model of the Hugging Face hub, run: gspo fetch Owner/Name")
+
+
+@pytest.mark.usefixtures("worker")
+async def test_a_model_that_workers_alone_see_is_accepted(
+    http: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_files(tmp_path)
+    monkeypatch.setattr(submitting, "problem_of", lambda path: f"there is no directory {path}")
+    assert (await submit(http, model)).status_code == 201
+
+
+async def test_without_a_worker_what_is_not_here_may_be_there(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    assert (await submit(http, tmp_path / "nope")).status_code == 201
+
+
+async def test_a_worker_that_does_not_answer_holds_nobody_up(
+    http: httpx.AsyncClient, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of an earlier release, which does not know the question."""
+    monkeypatch.setattr(submitting, "LOOK_AT_MODEL_S", 0.2)
+    await store.fleet.register_worker(WorkerRecord(id="worker-0"))
+    assert (await submit(http, tmp_path / "nope")).status_code == 201
+
+
+async def test_files_that_are_here_and_wrong_are_refused_without_asking(
+    http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    model = write_files(tmp_path, SOUND | {"final_logit_softcapping": 30.0})
+    error = error_of(await submit(http, model))
+    assert error["code"] == "model_invalid"
+    assert error["message"] == "qwen3 sets final_logit_softcapping, which the log-probs do not follow"
+
+
+async def test_a_repetition_finds_its_job_whatever_became_of_the_model(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    model = write_files(tmp_path)
+    first = await submit(http, model, "key")
+    (model / "config.json").unlink()
+    assert (await submit(http, model, "key")).json()["id"] == first.json()["id"]
+    assert (await submit(http, model, "other")).status_code == 422
+
+
+WORLD = """
+class World:
+    tasks = [{"words": 1}, {"words": WORDS}, {"words": 2}]
+
+    def reset(self, words: int) -> str:
+        return " so" * words
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+class Painting(World):
+    def reset(self, words: int):
+        return [{"type": "image_url", "image_url": {"url": "data:,"}}]
+"""
+
+
+async def plan(http: httpx.AsyncClient, model: Path, ref: str, **changes: Any) -> dict[str, Any]:
+    spec = {"model": str(model), "environments": [{"ref": ref}], **changes}
+    answer: dict[str, Any] = (await http.post("/v1/jobs", params={"dry_run": True}, json=spec)).json()
+    return answer
+
+
+@pytest.mark.usefixtures("worker")
+async def test_a_dry_run_says_by_how_much_a_prompt_is_too_long(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", seed=0, stop_bias=0.0)
+    world = tmp_path / "world.py"
+    world.write_text(WORLD.replace("WORDS", "5000"))
+    found = await plan(http, model, f"{world}:World")
+    (warning,) = found["warnings"]
+    assert re.fullmatch(
+        r"environments\[0\]: the prompt of task 1 has \d+,\d{3} tokens; the model's context is 4,096", warning
+    )
+    assert [one.partition(":")[0] for one in found["unchecked"]] == ["model"]
+    found = await plan(http, model, f"{world}:World", limits={"max_context_tokens": 600, "max_episode_tokens": 100})
+    assert found["warnings"][-1].endswith("tokens; limits.max_context_tokens is 600")
+    world.write_text(WORLD.replace("WORDS", "3"))
+    assert (await plan(http, model, f"{world}:World"))["warnings"] == []
+
+
+@pytest.mark.usefixtures("worker")
+async def test_a_dry_run_says_that_images_are_not_read(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", seed=0, stop_bias=0.0)
+    (tmp_path / "world.py").write_text(WORLD.replace("WORDS", "1"))
+    (warning,) = (await plan(http, model, f"{tmp_path}/world.py:Painting"))["warnings"]
+    assert "a user message holds content of type image_url" in warning
+
+
+async def test_without_a_worker_the_prompts_stay_unchecked(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    found = await plan(http, write_files(tmp_path), "environments.calculator:Calculator")
+    assert "its prompts fit the model's context" in found["unchecked"][1]
