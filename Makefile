@@ -9,14 +9,16 @@ TORCH_WHEELS ?=
 # One thread per process: results repeat exactly and processes that share few cores do not fight.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Some images set it. The tests start hundreds of processes, and each would compile all of our modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
-# Three files at a time on two cores: most tests wait for processes of their own.
-TEST_FLAGS ?= -n 3 --dist loadfile
+# Four files at a time on two cores: most tests wait for processes of their own.
+TEST_FLAGS ?= -n 4 --dist loadfile
 
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis chaos chaos-mutants demo demo-long up fmt bench clean
+.PHONY: help setup check types rules test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis chaos chaos-mutants ladder demo demo-long up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -33,9 +35,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@mkdir -p $(@D) && touch $@
 
 check: $(STAMP)  ## lint, types, import order
+	@$(MAKE) --no-print-directory -j 2 types rules
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+rules: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
 test: check  ## checks and the normal test suite
@@ -135,6 +142,11 @@ chaos: $(STAMP) $(FAKETIME)/tried  ## kill, stop, cut off, wipe, fill and tear w
 
 chaos-mutants: $(STAMP) $(FAKETIME)/tried  ## known ways to build it wrongly: each is noticed by a short chaos run
 	$(BIN)/python -m tests.chaos.mutants
+
+LADDER_FLAGS ?=
+
+ladder: $(STAMP)  ## every size that a user's job may have, pairwise, as real jobs with Qwen's vocabulary (LADDER_FLAGS)
+	$(BIN)/python -m tests.ladder $(LADDER_FLAGS)
 
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool
 	$(BIN)/python -m examples.demo.demo $(DEMO_FLAGS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -81,6 +82,7 @@ async def join(redis_url: str, root: Path, model_dir: Path, first: str, late: st
             store.versions,
             job,
             max_staleness=1,
+            vocab_size=json.loads((model_dir / "config.json").read_text())["vocab_size"],
             retrier=retrier,
             counters=counters,
             clock=time.monotonic,

@@ -32,6 +32,7 @@ from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport
 
 RESULTS = Path(__file__).parent / "results" / "engine_load.md"
 JOB = "job_a"
+VOCAB_SIZE = 16
 # Less than both engines run at once when each is given what it can take, and far more.
 DEMANDS = (56, 160)
 NUM_TURNS, READ_TOKENS = 4, 10
@@ -79,7 +80,7 @@ def engine(name: str) -> ScriptedEngine:
     size = SIZES[name]
     made = ScriptedEngine(
         "w0",
-        vocab_size=16,
+        vocab_size=VOCAB_SIZE,
         context_length=4096,
         tick_s=0.02,
         prefill_s=0.00005,
@@ -105,6 +106,7 @@ async def measure(make_limit: Callable[[], InFlightLimit], num_episodes: int, se
             store,
             JOB,
             max_staleness=1,
+            vocab_size=VOCAB_SIZE,
             retrier=retrier,
             counters=counters,
             clock=time.monotonic,

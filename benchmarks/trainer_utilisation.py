@@ -98,6 +98,8 @@ class NoEngines:
     def ready(self) -> list[object]:
         return []
 
+    def absence(self) -> None: ...
+
     def versions_in_use(self) -> set[int]:
         return set()
 

@@ -79,12 +79,23 @@ def _differences(model_dir: Path, tokens: list[tuple[Branch, int]]) -> Iterator[
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.eval()
+    for branch, positions in _by_branch(tokens):
+        ids = torch.tensor(branch.token_ids[: max(positions)].tolist())[None]
+        # Logits of these places only: those of a long prompt would not fit into memory.
+        found = model(input_ids=ids, logits_to_keep=torch.tensor(positions) - 1).logits[0].float()
+        for position, logits in zip(positions, found, strict=True):
+            segment = next(s for s, end in _ends(branch) if position < end)
+            logprobs = torch.log_softmax(logits / segment.temperature, dim=-1)
+            yield abs(float(logprobs[int(branch.token_ids[position])]) - float(branch.behavior_logprobs[position]))
+
+
+def _by_branch(tokens: list[tuple[Branch, int]]) -> Iterator[tuple[Branch, list[int]]]:
+    """A forward pass serves all tokens of a branch."""
+    positions: dict[int, list[int]] = defaultdict(list)
     for branch, position in tokens:
-        prefix = torch.tensor(branch.token_ids[:position].tolist())[None]
-        segment = next(s for s, end in _ends(branch) if position < end)
-        logits = model(input_ids=prefix).logits[0, -1].float() / segment.temperature
-        recomputed = torch.log_softmax(logits, dim=-1)[int(branch.token_ids[position])]
-        yield abs(float(recomputed) - float(branch.behavior_logprobs[position]))
+        positions[id(branch)].append(position)
+    branches = {id(branch): branch for branch, _ in tokens}
+    yield from ((branches[key], places) for key, places in positions.items())
 
 
 def _ends(branch: Branch) -> Iterator[tuple[Segment, int]]:
