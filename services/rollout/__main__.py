@@ -25,16 +25,17 @@ from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.process.tracing import Traces, TracingUnavailable, open_traces
-from services.rollout.loading import load_job
-from services.rollout.processes import watch
+from services.rollout.attempt import EpisodeAttempt
 from services.rollout.request_runner import RequestRunner
-from services.rollout.worker import Worker, WorkerConfig
 from services.state.away import NotPermitted
 from services.state.client import connect
 from services.state.drains import Drains
 from services.state.queue import Bus
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
+from services.workers.loading import load_job
+from services.workers.processes import watch
+from services.workers.worker import Worker, WorkerConfig
 
 # After the drain: for closing sessions and handing back episodes.
 LEAVING_S = 4.0
@@ -58,6 +59,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
             store,
             engine_at,
             partial(load_job, boot=sites.booting(boot_for(settings))),
+            EpisodeAttempt,
             clock=time.monotonic,
             rng=random.Random(),
             spans=traces,

@@ -22,10 +22,10 @@ from services.episodes.tally import TurnTally
 from services.episodes.worlds import WorldSnapshot, WorldSnapshotNotKept
 from services.hosts.session import HostedSession
 from services.rollout.repetition import goes_in_circles
-from services.rollout.scoring import with_length, without_asking
-from services.rollout.setting import EpisodeSetting, Order
-from services.rollout.timings import Timings
 from services.state.queue import Snapshot
+from services.workers.scoring import with_length, without_asking
+from services.workers.setting import EpisodeSetting, Order
+from services.workers.timings import Timings
 
 T = TypeVar("T")
 

@@ -33,15 +33,16 @@ from services.hosts.local import LocalHosts
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
 from services.process.ports import free_port
-from services.rollout import processes
-from services.rollout import worker as worker_module
-from services.rollout.engines import JobEngines
-from services.rollout.episode import Episode
-from services.rollout.loading import load_job
-from services.rollout.worker import Worker, WorkerConfig
+from services.rollout.attempt import EpisodeAttempt
 from services.state.queue import Bus
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
+from services.workers import processes
+from services.workers import worker as worker_module
+from services.workers.engines import JobEngines
+from services.workers.episode import Episode
+from services.workers.loading import load_job
+from services.workers.worker import Worker, WorkerConfig
 from tests.services.rollout.rollout_kit import until, write_model
 
 LEASE_S = 1.0
@@ -218,6 +219,7 @@ class Stage:
             self.store,
             lambda url: EngineClient(url, self._http),
             partial(load_job, boot=LocalHosts(Interpreters(self.place.world.parent)).boot),
+            EpisodeAttempt,
             clock=time.monotonic,
             rng=random.Random(0),
         )

@@ -13,16 +13,19 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gspo_core.chat import ChatCodec
-from gspo_core.env import Environment
+from gspo_core.env import Environment, Session
 from gspo_core.spec import EpisodeLimits, JobSpec
-from gspo_core.types import EpisodeKey, Split
+from gspo_core.types import EpisodeKey, Outcome, Segment, Split
 from services.episodes.counters import Counters
+from services.episodes.ledger import Ledger
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Policy
 from services.episodes.retry import Retrier
+from services.episodes.worlds import WorldSnapshot
 from services.process.tracing import NoSpans, Spans
-from services.rollout.quarantine import Quarantine
 from services.state.queue import Append, EpisodeLease, Snapshot
+from services.workers.quarantine import Quarantine
+from services.workers.timings import Timings
 
 
 class EpisodeRecords(Protocol):
@@ -37,6 +40,28 @@ class EpisodeRecords(Protocol):
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None: ...
 
 
+class Playing(Protocol):
+    """One attempt of an episode."""
+
+    async def play(self) -> Outcome: ...
+
+
+class BeginAttempt(Protocol):
+    """Decides what drives an episode: its environment here, or an agent that owns its loop."""
+
+    def __call__(
+        self,
+        setting: EpisodeSetting,
+        order: Order,
+        session: Session,
+        ledger: Ledger,
+        record: Sequence[Segment] = (),
+        *,
+        world: WorldSnapshot | None = None,
+        timings: Timings | None = None,
+    ) -> Playing: ...
+
+
 async def nobody() -> bool:
     return False
 
@@ -45,6 +70,7 @@ async def nobody() -> bool:
 class EpisodeSetting:
     """Shared by the episodes of one job under one worker token."""
 
+    begin: BeginAttempt
     codec: ChatCodec
     policy: Policy
     outbox: Outbox

@@ -22,11 +22,10 @@ from services.episodes.policy import Drained, Interrupted
 from services.episodes.worlds import WorldSnapshot, num_finished_turns
 from services.hosts.session import HostedSession, SessionLost
 from services.process.telemetry import get_logger
-from services.rollout.attempt import EpisodeAttempt
-from services.rollout.setting import EpisodeSetting, Order
-from services.rollout.timings import Timings
 from services.state.queue import Snapshot
 from services.state.refusals import Conflict, Refused
+from services.workers.setting import EpisodeSetting, Order
+from services.workers.timings import Timings
 
 # How often an episode may lose its environment without a culprit before that counts as a failure too.
 MAX_UNCHARGED = 8
@@ -114,7 +113,7 @@ class Episode:
                 await session.admit()  # waiting for a place does not count against the episode
                 setting.counters.add_s("time/queue_s", waited_s := setting.clock() - asked)
                 timings.queue_s += waited_s
-            attempt = EpisodeAttempt(setting, order, session, ledger, past.record, world=past.world, timings=timings)
+            attempt = setting.begin(setting, order, session, ledger, past.record, world=past.world, timings=timings)
             return await attempt.play(), timings.take()
         except (Drained, Interrupted, Refused, LedgerConflict, SegmentRejected, EnvironmentFailed):
             raise

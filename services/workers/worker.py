@@ -21,16 +21,16 @@ from services.episodes.outbox import Outbox
 from services.episodes.retry import Retrier
 from services.process.telemetry import get_logger
 from services.process.tracing import NoSpans, Spans
-from services.rollout.engines import SILENCE_S, EngineTable, JobEngines
-from services.rollout.job import JobRollout
-from services.rollout.loading import JobNotServable, LoadedJob
-from services.rollout.setting import EpisodeSetting
-from services.rollout.shares import Want, divide
 from services.state.fleet_records import WorkerRecord
 from services.state.jobs import JobNotFound
 from services.state.queue import Bus, Fenced
 from services.state.refusals import Damaged, Refused
 from services.state.store import Store
+from services.workers.engines import SILENCE_S, EngineTable, JobEngines
+from services.workers.job import JobRollout
+from services.workers.loading import JobNotServable, LoadedJob
+from services.workers.setting import BeginAttempt, EpisodeSetting
+from services.workers.shares import Want, divide
 
 JOBS_POLL_S = 0.5
 # A beat is a fifth of the lease, so that four may be lost.
@@ -71,6 +71,7 @@ class Worker:
         store: Store,
         connect: Connect,
         load: Callable[[str, Callable[[str], None]], Awaitable[LoadedJob]],
+        begin: BeginAttempt,
         *,
         clock: Callable[[], float],
         rng: random.Random,
@@ -81,6 +82,7 @@ class Worker:
         self._bus = bus
         self._store = store
         self._load = load
+        self._begin = begin
         self._clock = clock
         self.counters = Counters()
         self._retrier = Retrier(self.counters, rng)
@@ -226,6 +228,7 @@ class Worker:
             in_place=loaded.spec.rollout.weight_sync == "in_place",
         )
         setting = EpisodeSetting(
+            begin=self._begin,
             codec=loaded.codec,
             policy=engines,
             outbox=Outbox(self._bus, job, token, self._retrier),
