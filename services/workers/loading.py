@@ -75,11 +75,16 @@ async def _host(entry: EnvironmentSpec, count: Callable[[str], None], boot: Boot
     return await HostedEnvironment.open(order, count, boot)
 
 
-def _load(spec_text: str) -> tuple[JobSpec, ChatCodec, int, int]:
+def read_spec(text: str) -> JobSpec:
+    """A stored specification. Raises ``JobNotServable``."""
     try:
-        spec = JobSpec.model_validate_json(spec_text)
+        return JobSpec.model_validate_json(text)
     except ValidationError as error:
         raise JobNotServable(f"this worker cannot read the stored specification: {error}") from error
+
+
+def _load(spec_text: str) -> tuple[JobSpec, ChatCodec, int, int]:
+    spec = read_spec(spec_text)
     if spec.sampling.top_p != 1:
         raise JobNotServable(
             f"sampling.top_p is {spec.sampling.top_p}, but log-probs are over the whole vocabulary; set it to 1"
