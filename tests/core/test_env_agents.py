@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gspo_core.cli import main
 from gspo_core.env import (
     AgentStart,
     EnvironmentFailed,
@@ -21,6 +22,7 @@ from gspo_core.env import (
     load_environment,
 )
 from gspo_core.env.agent_urls import UrlRun
+from gspo_core.testing import validate
 from gspo_core.types import Split
 from tests.core.agent_kit import serving
 
@@ -333,3 +335,37 @@ def test_a_service_that_stays_away_is_given_up_after_a_while() -> None:
 
 def test_a_key_is_not_shown() -> None:
     assert "secret" not in repr(LLM)
+
+
+# --- what an author is told
+
+
+def found(report: Any) -> dict[str, str]:
+    return {check.id: f"{check.status}: {check.message}" for check in report.checks}
+
+
+def test_an_agent_is_examined_without_being_started(agents: str) -> None:
+    report = validate(f"{agents}:run")
+    assert report.ok
+    assert found(report) == {
+        "start": "pass: a function, which every episode runs in a process of its own",
+        "tasks": "pass: 2 to train, 1 held out",
+        "reward": "skip: there is no get_reward, so the agent has to return its reward",
+        "episodes": "skip: an agent is played by no rehearsal: a job's first step shows whether its episodes end",
+    }
+
+
+def test_a_program_is_looked_for_and_its_tasks_must_fit_a_variable(agents: str) -> None:
+    started = {"agent": {"command": ["/no/such/program"]}}
+    assert found(validate(f"{agents}:World", **started))["start"].startswith("fail: there is no program /no/such")
+    report = validate(f"{agents}:Unjudged", agent={"command": [sys.executable, "x.py"]})
+    assert found(report)["reward"] == "warn: there is no get_reward, so the program has to post its reward"
+    assert found(report)["tasks"] == "warn: 1 tasks, none held out: nothing can be measured"
+    Path(agents).write_text(AGENTS + "\nclass Long:\n    tasks = [{'word': 'a' * 200_000}]\n")
+    assert "cannot be handed over" in found(validate(f"{agents}:Long", agent={"url": "https://a.example/"}))["tasks"]
+
+
+def test_the_command_examines_an_agent(agents: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "validate", f"{agents}:run"]) == 0
+    assert main(["env", "validate", f"{agents}:World", "--agent", '{"command": ["/no/such/program"]}']) == 1
+    assert "sound" in capsys.readouterr().out
