@@ -80,6 +80,8 @@ class Reply:
             except _RefusedInTime as refused:
                 reply = fault_reply(self._dialect, fault_of(refused.refusal), self._headers)
                 await reply(scope, receive, send)
+            finally:
+                self._answering.dropped()  # which says nothing of a turn that was delivered
 
     async def _send_whole(self, items: _Items, send: Send) -> None:
         item = await items.take_first(None)
