@@ -38,6 +38,8 @@ class Usage:
     num_stored_tokens: int
     """Of the prompt: those that were stored before, and so were not encoded for this request."""
     num_sampled_tokens: int
+    num_reasoning_tokens: int = 0
+    """Of the sampled ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,16 @@ class Answer:
     created_at: int
     """Unix seconds."""
     reasoning: str = ""
+    stop_text: str = ""
+    """The one of ``Ask.stop`` that ended the turn, where one did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of the answer's text or reasoning, as it becomes certain."""
+    """More of the answer's text or reasoning, as it becomes certain.
+
+    The pieces of a turn, put together, begin its whole text and its whole reasoning; they need not reach their ends.
+    """
 
     text: str = ""
     reasoning: str = ""
@@ -111,8 +118,19 @@ class Answering(Protocol):
     """An answer on its way. Pieces come while the policy samples; the last item is the whole answer.
 
     Whoever takes items may stop in the middle (its connection broke): sampling goes on, and the turn is kept as one
-    that was not delivered. ``delivered`` says that the client has all of it.
+    that was not delivered. ``delivered`` says that the client has all of it. Taking an item may wait without a bound,
+    while engines or weights are away, and may raise ``Refusal``.
     """
+
+    @property
+    def id(self) -> str:
+        """That of the answer to come."""
+        ...
+
+    @property
+    def created_at(self) -> int:
+        """That of the answer to come."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[Piece | Answer]: ...
 
@@ -123,7 +141,12 @@ class Turns(Protocol):
     """What the HTTP side needs of the episodes."""
 
     async def ask(self, key: str, ask: Ask) -> Answering:
-        """Waits while the episode of ``key`` is brought back here, or weights are switched. Raises ``Refusal``."""
+        """Waits while the episode of ``key`` is brought back here, up to a bound: nothing can be said to the client
+        meanwhile. Raises ``Refusal``."""
+        ...
+
+    async def count_tokens(self, key: str, ask: Ask) -> int:
+        """The tokens of the prompt that ``ask`` would become; nothing is sampled or recorded. Raises ``Refusal``."""
         ...
 
     async def model_names(self, key: str) -> tuple[str, ...]:
