@@ -136,6 +136,10 @@ class Answering(Protocol):
 
     async def delivered(self) -> None: ...
 
+    def dropped(self) -> None:
+        """The connection broke before the client had all of it. Harmless after ``delivered``."""
+        ...
+
 
 class Turns(Protocol):
     """What the HTTP side needs of the episodes."""

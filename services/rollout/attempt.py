@@ -21,7 +21,7 @@ from services.episodes.policy import Drained, Interrupted
 from services.episodes.tally import TurnTally
 from services.episodes.worlds import WorldSnapshot, WorldSnapshotNotKept
 from services.hosts.session import HostedSession
-from services.rollout.repetition import goes_in_circles
+from services.episodes.repetition import goes_in_circles
 from services.state.queue import Snapshot
 from services.workers.scoring import with_length, without_asking
 from services.workers.setting import EpisodeSetting, Order
