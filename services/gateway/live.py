@@ -83,6 +83,7 @@ class Delivery:
         while True:
             changed = turn.changed
             if turn.refusal is not None:
+                self.dropped()
                 raise turn.refusal
             if turn.answer is not None:
                 yield turn.answer

@@ -183,7 +183,9 @@ class HeldRecords:
         return [decode(payload) for payload in self.payloads]
 
 
-def quick_setting(records: Any, codec: HermesCodec, policy: Any, token: str = "token", **changes: Any) -> EpisodeSetting:
+def quick_setting(
+    records: Any, codec: HermesCodec, policy: Any, token: str = "token", **changes: Any
+) -> EpisodeSetting:
     counters = Counters()
     retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.002))
     given: dict[str, Any] = {

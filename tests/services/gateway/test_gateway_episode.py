@@ -323,5 +323,9 @@ async def test_rewards_are_kept_once_for_each_token(codec: HermesCodec) -> None:
         await one.episode.reward(1.0, token="f")
     await one.episode.reward(2.0)
     assert (one.episode.rewards.final, one.episode.rewards.by_turn()) == (2.0, {0: 0.25})
-    for bad in [one.episode.reward(0.5, token="f"), one.episode.reward(1.0, "turn-0-9"), one.episode.reward(float("nan"))]:
+    for bad in [
+        one.episode.reward(0.5, token="f"),
+        one.episode.reward(1.0, "turn-0-9"),
+        one.episode.reward(float("nan")),
+    ]:
         assert (await refused(bad)).kind is RefusalKind.INVALID
