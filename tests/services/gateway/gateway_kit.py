@@ -244,7 +244,8 @@ async def read(delivery: Delivery) -> Answer:
     text = reasoning = ""
     async for item in delivery:
         if isinstance(item, Answer):
-            assert item.text.startswith(text) and item.reasoning.startswith(reasoning)
+            assert item.text.startswith(text)
+            assert item.reasoning.startswith(reasoning)
             return item
         text, reasoning = text + item.text, reasoning + item.reasoning
     raise AssertionError("an answer has an end")

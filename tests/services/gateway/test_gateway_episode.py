@@ -57,7 +57,8 @@ async def test_a_conversation_goes_on_behind_the_sampled_ids(codec: HermesCodec)
     record = one.records.segments()
     judge(record, one.policy.served)
     assert {segment.branch for segment in record} == {0}
-    assert [segment.turn for segment in record if segment.turn] and "drift/forks" not in one.counters
+    assert [segment.turn for segment in record if segment.turn]
+    assert "drift/forks" not in one.counters
     assert second.usage.num_stored_tokens == first.usage.num_prompt_tokens + first.usage.num_sampled_tokens
 
 
@@ -72,7 +73,8 @@ async def test_calls_and_their_results_go_on_whatever_ids_and_spelling_the_clien
     message["content"] = None
     answer = {"role": "tool", "tool_call_id": "theirs", "content": "2"}
     second = await one.ask(HI, message, answer, tools=(ADD,))  # type: ignore[arg-type]
-    assert second.text == "done" and "drift/forks" not in one.counters
+    assert second.text == "done"
+    assert "drift/forks" not in one.counters
     judge(one.records.segments(), one.policy.served)
 
 
@@ -91,14 +93,16 @@ async def test_versions_of_a_turn_are_told_as_spans(codec: HermesCodec) -> None:
     record = one.records.segments()
     versions = [segment.version for segment in record for _ in range(segment.num_actions)]
     told = [span.version for span in answer.versions for _ in range(span.start, span.end)]
-    assert told == versions and len(set(versions)) > 1
+    assert told == versions
+    assert len(set(versions)) > 1
     assert answer.versions[0] == VersionSpan(0, answer.versions[0].end, versions[0])
 
 
 async def test_the_same_request_again_is_another_sample(codec: HermesCodec) -> None:
     one = bench(codec, "One.", "Two.")
     first, second = await one.ask(HI), await one.ask(HI)
-    assert (first.text, second.text) == ("One.", "Two.") and first.id != second.id
+    assert (first.text, second.text) == ("One.", "Two.")
+    assert first.id != second.id
     assert one.counters[f"drift/forks_{Rewritten.RESAMPLED}"] == 1
     record = one.records.segments()
     judge(record, one.policy.served)
@@ -127,7 +131,7 @@ async def test_an_edited_history_forks_from_the_stored_ids(codec: HermesCodec) -
     record = one.records.segments()
     judge(record, one.policy.served)
     stored = one.tape.turns[0]
-    begin = [segment for segment in record if segment.turn == 2][0]
+    begin = next(segment for segment in record if segment.turn == 2)
     assert begin.token_ids.tolist()[: stored.end] == stored.branch.ids[: stored.end]
     assert third.usage.num_stored_tokens == stored.end
     assert not begin.action_mask[: stored.end].any()
@@ -137,7 +141,8 @@ async def test_words_put_into_the_policys_mouth_are_rendered_and_not_trained(cod
     one = bench(codec, "One.", "Two.")
     first = await one.ask(HI)
     await one.ask(HI, said(first), user("a"), {"role": "assistant", "content": "made up"}, user("b"))
-    assert one.counters["drift/forks_assistant_message"] == 1 and one.counters["tokens/rendered_again"] > 0
+    assert one.counters["drift/forks_assistant_message"] == 1
+    assert one.counters["tokens/rendered_again"] > 0
     judge(one.records.segments(), one.policy.served)
 
 
@@ -181,7 +186,8 @@ async def test_a_retry_joins_the_turn_in_flight_and_gets_a_delivered_one_again(c
     one.policy.gate.set()
     first = await take(joined)
     lost.dropped()
-    assert lost.id == joined.id and (await one.ask(HI, is_retry=True)).id == first.id
+    assert lost.id == joined.id
+    assert (await one.ask(HI, is_retry=True)).id == first.id
     assert (await one.ask(HI)).text == "Two."
 
 
@@ -226,7 +232,8 @@ async def test_a_stop_text_ends_the_turn_and_is_neither_given_nor_stored_whole(
     record = one.records.segments()
     judge(record, one.policy.served)
     stored = codec.tokenizer.decode(list(one.tape.turns[0].sampled))
-    assert stored.startswith("think ") and "STOP:" not in stored
+    assert stored.startswith("think ")
+    assert "STOP:" not in stored
     assert chunk == 1 or stored in ("think ", "think STO"[: 6 + 3])
     one.policy._rest.clear()
     assert (await one.ask(HI, said(first), user("next"))).text == "Fine."
@@ -237,7 +244,8 @@ async def test_a_stop_text_ends_the_turn_and_is_neither_given_nor_stored_whole(
 async def test_pieces_come_while_the_policy_samples(codec: HermesCodec) -> None:
     one = bench(codec, "Hello, this is a long answer.", rollout={"group_size": 2, "chunk_tokens": 5})
     items = [item async for item in await one.episode.ask(request(HI))]
-    assert len(items) > 2 and isinstance(items[-1], Answer)
+    assert len(items) > 2
+    assert isinstance(items[-1], Answer)
     assert "".join(item.text for item in items[:-1] if not isinstance(item, Answer)) in items[-1].text
 
 
@@ -267,7 +275,8 @@ async def test_a_conversation_too_long_is_refused_and_a_shorter_one_goes_on(code
     one = bench(codec, "One.", "Two.", limits={"max_context_tokens": 100})
     assert (await refused(one.ask(user("x" * 200)))).kind is RefusalKind.TOO_LONG
     assert one.episode.stopped is StopReason.CONTEXT_OVERFLOW
-    assert (await one.ask(HI)).text == "One." and one.episode.stopped is None
+    assert (await one.ask(HI)).text == "One."
+    assert one.episode.stopped is None
 
 
 async def test_parallel_turns_never_exceed_the_episodes_tokens(codec: HermesCodec) -> None:

@@ -55,7 +55,8 @@ class Agent:
         kept = self.records.snapshot
         if kept is not None:
             tree = TreeSnapshot.decode(kept.data)
-            assert tree is not None and tree.covers(self.records.segments())
+            assert tree is not None
+            assert tree.covers(self.records.segments())
             bench.episode.restore(self.records.segments(), tree, begins_again=False)
         self.num_lives += 1
         return bench
@@ -89,7 +90,8 @@ class Agent:
             if not bench.episode.failure.done():
                 self.sure.add(answer.id)
             known = self.heard.setdefault(answer.id, (ask, answer))
-            assert known[1].text == answer.text and known[1].calls == answer.calls
+            assert known[1].text == answer.text
+            assert known[1].calls == answer.calls
             follow = [result(answer, "1", place) for place in range(len(answer.calls))] or [user("and then?")]
             self.conversations.append([*ask.messages, said(answer), *follow])
             return
