@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gspo_core.agent_spec import AgentSpec
     from gspo_core.job_spec import (
         ChatSpec,
         CheckpointSpec,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AgentSpec",
     "ChatSpec",
     "CheckpointSpec",
     "EnvironmentSpec",

@@ -333,6 +333,20 @@ async def test_episodes_complete_and_every_recorded_token_is_what_was_sent(stage
     assert record.counters["tokens/sampled"] == sum(trajectory.num_actions for trajectory in trajectories)
 
 
+async def test_a_gateway_leaves_the_jobs_of_environments_to_rollout_workers(stage: Stage) -> None:
+    claim = await stage.submit()
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 4)
+    async with stage.working(stage.worker("gateway-0", kind="gateway")) as gateway:
+        await until(lambda: claim.job_id in gateway._leaving)
+        async with stage.working(stage.worker()) as worker:
+            await stage.all_ready(claim, 4)
+            await until(lambda: worker.counters["episodes/finished"] == 8)
+        assert (gateway._jobs, gateway.counters["jobs/not_servable"]) == ({}, 0)
+        kinds = {one.id: one.kind for one in await stage.store.fleet.workers()}
+        assert kinds["gateway-0"] == "gateway"
+
+
 async def test_evaluation_episodes_are_played_on_held_out_tasks(stage: Stage) -> None:
     claim = await stage.submit(evaluation={"temperature": 0.5})
     await stage.publish(claim, stage.place.chatty)
