@@ -25,7 +25,7 @@ from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, load_settings
 from services.process.telemetry import configure_logging, get_logger
 from services.process.tracing import Traces, TracingUnavailable, open_traces
-from services.rollout.attempt import EpisodeAttempt
+from services.rollout.driver import EnvironmentDriver
 from services.rollout.request_runner import RequestRunner
 from services.state.away import NotPermitted
 from services.state.client import connect
@@ -59,7 +59,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
             store,
             engine_at,
             partial(load_job, boot=sites.booting(boot_for(settings))),
-            EpisodeAttempt,
+            EnvironmentDriver(),
             clock=time.monotonic,
             rng=random.Random(),
             spans=traces,

@@ -189,7 +189,7 @@ def quick_setting(
     counters = Counters()
     retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.002))
     given: dict[str, Any] = {
-        "begin": None,
+        "driver": None,
         "codec": codec,
         "policy": policy,
         "outbox": Outbox(records, JOB, token, retrier),
