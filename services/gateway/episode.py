@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gspo_core.messages import ForkReason, Message, ToolSchema
-from gspo_core.types import Segment, StopReason
+from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Sampled
 from services.episodes.repetition import goes_in_circles
 from services.gateway.answers import Answers
@@ -75,7 +75,16 @@ class AgentEpisode:
         self._next_turn = 0
         self._num_reserved = 0
         """Tokens that may come from what is being sampled."""
-        self._is_sealed = False
+        self.is_sealed = False
+        """No later request is answered."""
+
+    @property
+    def key(self) -> EpisodeKey:
+        return self._tape.key
+
+    @property
+    def attempt(self) -> int:
+        return self._tape.attempt
 
     def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
         """Goes on from what another gateway made durable. ``begins_again``: the agent does, from its first request."""
@@ -121,7 +130,7 @@ class AgentEpisode:
         self.finished.set()
 
     def _check_open(self) -> None:
-        if self._is_sealed:
+        if self.is_sealed:
             raise Refusal(RefusalKind.ENDED, "this episode has ended")
         if self.failure.done():
             raise _away()
@@ -380,7 +389,7 @@ class AgentEpisode:
 
     async def _keep_delivery(self) -> None:
         async with self._writing:
-            if not self._is_sealed and not self.failure.done():
+            if not self.is_sealed and not self.failure.done():
                 await self._save()
 
     def _note(self) -> str:
@@ -393,7 +402,7 @@ class AgentEpisode:
 
     async def seal(self) -> None:
         """No later request is answered. Returns once nothing is sampled any more and answers under way are settled."""
-        self._is_sealed = True
+        self.is_sealed = True
         async with self._writing:  # so that no segment is on its way
             await self._cancel(Refusal(RefusalKind.ENDED, "this episode has ended"))
         try:

@@ -24,6 +24,14 @@ class Meter:
         self._num_storing = 0
         self._held_until = 0.0
 
+    def begin(self) -> None:
+        """What went by before was no time of the agent's."""
+        self._since = self._clock()
+
+    @property
+    def is_sampling(self) -> bool:
+        return self._num_sampling > 0
+
     @property
     def own_s(self) -> float:
         """The time so far that counts against the episode's limit."""

@@ -82,6 +82,8 @@ class BabblingPolicy:
     served: list[Served] = field(default_factory=list)
     gate: asyncio.Event | None = None
     """Nothing is answered before it is set."""
+    silent_after: int | None = None
+    """It answers so often, and is then waited for."""
     most: int = 6
     """Tokens of a piece that is made up."""
     version: int = 0
@@ -101,6 +103,8 @@ class BabblingPolicy:
         await asyncio.sleep(0)
         if self.gate is not None:
             await self.gate.wait()
+        if self.silent_after is not None and len(self.served) >= self.silent_after:
+            await asyncio.Event().wait()
         ids = self._ids(prompt, max_new_tokens)
         logprobs = [-float(self.num_sampled + number + 1) / 2**20 for number in range(len(ids))]
         self.num_sampled += len(ids)

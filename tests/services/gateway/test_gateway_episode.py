@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gspo_core.chat import HermesCodec
+from gspo_core.messages import Message
 from gspo_core.types import StopReason
 from services.gateway.history import Rewritten
 from services.gateway.turns import Answer, Refusal, RefusalKind, VersionSpan
@@ -41,6 +42,12 @@ def calling(codec: HermesCodec, *amounts: int, **order: Any) -> Bench:
     speech = Speech(codec)
     speeches = [speech.call("add", amount=amount) for amount in amounts]
     return Bench(codec, policy=BabblingPolicy(codec, random.Random(0), [*speeches, speech.say("done")]), **order)
+
+
+async def on_and_on(one: Bench, messages: list[Message]) -> None:
+    while True:
+        answer = await one.ask(*messages, tools=(ADD,))
+        messages += [said(answer), result(answer, "2") if answer.calls else user("x")]
 
 
 async def refused(asking: Any) -> Refusal:
@@ -261,12 +268,7 @@ async def test_a_limit_refuses_the_next_request_by_name(
     codec: HermesCodec, limits: dict[str, int], stop: StopReason
 ) -> None:
     one = calling(codec, 2, 3, limits=limits)
-    messages = [HI]
-    with pytest.raises(Refusal) as raised:
-        for _ in range(3):
-            answer = await one.ask(*messages, tools=(ADD,))
-            messages += [said(answer), *([result(answer, "2")] if answer.calls else [user("x")])]
-    refusal = raised.value
+    refusal = await refused(on_and_on(one, [HI]))
     assert (refusal.kind, refusal.message) == (RefusalKind.OVER_BUDGET, f"rollout stopped: {stop}")
     assert one.episode.stopped is stop
 

@@ -78,7 +78,8 @@ class Agent:
                 delivery = await bench.episode.ask(ask)
                 answer = await read(delivery)
             except Refusal as refusal:
-                assert refusal.may_retry, refusal
+                if not refusal.may_retry:
+                    raise
                 await self._be_brought_back(bench)
                 ask = request(*ask.messages, tools=ask.tools, is_retry=True, max_tokens=ask.max_tokens)
                 continue
