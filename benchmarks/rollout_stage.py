@@ -34,7 +34,7 @@ from services.engines.sglang import EngineClient, open_http
 from services.hosts.local import LocalHosts
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
-from services.rollout.attempt import EpisodeAttempt
+from services.rollout.driver import EnvironmentDriver
 from services.state.queue import Bus
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
@@ -180,7 +180,7 @@ class Stage:
                 store,
                 lambda url: CountingClient(url, http),
                 partial(load_job, boot=LocalHosts(Interpreters(self.root)).boot),
-                EpisodeAttempt,
+                EnvironmentDriver(),
                 clock=time.monotonic,
                 rng=random.Random(0),
             )

@@ -21,7 +21,7 @@ from services.process.health import Health
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, load_settings
 from services.process.telemetry import configure_logging
-from services.rollout.attempt import EpisodeAttempt
+from services.rollout.driver import EnvironmentDriver
 from services.rollout.request_runner import RequestRunner
 from services.state.client import connect
 from services.state.drains import Drains
@@ -55,7 +55,7 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
             store,
             engine_at,
             partial(load_job, boot=sites.booting(boot)),
-            EpisodeAttempt,
+            EnvironmentDriver(),
             clock=time.monotonic,
             rng=random.Random(),
             spans=traces,

@@ -34,8 +34,8 @@ ROLLOUT_FUNCTIONS = (
     *("interrupt", "save_snapshot", "read_snapshot"),
     *("current_version", "describe_environment", "add_event"),
 )
-# Its workers' episodes are played by agents; all else is as for a rollout worker.
-GATEWAY_FUNCTIONS = ROLLOUT_FUNCTIONS
+# Its episodes are played by agents, whose keys it signs; all else is as for a rollout worker.
+GATEWAY_FUNCTIONS = (*ROLLOUT_FUNCTIONS, "secret")
 
 USERS: Mapping[str, Sequence[str]] = {
     "gspo-api": ("fcall", *CONNECTING, *READING, *WRITING, *GOVERNING),

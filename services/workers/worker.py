@@ -31,7 +31,7 @@ from services.state.store import Store
 from services.workers.engines import SILENCE_S, EngineTable, JobEngines
 from services.workers.job import JobRollout
 from services.workers.loading import JobNotServable, LoadedJob, read_spec
-from services.workers.setting import BeginAttempt, EpisodeSetting
+from services.workers.setting import Driver, EpisodeSetting
 from services.workers.shares import Want, divide
 
 JOBS_POLL_S = 0.5
@@ -78,7 +78,7 @@ class Worker:
         store: Store,
         connect: Connect,
         load: Callable[[str, Callable[[str], None]], Awaitable[LoadedJob]],
-        begin: BeginAttempt,
+        driver: Driver,
         *,
         clock: Callable[[], float],
         rng: random.Random,
@@ -89,7 +89,7 @@ class Worker:
         self._bus = bus
         self._store = store
         self._load = load
-        self._begin = begin
+        self._driver = driver
         self._clock = clock
         self.counters = Counters()
         self._retrier = Retrier(self.counters, rng)
@@ -238,7 +238,7 @@ class Worker:
             in_place=loaded.spec.rollout.weight_sync == "in_place",
         )
         setting = EpisodeSetting(
-            begin=self._begin,
+            driver=self._driver,
             codec=loaded.codec,
             policy=engines,
             outbox=Outbox(self._bus, job, token, self._retrier),

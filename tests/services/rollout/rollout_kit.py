@@ -29,7 +29,7 @@ from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
 from services.episodes.retry import Backoff, Retrier
-from services.rollout.attempt import EpisodeAttempt
+from services.rollout.driver import EnvironmentDriver
 from services.state.keys import job_key
 from services.state.queue import Bus, EpisodeLease
 from services.workers.setting import EpisodeSetting, Order
@@ -203,7 +203,7 @@ def make_setting(table: Table, codec: HermesCodec, policy: Any) -> EpisodeSettin
     counters = Counters()
     retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.002))
     return EpisodeSetting(
-        begin=EpisodeAttempt,
+        driver=EnvironmentDriver(),
         codec=codec,
         policy=policy,
         outbox=Outbox(table.bus, JOB, table.token, retrier),

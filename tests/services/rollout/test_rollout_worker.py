@@ -33,7 +33,7 @@ from services.hosts.local import LocalHosts
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
 from services.process.ports import free_port
-from services.rollout.attempt import EpisodeAttempt
+from services.rollout.driver import EnvironmentDriver
 from services.state.queue import Bus
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
@@ -219,7 +219,7 @@ class Stage:
             self.store,
             lambda url: EngineClient(url, self._http),
             partial(load_job, boot=LocalHosts(Interpreters(self.place.world.parent)).boot),
-            EpisodeAttempt,
+            EnvironmentDriver(),
             clock=time.monotonic,
             rng=random.Random(0),
         )
