@@ -31,7 +31,7 @@ def _start(environment: AgentEnvironment) -> Check:
     if start.url is not None:
         return Check("start", Status.SKIP, "the service is not called here: it would play an episode")
     if start.command is None:
-        return Check("start", Status.PASS, "a function, which every episode runs in a process of its own")
+        return Check("start", Status.PASS, "a function, which runs in a process apart")
     program = start.command[0]
     found = shutil.which(program) or shutil.which(program, path=str(environment.folder))
     if found is None and not (environment.folder / program).is_file():

@@ -348,7 +348,7 @@ def test_an_agent_is_examined_without_being_started(agents: str) -> None:
     report = validate(f"{agents}:run")
     assert report.ok
     assert found(report) == {
-        "start": "pass: a function, which every episode runs in a process of its own",
+        "start": "pass: a function, which runs in a process apart",
         "tasks": "pass: 2 to train, 1 held out",
         "reward": "skip: there is no get_reward, so the agent has to return its reward",
         "episodes": "skip: an agent is played by no rehearsal: a job's first step shows whether its episodes end",

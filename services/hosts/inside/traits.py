@@ -2,8 +2,8 @@
 
 Rule: sessions share a process only if a hang or a crash can be traced to one of them. If all members of a class are
 async, one session runs at a time and is marked. Sessions of other classes run at once, in threads: suspects must be
-tried again alone, so they share a process only if they can be replayed or restored. An agent that runs here has a
-process to itself: that process's end is the only way to end whatever it has started.
+tried again alone, so they share a process only if they can be replayed or restored. So it is with agents that are
+functions; one that is a program has a process to itself, whose end ends all that it has started.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _sessions_per_process(environment: Environment, limits: HostLimits) -> int:
         return 1  # whatever anyone says: a program's descendants end with the process
     if limits.sessions_per_process is not None:
         return int(limits.sessions_per_process)
-    if isinstance(environment, AgentEnvironment):
-        return AGENTS_ELSEWHERE if environment.start.url is not None else 1
+    if isinstance(environment, AgentEnvironment) and environment.start.url is not None:
+        return AGENTS_ELSEWHERE
     if is_async(environment):
         return ASYNC_SESSIONS
     return THREAD_SESSIONS if environment.replayable or environment.has_snapshot else 1

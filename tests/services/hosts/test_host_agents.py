@@ -43,7 +43,12 @@ async def run(task, llm, *, ctx):
     secrets = [name for name in os.environ if name.startswith("GSPO_")]
     return {"told": float(llm.api_key == "ep_secret" and not secrets), "count": task["count"]}
 
+BEGUN = []
+
 async def crashes(task, llm):
+    BEGUN.append(task)
+    while len(BEGUN) < task.get("together", 1):
+        await asyncio.sleep(0.01)
     ctypes.string_at(0)
 
 async def hangs(task, llm):
@@ -86,8 +91,10 @@ def agents(tmp_path: Path) -> str:
 async def host(agents: str) -> AsyncIterator[Open]:
     opened: list[HostedEnvironment] = []
 
-    async def start(name: str, agent: dict[str, Any] | None = None, **config: Any) -> HostedEnvironment:
-        order = HostOrder(f"{agents}:{name}", config, agent=agent or {}, hang_grace_s=1.0)
+    async def start(
+        name: str, agent: dict[str, Any] | None = None, hosting: dict[str, int] | None = None, **config: Any
+    ) -> HostedEnvironment:
+        order = HostOrder(f"{agents}:{name}", config, hosting or {}, agent=agent or {}, hang_grace_s=1.0)
         opened.append(await HostedEnvironment.open(order))
         return opened[-1]
 
@@ -97,11 +104,13 @@ async def host(agents: str) -> AsyncIterator[Open]:
         await gone(environment.pool.server_pid)
 
 
-async def begun(environment: HostedEnvironment) -> HostedAgentSession:
+async def begun(environment: HostedEnvironment, index: int = 0, *, watched: bool = False) -> HostedAgentSession:
     session = environment.session(limits=SHORT, episode_id="job-1/0/0")
     assert isinstance(session, HostedAgentSession)
+    if watched:
+        session.watch()
     session.offer(LLM)
-    await session.start(await environment.task(Split.TRAIN, 0), seed=0)
+    await session.start(await environment.task(Split.TRAIN, index), seed=0)
     return session
 
 
@@ -125,10 +134,39 @@ async def test_a_function_runs_there_and_gives_its_reward_and_its_numbers(host: 
     assert session.close_failure is None
 
 
-async def test_each_has_a_process_to_itself_unless_it_runs_elsewhere(host: Open) -> None:
-    for agent, num_sessions in (({}, 1), ({"command": ["x"]}, 1), ({"url": "http://127.0.0.1/"}, 64)):
-        environment = await host("Program" if agent else "run", agent)
-        assert environment.pool.description.sessions_per_process == num_sessions
+@pytest.mark.parametrize(
+    ("agent", "is_replayable", "num_sessions"),
+    [
+        ({}, False, 1),
+        ({}, True, 16),
+        ({"command": ["x"]}, True, 1),
+        ({"url": "http://127.0.0.1/"}, False, 64),
+    ],
+)
+async def test_they_share_a_process_where_that_is_harmless(
+    agents: str, host: Open, agent: dict[str, Any], is_replayable: bool, num_sessions: int
+) -> None:
+    with open(agents, "a") as file:  # noqa: ASYNC230 - a short one
+        file.write(f"replayable = Program.replayable = {is_replayable}\n")
+    environment = await host("Program" if agent else "run", agent)
+    assert environment.pool.description.sessions_per_process == num_sessions
+
+
+async def test_of_agents_in_one_process_none_is_blamed_when_it_crashes(agents: str, host: Open) -> None:
+    with open(agents, "a") as file:  # noqa: ASYNC230 - a short one
+        file.write("replayable = True\n")
+    tasks = [{"together": 2}, {"together": 1}]
+    environment = await host("crashes", hosting={"max_processes": 1}, tasks=tasks)
+    first, second = await begun(environment), await begun(environment)
+    lost = await asyncio.gather(first.ended(), second.ended(), return_exceptions=True)
+    assert [type(error) for error in lost] == [SessionLost, SessionLost]
+    assert all(isinstance(error, SessionLost) and error.is_suspect for error in lost)
+    again = await begun(environment, index=1, watched=True)
+    with pytest.raises(EnvironmentFailed, match="its process crashed") as failed:
+        await again.ended()
+    assert not isinstance(failed.value, SessionLost)
+    for session in (first, second, again):
+        await session.close()
 
 
 async def test_an_agent_that_crashes_its_process_has_failed(host: Open) -> None:
