@@ -68,7 +68,7 @@ ENVIRONMENT = (
         "its state (`snapshot`, `restore`) or judge (`score`: an error, NaN, no number)",
         (
             *("phase:task", "phase:start", "phase:reset", "phase:prompt", "phase:act", "phase:done"),
-            *("phase:snapshot", "phase:restore", "phase:score", "stop:env_error"),
+            *("phase:agent", "phase:snapshot", "phase:restore", "phase:score", "stop:env_error"),
         ),
         AGAIN,
         WITHOUT,
