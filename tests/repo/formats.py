@@ -72,8 +72,8 @@ def all_formats() -> list[Format]:
 
 def _of_the_log() -> Iterator[Format]:
     headers = [codec._PREFIX.format, codec._COUNTS.format, codec._HEADER.format]
-    meta = [shape_of(codec._SegmentMeta), shape_of(codec._TimedMeta)]
-    yield Format("segments", "gspo_core/codec.py TIMED_SCHEMA", codec.TIMED_SCHEMA, [headers, meta])
+    meta = [shape_of(codec._SegmentMeta), shape_of(codec._TimedMeta), shape_of(codec._UntrainedMeta)]
+    yield Format("segments", "gspo_core/codec.py UNTRAINED_SCHEMA", codec.UNTRAINED_SCHEMA, [headers, meta])
     index = [shape_of(batches._Index), shape_of(batches.BatchExtra), batches._HEADER.format]
     yield Format("batch logs", "gspo_core/log/batches.py SCHEMA", batches.SCHEMA, index)
     header = [trained._MAGIC.decode(), trained._HEADER.format]
