@@ -27,6 +27,8 @@ from services.api.http import key_ring
 from services.episodes import worlds
 from services.files import data_dir
 from services.files.job_dir import JobDir
+from services.gateway import snapshots
+from services.gateway.history import TurnEntry
 from services.hosts import registry
 from services.state import fleet_records, functions
 from services.state.job_table import STATUS_FIELDS
@@ -132,6 +134,8 @@ def _in_redis() -> Iterator[Format]:
     yield Format("records of jobs and processes in Redis", version, functions.LIBRARY_VERSION, shapes)
     world = shape_of(worlds.WorldSnapshot)
     yield Format("worlds of episodes", "services/episodes/worlds.py SCHEMA", worlds.SCHEMA, world)
+    tree = [snapshots.KIND, *map(shape_of, (snapshots.TreeSnapshot, TurnEntry, snapshots.Reward))]
+    yield Format("turns of agents' episodes", "services/gateway/snapshots.py SCHEMA", snapshots.SCHEMA, tree)
 
 
 def kept(text: bytes | str) -> Kept:
