@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, JsonValue, StringConstraints, model_validator
 
-from gspo_core.agent_spec import AgentSpec
 from gspo_core.documented import Documented
 from gspo_core.json_value import JSON
 from gspo_core.learner_config import LearnerOptions, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig, config_refusals, config_warnings
+from gspo_core.outbound import MAX_URL_CHARS
 from gspo_core.stop_spec import StopSpec, WatchdogSpec
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -175,6 +175,29 @@ class HostSpec(Documented):
     """Size of a file that it may write; beyond it writing fails. Default 64."""
     boot_timeout_s: Seconds = 120.0
     """Time for loading the environment; beyond it the worker cannot serve the job."""
+
+
+# Of a command: more than any shell would be given, less than what makes a record large.
+MAX_WORDS, MAX_WORD_CHARS = 64, 4096
+
+_Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_WORD_CHARS, pattern=r"^[^\x00]+$")]
+
+
+class AgentSpec(Documented):
+    """How the agent is started, once an episode. With nothing given, `ref` names a function `run(task, llm)`."""
+
+    url: Annotated[str, StringConstraints(max_length=MAX_URL_CHARS, pattern=r"^https?://[^\s]+$")] | None = None
+    """A service that is sent the task, a base URL and a key with POST, and plays the episode before it answers.
+    `ref` names what has the tasks."""
+    command: Annotated[tuple[_Word, ...], Field(min_length=1, max_length=MAX_WORDS)] | None = None
+    """A program and its arguments, started with the task, base URL and key in environment variables. `ref` names what
+    has the tasks."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.url is not None and self.command is not None:
+            raise ValueError("give url or command, not both")
+        return self
 
 
 class EnvironmentSpec(Documented):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gspo_core.agent_spec import AgentSpec
     from gspo_core.job_spec import (
+        AgentSpec,
         ChatSpec,
         CheckpointSpec,
         EnvironmentSpec,

@@ -152,6 +152,7 @@ class AgentAttempt:
             raise error
 
     async def _conclude(self, stop: StopReason) -> Outcome:
+        self._name_untrained()
         reward = without_asking(self._order, stop)
         parts: dict[str, float] = {}
         if reward is None:
@@ -160,6 +161,14 @@ class AgentAttempt:
             return Outcome(stop, reward, parts, self._metrics())
         except InvalidValue as error:
             raise EnvironmentFailed("score", str(error)) from error
+
+    def _name_untrained(self) -> None:
+        """What was sampled for a client that never had it is no action of the episode."""
+        tape, had, counters = self._tape, self._episode.history.had(), self._setting.counters
+        lost = [turn for number, turn in sorted(tape.turns.items()) if turn.sampled and number not in had]
+        tape.untrained_turns = tuple(turn.number for turn in lost)
+        counters.add("turns/untrained", len(lost))
+        counters.add("tokens/untrained", sum(len(turn.sampled) for turn in lost))
 
     async def _reward(self) -> tuple[float, dict[str, float]]:
         rewards = self._episode.rewards
@@ -183,6 +192,7 @@ class AgentAttempt:
             "tool_calls": self._episode.num_calls,
             "parse_errors": sum(entry.has_parse_error for entry in entries),
             "forks": sum(bool(entry.reason) for entry in entries),
+            "untrained_turns": len(tape.untrained_turns),
             "tokens_sampled": tape.num_sampled,
             "versions": len(tape.versions),
             "model_s": timings.engine_s,

@@ -8,18 +8,17 @@ another gets its turn, not a new one. It decides neither when the episode ends n
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from gspo_core.messages import ForkReason, Message, ToolSchema
+from gspo_core.messages import ToolSchema
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Sampled
-from services.episodes.repetition import goes_in_circles
 from services.gateway.answers import Answers
-from services.gateway.history import History, Place, Rewritten, TurnEntry
+from services.gateway.budget import Budget
+from services.gateway.history import History, Rewritten, TurnEntry
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
+from services.gateway.plan import Beginning, Plan
 from services.gateway.reading import head, num_tokens_before, stop_text_in
 from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot
 from services.gateway.tape import Tape, TapedTurn
@@ -33,22 +32,6 @@ STOP_CHUNK_TOKENS = 32
 LAST_DELIVERY_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Beginning:
-    """How a turn begins: the ids to read, and where they go."""
-
-    token_ids: Sequence[int]
-    after: TapedTurn | None = None
-    """It goes on at the end of this turn, or forks from there."""
-    num_stored: int = 0
-    reason: str = ""
-    is_rendered: bool = False
-
-    @property
-    def num_prompt(self) -> int:
-        return (0 if self.after is None else self.after.end) + len(self.token_ids)
-
-
 class AgentEpisode:
     """``ask`` until ``seal``. ``failure`` is set by the first error that ends the attempt."""
 
@@ -60,8 +43,6 @@ class AgentEpisode:
         self.finished = asyncio.Event()
         """The agent said that it is done."""
         self.rewards = Rewards()
-        self.stopped: StopReason | None = None
-        """The limit that the last request, or the last turn, met."""
         self._setting = setting
         self._order = order
         self._tape = tape
@@ -69,12 +50,12 @@ class AgentEpisode:
         self._now = now
         self._answers = Answers(setting.codec, tape)
         self.history = History(self._digest)
+        self._plan = Plan(setting.codec, tape, self.history)
+        self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
         self._live: dict[int, LiveTurn] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._next_turn = 0
-        self._num_reserved = 0
-        """Tokens that may come from what is being sampled."""
         self.is_sealed = False
         """No later request is answered."""
 
@@ -86,11 +67,16 @@ class AgentEpisode:
     def attempt(self) -> int:
         return self._tape.attempt
 
+    @property
+    def stopped(self) -> StopReason | None:
+        """The limit that the last request, or the last turn, met."""
+        return self._budget.stopped
+
     def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
         """Goes on from what another gateway made durable. ``begins_again``: the agent does, from its first request."""
         self._tape.restore(record)
         self.rewards = Rewards(kept.rewards)
-        self.stopped = StopReason(kept.stopped) if kept.stopped else None
+        self._budget.stopped = StopReason(kept.stopped) if kept.stopped else None
         for entry in kept.turns:
             if entry.number in self._tape.turns:  # nothing was sampled for the others
                 if begins_again:
@@ -111,7 +97,7 @@ class AgentEpisode:
     def count_tokens(self, ask: Ask) -> int:
         """Of the prompt that ``ask`` would become."""
         self._check_open()
-        return self._beginning(self._place(ask), ask).num_prompt
+        return self._plan.beginning(self._plan.place(ask), ask).num_prompt
 
     async def reward(self, value: float, turn: str = "", token: str = "") -> None:
         async with self._writing:
@@ -165,17 +151,17 @@ class AgentEpisode:
     # a new turn
 
     async def _begin(self, ask: Ask) -> LiveTurn:
-        self._check_budget()
-        place = self._place(ask)
-        beginning = self._beginning(place, ask)
+        self._budget.check(len(self.history.entries), self.num_calls)
+        place = self._plan.place(ask)
+        beginning = self._plan.beginning(place, ask)
         if beginning.num_prompt >= self._order.max_context_tokens:
-            self.stopped = StopReason.CONTEXT_OVERFLOW
+            self._budget.stopped = StopReason.CONTEXT_OVERFLOW
             most = self._order.max_context_tokens
             message = f"the conversation has {beginning.num_prompt} tokens; it must have fewer than {most}"
             raise Refusal(RefusalKind.TOO_LONG, message, param="messages")
         entry = self._answers.entry(self._next_turn, place, ask, int(self._now()))
         entry.reason, entry.num_stored = beginning.reason, beginning.num_stored
-        self.stopped = None
+        self._budget.stopped = None
         await self._save(entry)
         self._next_turn += 1
         if place.parent is not None and place.parent.number in self._tape.turns:
@@ -184,53 +170,14 @@ class AgentEpisode:
         self._count(beginning)
         return self._alive(entry, self._open(entry.number, beginning), ask)
 
-    def _place(self, ask: Ask) -> Place:
-        if not ask.messages or ask.messages[-1]["role"] == "assistant":
-            message = "the last message must not be the assistant's: the policy answers it"
-            raise Refusal(RefusalKind.INVALID, message, param="messages")
-        try:
-            return self.history.place(ask.messages, ask.tools)
-        except (ValueError, TypeError, KeyError) as error:
-            raise _unreadable(error) from error
-
-    def _beginning(self, place: Place, ask: Ask) -> _Beginning:
-        if place.again is not None:
-            prompt = self._tape.turns[place.again.number].prompt
-            return _Beginning(prompt, num_stored=len(prompt), reason=place.reason)
-        messages = self._as_answered(place, ask)
-        try:
-            reason = place.reason
-            if place.parent is not None:
-                after = self._tape.turns[place.parent.number]
-                found = self._setting.codec.bridge(
-                    after.prompt,
-                    after.sampled,
-                    messages[place.num_old :],
-                    history=messages[: place.num_old - 1],
-                    tools=ask.tools,
-                )
-                if not isinstance(found, ForkReason):
-                    return _Beginning(found, after, after.end, "" if after.is_tip else Rewritten.EDITED_HISTORY)
-                reason = reason or found
-            return _Beginning(self._setting.codec.render(messages, ask.tools), reason=reason, is_rendered=True)
-        except (ValueError, TypeError, KeyError) as error:
-            raise _unreadable(error) from error
-
-    def _as_answered(self, place: Place, ask: Ask) -> list[Message]:
-        """The request's messages, those that are answers of the policy with all that it said."""
-        messages = list(ask.messages)
-        for number, entry in self.history.answered(messages, ask.tools, place.chain).items():
-            messages[number] = self._setting.codec.message(self._tape.turns[entry.number].sampled, ask.tools)
-        return messages
-
-    def _open(self, number: int, beginning: _Beginning) -> TapedTurn:
+    def _open(self, number: int, beginning: Beginning) -> TapedTurn:
         after = beginning.after
         if after is None:
             return self._tape.begin(number, beginning.token_ids)
         begin = self._tape.go_on if after.is_tip else self._tape.fork
         return begin(number, after, beginning.token_ids)
 
-    def _count(self, beginning: _Beginning) -> None:
+    def _count(self, beginning: Beginning) -> None:
         counters, reason = self._setting.counters, beginning.reason
         if reason:
             counters.add("drift/forks")
@@ -238,26 +185,12 @@ class AgentEpisode:
         if reason and reason != Rewritten.SUB_AGENT and beginning.is_rendered:
             counters.add("tokens/rendered_again", len(beginning.token_ids))
 
-    def _check_budget(self) -> None:
-        limits = self._order.limits
-        met = {
-            StopReason.MAX_TURNS: len(self.history.entries) >= limits.max_turns,
-            StopReason.MAX_TOOL_CALLS: self.num_calls > limits.max_tool_calls,
-            StopReason.MAX_TOKENS: self._tape.num_sampled >= limits.max_episode_tokens,
-            StopReason.EPISODE_TIMEOUT: self._meter.own_s > limits.episode_timeout_s,
-            StopReason.REPETITION: self.stopped is StopReason.REPETITION,
-        }
-        for reason, is_met in met.items():
-            if is_met:
-                self.stopped = reason
-                raise Refusal(RefusalKind.OVER_BUDGET, f"rollout stopped: {reason}")
-
     # sampling
 
     def _alive(self, entry: TurnEntry, taped: TapedTurn, ask: Ask) -> LiveTurn:
         turn = LiveTurn(self._answers.id_of(entry.number), entry, taped, ask, self._setting.codec)
         self._live[entry.number] = turn
-        if self._how_it_ended(turn) is None:
+        if self._budget.ending(turn) is None:
             task = asyncio.create_task(self._sample_or_fail(turn), name=f"{self._order.key} {turn.id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -266,21 +199,18 @@ class AgentEpisode:
         return turn
 
     async def _sample(self, turn: LiveTurn) -> None:
-        while (finish := self._how_it_ended(turn)) is None:
+        while (finish := self._budget.ending(turn)) is None:
             await self._sample_chunk(turn)
             turn.tell()
         turn.entry.finish = finish
         self._answer(turn)
 
     async def _sample_chunk(self, turn: LiveTurn) -> None:
-        most = min(self._room(turn), STOP_CHUNK_TOKENS if turn.ask.stop else self._order.chunk_tokens)
-        self._num_reserved += most
-        try:
+        most = min(self._budget.room(turn), STOP_CHUNK_TOKENS if turn.ask.stop else self._order.chunk_tokens)
+        with self._budget.reserved(most):
             sampled = await self._sampled(turn.taped, most)
             async with self._writing:
                 await self._record(turn, self._before_stop_text(turn, sampled))
-        finally:
-            self._num_reserved -= most
 
     async def _sampled(self, taped: TapedTurn, most: int) -> Sampled:
         setting = self._setting
@@ -316,40 +246,6 @@ class AgentEpisode:
         entry = turn.entry
         entry.finish, entry.stop_text, entry.overlap = "stop", stop_text, decode(ids[:length])[place:]
         return head(sampled, length - len(before))
-
-    def _how_it_ended(self, turn: LiveTurn) -> str | None:
-        """How the turn ended, if nothing more is sampled for it."""
-        sampled = turn.taped.sampled
-        if turn.entry.finish:
-            return turn.entry.finish
-        if sampled and sampled[-1] in self._setting.codec.stop_ids:
-            return "stop"
-        if not turn.taped.is_tip:
-            return "length"
-        if (why := self._exhausted(turn)) is not None:
-            self.stopped = why
-            return "length"
-        return "length" if self._room_of_turn(turn) <= 0 else None
-
-    def _exhausted(self, turn: LiveTurn) -> StopReason | None:
-        """The limit of the episode that ends the turn."""
-        limits = self._order.limits
-        circle = limits.max_repetition_tokens
-        if circle is not None and goes_in_circles(turn.taped.sampled, circle):
-            return StopReason.REPETITION
-        if len(turn.taped.branch.ids) >= self._order.max_context_tokens:
-            return StopReason.CONTEXT_OVERFLOW
-        if self._tape.num_sampled + self._num_reserved >= limits.max_episode_tokens:
-            return StopReason.MAX_TOKENS
-        return StopReason.EPISODE_TIMEOUT if self._meter.own_s > limits.episode_timeout_s else None
-
-    def _room_of_turn(self, turn: LiveTurn) -> int:
-        asked = math.inf if turn.ask.max_tokens is None else turn.ask.max_tokens
-        return int(min(self._order.max_turn_tokens, asked)) - len(turn.taped.sampled)
-
-    def _room(self, turn: LiveTurn) -> int:
-        left = self._order.limits.max_episode_tokens - self._tape.num_sampled - self._num_reserved
-        return min(self._room_of_turn(turn), left, self._order.max_context_tokens - len(turn.taped.branch.ids))
 
     def _answer(self, turn: LiveTurn) -> None:
         turn.entry.finish = turn.entry.finish or "stop"
@@ -442,7 +338,3 @@ class AgentEpisode:
 
 def _away() -> Refusal:
     return Refusal(RefusalKind.AWAY, "this episode is being moved; ask again")
-
-
-def _unreadable(error: Exception) -> Refusal:
-    return Refusal(RefusalKind.INVALID, f"the messages cannot be read: {error}", param="messages")

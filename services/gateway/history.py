@@ -35,7 +35,7 @@ class Rewritten(StrEnum):
     """A stored conversation, with other tools."""
 
 
-class TurnEntry(msgspec.Struct):
+class TurnEntry(msgspec.Struct, array_like=True):
     """One turn, without its tokens: what is kept of it beside them."""
 
     number: int

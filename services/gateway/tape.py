@@ -72,6 +72,8 @@ class Tape:
         self.versions: set[int] = set()
         """The versions that sampled at least one token."""
         self.num_branches = 0
+        self.untrained_turns: tuple[int, ...] = ()
+        """Those that nobody ever had, once that is known."""
         self._last = (0, 0, 0, "")
         """Branch, turn, version and engine of the last segment."""
 
@@ -150,6 +152,7 @@ class Tape:
             behavior_logprobs=behavior_logprobs,
             outcome=outcome,
             spent=spent,
+            untrained_turns=self.untrained_turns,
         )
 
     def _open(self, number: int, branch: _Branch, token_ids: Sequence[int]) -> TapedTurn:

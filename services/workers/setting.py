@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gspo_core.agent_spec import AgentSpec
 from gspo_core.chat import ChatCodec
 from gspo_core.env import Environment, Session
+from gspo_core.job_spec import AgentSpec
 from gspo_core.spec import EpisodeLimits, JobSpec
 from gspo_core.types import EpisodeKey, Outcome, Segment, Spent, Split
 from services.episodes.counters import Counters

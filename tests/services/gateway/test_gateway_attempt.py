@@ -12,13 +12,13 @@ from redis.asyncio import Redis
 
 from gspo_core.chat import HermesCodec
 from gspo_core.codec import decode
-from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason
+from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
 from services.episodes.policy import Drained
 from services.gateway.turns import Refusal, RefusalKind
 from services.state.keys import job_key
 from services.workers.episode import Episode
 from tests.services.gateway.agent_kit import AgentWorld, Behavior, Client, Doors, agent_order, agent_setting, door
-from tests.services.gateway.gateway_kit import BabblingPolicy, judge, said, user
+from tests.services.gateway.gateway_kit import BabblingPolicy, judge, read, request, said, user
 from tests.services.rollout.rollout_kit import JOB, Speech, Table, until
 
 HI = user("hi")
@@ -273,3 +273,34 @@ async def test_a_replayable_agent_gets_its_turns_once_more(table: Table, codec: 
     judge(record, play.policy.served)
     assert {segment.attempt for segment in record} == {0}
     assert (await play.outcome()).metrics["turns"] == 4
+
+
+async def test_a_turn_that_nobody_had_is_not_trained(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float:
+        lost = await llm.doors.now.ask(llm.llm.api_key, request(user("lost")))
+        await read(lost)
+        lost.dropped()
+        return await two_turns(llm)
+
+    play = Play(table, codec, agent, "In vain.", "Hello.", "Fine.")
+    assert await play.run() is StopReason.COMPLETED
+    record = await play.record()
+    judge(record, play.policy.served)
+    assert record[-1].untrained_turns == (0,)
+    trajectory = Trajectory(tuple(record))
+    assert trajectory.num_trained == sum(len(play_turn(record, turn)) for turn in (1, 2))
+    assert play.setting.counters["turns/untrained"] == 1
+    assert play.setting.counters["tokens/untrained"] == len(play_turn(record, 0))
+
+
+async def test_a_turn_that_is_gone_on_from_was_had(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float:
+        first = await llm.doors.now.ask(llm.llm.api_key, request(HI))
+        answer = await read(first)
+        first.dropped()  # its last byte came all the same
+        await llm.say(HI, said(answer), user("how are you?"))
+        return 1.0
+
+    play = Play(table, codec, agent, "Hello.", "Fine.")
+    assert await play.run() is StopReason.COMPLETED
+    assert (await play.record())[-1].untrained_turns == ()
