@@ -33,6 +33,11 @@ def prefixes(messages: Sequence[Message], root: bytes) -> list[bytes]:
     return chain
 
 
+def of_key(repeat_key: str) -> str:
+    """Of a key that a client chose, which may be of any length."""
+    return blake2b(repeat_key.encode("utf-8", "surrogatepass"), digest_size=_SIZE).hexdigest() if repeat_key else ""
+
+
 def of_message(message: Message) -> bytes:
     """Of one message alone."""
     return prefixes([message], b"")[-1]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gspo_core.messages import ToolSchema
 from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Sampled
 from services.gateway.answers import Answers
 from services.gateway.budget import Budget
+from services.gateway.canonical import of_key
 from services.gateway.history import History, Rewritten, TurnEntry
 from services.gateway.live import Delivery, LiveTurn
 from services.gateway.meter import Meter
@@ -89,6 +91,7 @@ class AgentEpisode:
     async def ask(self, ask: Ask) -> Delivery:
         if ask.max_tokens is not None and ask.max_tokens < 1:
             raise Refusal(RefusalKind.INVALID, "max_tokens must be at least 1", param="max_tokens")
+        ask = replace(ask, repeat_key=of_key(ask.repeat_key))
         async with self._writing:
             self._check_open()
             turn = self._again(ask) or await self._begin(ask)

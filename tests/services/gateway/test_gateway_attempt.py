@@ -293,14 +293,16 @@ async def test_a_turn_that_nobody_had_is_not_trained(table: Table, codec: Hermes
     assert play.setting.counters["tokens/untrained"] == len(play_turn(record, 0))
 
 
-async def test_a_turn_that_is_gone_on_from_was_had(table: Table, codec: HermesCodec) -> None:
+async def test_turns_that_are_gone_on_from_were_had(table: Table, codec: HermesCodec) -> None:
     async def agent(llm: Client) -> float:
-        first = await llm.doors.now.ask(llm.llm.api_key, request(HI))
-        answer = await read(first)
-        first.dropped()  # its last byte came all the same
-        await llm.say(HI, said(answer), user("how are you?"))
+        messages = [HI]
+        for _ in range(2):
+            delivery = await llm.doors.now.ask(llm.llm.api_key, request(*messages))
+            messages += [said(await read(delivery)), user("go on")]
+            delivery.dropped()  # its last byte came all the same
+        await llm.say(*messages)
         return 1.0
 
-    play = Play(table, codec, agent, "Hello.", "Fine.")
+    play = Play(table, codec, agent, "Hello.", "Fine.", "Well.")
     assert await play.run() is StopReason.COMPLETED
     assert (await play.record())[-1].untrained_turns == ()

@@ -340,3 +340,15 @@ async def test_rewards_are_kept_once_for_each_token(codec: HermesCodec) -> None:
         one.episode.reward(float("nan")),
     ]:
         assert (await refused(bad)).kind is RefusalKind.INVALID
+
+
+async def test_an_episode_of_more_turns_than_can_be_kept_is_refused(
+    codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.snapshots.MAX_SNAPSHOT_BYTES", 1000)
+    one = Bench(codec)
+    refusal = await refused(on_and_on(one, [HI]))
+    assert refusal.kind is RefusalKind.OVER_BUDGET
+    assert "too many turns to keep" in refusal.message
+    assert len(one.episode.history.entries) > 1
+    judge(one.records.segments(), one.policy.served)
