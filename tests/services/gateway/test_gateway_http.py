@@ -9,7 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Send
 
+from services.gateway.app import build_app
 from services.gateway.requests import MAX_BODY_BYTES
 from services.gateway.streams import Pace
 from services.gateway.turns import Refusal, RefusalKind
@@ -141,20 +143,55 @@ async def test_a_connection_that_breaks_is_no_delivery(speaker: Speaker, stream:
 
 
 @EVERY
-async def test_an_answer_counts_as_delivered_before_its_reader_can_ask_again(speaker: Speaker):
-    """Else an equal request for a second answer would get the first one again."""
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_counts_as_delivered_before_its_reader_can_ask_again(speaker: Speaker, stream: bool):
+    """Else an equal request for a second answer would get the first one again. What reads requests is run by the event
+    loop, so nothing may come between the last byte and the word that it was delivered."""
     turns = FakeTurns()
-    async with serving(turns) as gateway:
-        for _ in range(20):
-            fates = [one.fate[:1] for one in turns.answerings]
-            assert fates == [["delivered"]] * len(turns.answerings)
-            body = body_of(speaker, stream=True)
-            async with gateway.http.stream("POST", speaker.path, json=body, headers=speaker.headers) as answer:
-                read = ""
-                async for text in answer.aiter_text():
-                    read += text
-                    if any(end in read for end in ("[DONE]", "message_stop", "response.completed")):
-                        break
+    fates: list[list[str]] = []
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body" and message["body"]:
+            fate = turns.answerings[0].fate
+            assert fate == []
+            asyncio.get_running_loop().call_soon(lambda: fates.append([*fate]))
+
+    await asked_directly(turns, speaker, body_of(speaker, stream=stream), send)
+    assert fates[-1][:1] == ["delivered"]
+    assert turns.answerings[0].fate == ["delivered", "dropped"]
+
+
+@EVERY
+async def test_an_answer_to_a_client_that_left_while_it_was_sampled_is_not_delivered(speaker: Speaker):
+    """Although the answer is there and is written: its connection is known to be gone."""
+    gate, gone = asyncio.Event(), asyncio.Event()
+    turns = FakeTurns([Scripted("one two", pieces=texts(["one"]), gate=gate)])
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body" and b"one" in message["body"]:
+            gone.set()
+            gate.set()
+
+    await asked_directly(turns, speaker, body_of(speaker, stream=True), send, gone)
+    assert turns.answerings[0].fate == ["dropped"]
+
+
+async def asked_directly(
+    turns: FakeTurns, speaker: Speaker, body: Wire, send: Send, gone: asyncio.Event | None = None
+) -> None:
+    """A request without a server between. The client leaves when ``gone`` is set."""
+    app = build_app(turns, is_ready=lambda: True, stopping=asyncio.Event(), pace=PATIENT)
+    requests = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+    async def receive() -> Message:
+        for request in requests:
+            return request
+        await (gone or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    headers = [(name.encode(), value.encode()) for name, value in speaker.headers.items()]
+    scope = {"type": "http", "method": "POST", "path": speaker.path, "headers": headers, "query_string": b""}
+    await app(scope, receive, send)
 
 
 async def test_who_waits_for_an_answer_when_the_gateway_leaves_is_sent_elsewhere():
