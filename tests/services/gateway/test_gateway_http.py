@@ -119,6 +119,8 @@ async def test_a_stream_that_is_held_shows_signs_of_life_and_is_whole_in_the_end
         assert speaker.read_stream(read).text == "one two"
 
 
+# Well-formed JSON, and no text: in a field that is told again in answers.
+HALF = json.dumps({"model": "policy", "input": "x", "metadata": {"a": "\ud800"}}).encode()
 SIGNS = (": waiting\n\n", "event: ping\n", "event: response.in_progress\n")
 
 
@@ -277,7 +279,7 @@ async def test_no_key_and_no_foreign_path_is_logged(
 async def test_bodies_that_are_no_requests_are_refused_in_the_same_shape(speaker: Speaker):
     turns = FakeTurns()
     async with serving(turns) as gateway:
-        for body in (b"", b"{", b"[]", b'{"model": "a", "model": "b"}', b'{"n": NaN}', b"\xff"):
+        for body in (b"", b"{", b"[]", b'{"model": "a", "model": "b"}', b'{"n": NaN}', b"\xff", HALF):
             answer = await gateway.http.post(speaker.path, content=body, headers=speaker.headers)
             assert answer.status_code == 400, body
             assert speaker.error(answer.json())
@@ -285,6 +287,15 @@ async def test_bodies_that_are_no_requests_are_refused_in_the_same_shape(speaker
         assert wrong.status_code == 405
         assert speaker.error(wrong.json())
     assert turns.asks == []
+
+
+async def test_a_pair_of_surrogates_is_one_character():
+    speaker, turns = SPEAKERS["chat"], FakeTurns()
+    async with serving(turns) as gateway:
+        body = json.dumps(speaker.body([{"role": "user", "content": "\U0001f600"}])).encode()
+        assert b"\\ud83d\\ude00" in body
+        assert (await gateway.http.post(speaker.path, content=body, headers=speaker.headers)).status_code == 200
+    assert turns.asks[0].messages[0]["content"] == "\U0001f600"
 
 
 async def test_a_body_is_bounded_whether_it_says_its_size_or_not():
