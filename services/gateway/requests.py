@@ -6,11 +6,13 @@ can make this process read without bound.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 import traceback
 from collections.abc import Collection, Mapping
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -30,6 +32,8 @@ from services.process.telemetry import get_logger
 MAX_BODY_BYTES = 64 << 20
 # Keys of episodes begin with it, so that one is found beside a key of another service.
 KEY_PREFIX = "ep_"
+# Half of a pair can be written in JSON, but is no text that could be tokenized or told again.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BodyTooLarge(Exception):
@@ -58,10 +62,15 @@ async def read_json(request: Request) -> JSON:
         if len(body) > MAX_BODY_BYTES:
             raise BodyTooLarge
     try:
-        return strict_json.parse(bytes(body))
+        value = strict_json.parse(bytes(body))
+        if _SURROGATE.search(body):
+            msgspec.json.encode(value)
     except strict_json.TextRejected as error:
         where = f" (line {error.line}, column {error.column})" if error.line else ""
         raise Refusal(RefusalKind.INVALID, f"the body is not JSON: {error}{where}") from None
+    except UnicodeEncodeError:
+        raise Refusal(RefusalKind.INVALID, "the body holds half of a surrogate pair, which is no character") from None
+    return value
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:

@@ -30,10 +30,7 @@ def make_ask(
     stop: Sequence[str],
     headers: Mapping[str, str],
 ) -> Ask:
-    try:
-        canonical = msgspec.json.encode([messages, tools, max_tokens, stop], order="sorted")
-    except UnicodeEncodeError:
-        raise Sent(None).fault("holds half of a pair of surrogates, which is no character") from None
+    canonical = msgspec.json.encode([messages, tools, max_tokens, stop], order="sorted")
     count = headers.get("x-stainless-retry-count", "0")
     return Ask(
         messages=tuple(messages),

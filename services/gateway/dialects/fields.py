@@ -19,6 +19,7 @@ NO_BIAS = "would change what is sampled: the job's own distribution is the one t
 NO_OTHER_MEDIA = "cannot be acted on: the policy reads and writes text only"
 NO_OLD_CALLS = "is the old way to offer functions: use tools"
 NO_SERVER_TOOLS = "asks for a tool that runs at the provider: there is none here"
+NO_EXTRA_WORDS = "cannot be shown to the policy: say it in the description"
 NO_CONTEXT_EDITS = "cannot be asked for: the conversation is taken as it is sent; shorten it yourself"
 
 # How tokens are sampled is the job's: the recorded distribution must be the policy's.
@@ -48,6 +49,7 @@ _TEXT_PART: dict[str, Rule] = {
     "type": READ,
     "text": READ,
     "cache_control": HARMLESS,
+    "prompt_cache_breakpoint": HARMLESS,
     "annotations": HARMLESS,
     "citations": HARMLESS,
     "logprobs": HARMLESS,
@@ -169,6 +171,7 @@ OPENAI_RESPONSES: Fields = {
         "description": READ,
         "parameters": READ,
         "strict": Decided(False),
+        "output_schema": Only(why=NO_EXTRA_WORDS),
         "defer_loading": Only(False, why=NO_SERVER_TOOLS),
         "allowed_callers": Only(["direct"], why=NO_SERVER_TOOLS),
         "async": Only(False, why="cannot be acted on: a call is answered before the next turn"),
@@ -228,7 +231,7 @@ ANTHROPIC_MESSAGES: Fields = {
         "eager_input_streaming": HARMLESS,
         "defer_loading": Only(False, why=NO_SERVER_TOOLS),
         "allowed_callers": Only(["direct"], why=NO_SERVER_TOOLS),
-        "input_examples": Only([], why="cannot be shown to the policy: say it in the description"),
+        "input_examples": Only([], why=NO_EXTRA_WORDS),
     },
 }
 # Of the gateway itself: the reward of an episode.

@@ -58,9 +58,10 @@ class Scripted:
 class FakeAnswering:
     def __init__(self, number: int, scripted: Scripted) -> None:
         self._scripted = scripted
-        self._answer = scripted.answer(number)
-        self.id = self._answer.id
-        self.created_at = self._answer.created_at
+        self.answer = scripted.answer(number)
+        self.id = self.answer.id
+        self.created_at = self.answer.created_at
+        self.num_taken = 0
         self.fate: list[str] = []
         """``delivered`` and ``dropped``, as often as they were said."""
         self.ended = asyncio.Event()
@@ -68,11 +69,12 @@ class FakeAnswering:
     async def __aiter__(self) -> AsyncIterator[Piece | Answer]:
         for piece in self._scripted.pieces:
             yield piece
+            self.num_taken += 1
         if self._scripted.gate is not None:
             await self._scripted.gate.wait()
         if self._scripted.refusal is not None:
             raise self._scripted.refusal
-        yield self._answer
+        yield self.answer
 
     async def delivered(self) -> None:
         self.fate.append("delivered")

@@ -87,6 +87,9 @@ CASES = (
             result("c1", "one"),
             called(("c2", "add", {"a": 2}), reasoning="Now the second."),
             result("c2", ""),
+            called(("c3", "add", {}), ("c4", "add", {}), text="Two more.", reasoning="And the others."),
+            result("c3", "three"),
+            result("c4", "four"),
             {"role": "assistant", "content": "Both."},
             {"role": "user", "content": "Sure?"},
         ),
@@ -174,6 +177,18 @@ async def test_equal_asks_have_equal_digests_in_every_dialect_and_others_do_not(
                 digests.setdefault(str((case.messages, case.tools, case.max_tokens)), set()).add(turns.asks[-1].digest)
     assert all(len(found) == 1 for found in digests.values())
     assert len(set().union(*digests.values())) == len(digests)
+
+
+def test_the_order_of_keys_makes_no_other_ask():
+    def digest(arguments: str, parameters: Any) -> str:
+        history = called(("c1", "add", arguments))
+        tool: ToolSchema = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+        body = SPEAKERS["chat"].body([USER, history, result("c1", "5")], [tool])
+        return DIALECTS[SPEAKERS["chat"].path].read(body, {}).ask.digest
+
+    first = digest('{"a": 1, "b": 2}', {"type": "object", "title": "x"})
+    assert digest('{"b": 2, "a": 1}', {"title": "x", "type": "object"}) == first
+    assert digest('{"b": 1, "a": 2}', {"title": "x", "type": "object"}) != first
 
 
 async def test_the_text_that_stopped_a_turn_is_named_where_the_dialect_can():

@@ -9,7 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Send
 
+from services.gateway.app import build_app
 from services.gateway.requests import MAX_BODY_BYTES
 from services.gateway.streams import Pace
 from services.gateway.turns import Refusal, RefusalKind
@@ -117,6 +119,8 @@ async def test_a_stream_that_is_held_shows_signs_of_life_and_is_whole_in_the_end
         assert speaker.read_stream(read).text == "one two"
 
 
+# Well-formed JSON, and no text: in a field that is told again in answers.
+HALF = json.dumps({"model": "policy", "input": "x", "metadata": {"a": "\ud800"}}).encode()
 SIGNS = (": waiting\n\n", "event: ping\n", "event: response.in_progress\n")
 
 
@@ -141,20 +145,55 @@ async def test_a_connection_that_breaks_is_no_delivery(speaker: Speaker, stream:
 
 
 @EVERY
-async def test_an_answer_counts_as_delivered_before_its_reader_can_ask_again(speaker: Speaker):
-    """Else an equal request for a second answer would get the first one again."""
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_counts_as_delivered_before_its_reader_can_ask_again(speaker: Speaker, stream: bool):
+    """Else an equal request for a second answer would get the first one again. What reads requests is run by the event
+    loop, so nothing may come between the last byte and the word that it was delivered."""
     turns = FakeTurns()
-    async with serving(turns) as gateway:
-        for _ in range(20):
-            fates = [one.fate[:1] for one in turns.answerings]
-            assert fates == [["delivered"]] * len(turns.answerings)
-            body = body_of(speaker, stream=True)
-            async with gateway.http.stream("POST", speaker.path, json=body, headers=speaker.headers) as answer:
-                read = ""
-                async for text in answer.aiter_text():
-                    read += text
-                    if any(end in read for end in ("[DONE]", "message_stop", "response.completed")):
-                        break
+    fates: list[list[str]] = []
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body" and message["body"]:
+            fate = turns.answerings[0].fate
+            assert fate == []
+            asyncio.get_running_loop().call_soon(lambda: fates.append([*fate]))
+
+    await asked_directly(turns, speaker, body_of(speaker, stream=stream), send)
+    assert fates[-1][:1] == ["delivered"]
+    assert turns.answerings[0].fate == ["delivered", "dropped"]
+
+
+@EVERY
+async def test_an_answer_to_a_client_that_left_while_it_was_sampled_is_not_delivered(speaker: Speaker):
+    """Although the answer is there and is written: its connection is known to be gone."""
+    gate, gone = asyncio.Event(), asyncio.Event()
+    turns = FakeTurns([Scripted("one two", pieces=texts(["one"]), gate=gate)])
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body" and b"one" in message["body"]:
+            gone.set()
+            gate.set()
+
+    await asked_directly(turns, speaker, body_of(speaker, stream=True), send, gone)
+    assert turns.answerings[0].fate == ["dropped"]
+
+
+async def asked_directly(
+    turns: FakeTurns, speaker: Speaker, body: Wire, send: Send, gone: asyncio.Event | None = None
+) -> None:
+    """A request without a server between. The client leaves when ``gone`` is set."""
+    app = build_app(turns, is_ready=lambda: True, stopping=asyncio.Event(), pace=PATIENT)
+    requests = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+    async def receive() -> Message:
+        for request in requests:
+            return request
+        await (gone or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    headers = [(name.encode(), value.encode()) for name, value in speaker.headers.items()]
+    scope = {"type": "http", "method": "POST", "path": speaker.path, "headers": headers, "query_string": b""}
+    await app(scope, receive, send)
 
 
 async def test_who_waits_for_an_answer_when_the_gateway_leaves_is_sent_elsewhere():
@@ -240,7 +279,7 @@ async def test_no_key_and_no_foreign_path_is_logged(
 async def test_bodies_that_are_no_requests_are_refused_in_the_same_shape(speaker: Speaker):
     turns = FakeTurns()
     async with serving(turns) as gateway:
-        for body in (b"", b"{", b"[]", b'{"model": "a", "model": "b"}', b'{"n": NaN}', b"\xff"):
+        for body in (b"", b"{", b"[]", b'{"model": "a", "model": "b"}', b'{"n": NaN}', b"\xff", HALF):
             answer = await gateway.http.post(speaker.path, content=body, headers=speaker.headers)
             assert answer.status_code == 400, body
             assert speaker.error(answer.json())
@@ -248,6 +287,15 @@ async def test_bodies_that_are_no_requests_are_refused_in_the_same_shape(speaker
         assert wrong.status_code == 405
         assert speaker.error(wrong.json())
     assert turns.asks == []
+
+
+async def test_a_pair_of_surrogates_is_one_character():
+    speaker, turns = SPEAKERS["chat"], FakeTurns()
+    async with serving(turns) as gateway:
+        body = json.dumps(speaker.body([{"role": "user", "content": "\U0001f600"}])).encode()
+        assert b"\\ud83d\\ude00" in body
+        assert (await gateway.http.post(speaker.path, content=body, headers=speaker.headers)).status_code == 200
+    assert turns.asks[0].messages[0]["content"] == "\U0001f600"
 
 
 async def test_a_body_is_bounded_whether_it_says_its_size_or_not():
