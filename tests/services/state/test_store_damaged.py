@@ -52,3 +52,11 @@ async def test_an_environment_that_cannot_be_read_is_said(store: Store, redis_cl
     await redis_client.hset(job_key(job, "environments"), "0", NOT_TEXT)
     with pytest.raises(Damaged, match="the description of environment 0"):
         await store.environments.get(job, 0)
+
+
+async def test_a_step_that_is_none_hides_no_metrics(store: Store, redis_client: Redis) -> None:
+    job = (await store.jobs.create(Spec())).id
+    for step in (1, 2, 3):
+        await store.metrics.add(job, step, {"loss": float(step)})
+    await redis_client.zadd(job_key(job, "metric_steps"), {"gar:bage": 1})
+    assert [row["step"] for row in await store.metrics.read(job)] == [1, 2, 3]
