@@ -154,7 +154,8 @@ def test_tasks_in_order_are_sound_and_one_that_is_skipped_or_used_twice_is_found
 
 def job_of_turns(talker: Talker, rng: random.Random, count: int, keeps: Callable[[float], bool]) -> MadeUp:
     """``keeps`` is asked with the length of each turn as a share of the longest that may follow its prompt."""
-    job, episodes = MadeUp(), []
+    job = MadeUp()
+    episodes = list[SimpleNamespace]()
     while len(episodes) < count:
         prompt = [rng.randrange(400) for _ in range(20)]
         possible = talker.possible_lengths(prompt)

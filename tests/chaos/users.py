@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gspo_core.client import ApiError, Client, ClientError
+from gspo_core.json_value import JSON
 from tests.chaos.faults import Hit, Outcome
 from tests.chaos.stack import Stack
 from tests.chaos.watch import Watch
@@ -84,13 +85,12 @@ class Users:
         job = self._some_job(rng)
         if job is None:
             return "no job trains"
-        changes = rng.choice(
-            [
-                {"optimizer": {"lr": rng.choice([1e-4, 5e-4, 2e-3])}},
-                {"objective": {"clip_high": rng.choice([0.1, 0.3, 0.5])}},
-                {"optimizer": {"max_grad_norm": rng.choice([0.1, 0.5])}, "checkpoint_every": rng.choice([2, 4, 6])},
-            ]
-        )
+        possible: list[dict[str, JSON]] = [
+            {"optimizer": {"lr": rng.choice([1e-4, 5e-4, 2e-3])}},
+            {"objective": {"clip_high": rng.choice([0.1, 0.3, 0.5])}},
+            {"optimizer": {"max_grad_norm": rng.choice([0.1, 0.5])}, "checkpoint_every": rng.choice([2, 4, 6])},
+        ]
+        changes = rng.choice(possible)
         self._num_changes += 1
         change = {"job": job, "change": self._num_changes, "changes": changes}
         self._note("acts.jsonl", act="change", **change)
