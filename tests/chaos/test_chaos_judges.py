@@ -325,6 +325,20 @@ def test_a_step_of_a_job_that_is_held_is_found(tmp_path: Path) -> None:
     assert list(judge_users.who_is_held_stands_still(job)) == []
 
 
+def test_a_job_that_never_obeys_a_pause_is_found(tmp_path: Path) -> None:
+    job = job_with_times(tmp_path, {})
+    paused, resumed = {"act": "pause", "at": 1.5, "answer": "yes"}, {"act": "resume", "at": 2.5}
+    job.acts = [paused, resumed]
+    assert list(judge_users.who_is_held_stands_still(job)) == []  # step 2 was under way
+    resumed["at"] = 3.5
+    (problem,) = judge_users.who_is_held_stands_still(job)
+    assert "the steps [3] were taken" in problem
+    job.acts = [{"act": "resume unheard", "at": 1.4}, paused, resumed]
+    assert list(judge_users.who_is_held_stands_still(job)) == []
+    job.acts = [paused | {"answer": "no answer: lost"}, resumed]
+    assert list(judge_users.who_is_held_stands_still(job)) == []
+
+
 def test_who_was_given_up_is_cancelled_and_nobody_else(tmp_path: Path) -> None:
     from tests.chaos import judge_lineage
 
@@ -344,5 +358,8 @@ def test_who_was_given_up_is_cancelled_and_nobody_else(tmp_path: Path) -> None:
 def test_forged_evidence_is_what_a_run_writes() -> None:
     """The names that the tests above forge are those that the run notes."""
     source = (Path(__file__).parent / "users.py").read_text()
-    assert all(f'act="{act}"' in source for act in ("change", "changed", "stands", "resume", "cancelled"))
+    assert all(
+        f'act="{act}"' in source
+        for act in ("change", "changed", "pause", "stands", "resume", "resume unheard", "cancelled")
+    )
     assert json.loads('{"kind": "turn bit"}')["kind"] in (Path(__file__).parent / "schedule.py").read_text()

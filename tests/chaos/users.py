@@ -116,7 +116,6 @@ class Users:
             if await self._stands(job):
                 self._note("acts.jsonl", act="stands", job=job)
                 await asyncio.sleep(seconds)
-                self._note("acts.jsonl", act="resume", job=job)
             await self._resume(job, rng)
         finally:
             self._held.discard(job)
@@ -138,8 +137,11 @@ class Users:
     async def _resume(self, job: str, rng: random.Random) -> None:
         deadline = time.monotonic() + SUBMIT_FOR_S
         while not self._watch.jobs[job].is_over:
+            self._note("acts.jsonl", act="resume", job=job)
             answer = await self._ask(rng, lambda client: client.resume(job))
             is_answered = not isinstance(answer, str) or answer.startswith("4")
+            if not is_answered:
+                self._note("acts.jsonl", act="resume unheard", job=job)
             if is_answered and self._watch.jobs[job].status not in ("pausing", "paused"):
                 return
             if time.monotonic() > deadline:
