@@ -154,7 +154,7 @@ class Episode:
         world = WorldSnapshot.decode(snapshot.data) if snapshot is not None else None
         if world is not None and not world.stands_at(record, stop_ids):
             setting.counters.add("worlds/too_old")
-            if snapshot is not None and not environment.replayable:
+            if snapshot is not None and snapshot.num_segments and not environment.replayable:
                 return await self._rewind(record, snapshot.num_segments, world)
             world = None
         # Before the environment has acted, its start may be repeated: a new attempt would do the same.
