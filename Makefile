@@ -158,7 +158,7 @@ chaos-mutants: $(STAMP) $(FAKETIME)/tried  ## known ways to build it wrongly: ea
 
 LADDER_FLAGS ?=
 
-ladder: $(STAMP)  ## every size that a user's job may have, pairwise, as real jobs with Qwen's vocabulary (LADDER_FLAGS)
+ladder: $(STAMP)  ## every size that a user's job may have, pairwise, as real jobs with Qwen's vocabulary: about an hour (LADDER_FLAGS)
 	$(BIN)/python -m tests.ladder $(LADDER_FLAGS)
 
 demo: $(STAMP)  ## the whole system on this machine: a small model learns to use a tool

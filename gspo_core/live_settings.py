@@ -7,11 +7,13 @@ It stores nothing and applies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gspo_core.json_value import JSON
+from gspo_core.objective_config import OTHER_KEYS, ObjectiveConfig
 from gspo_core.problems import Problem, near, problems
 from gspo_core.spec import JobSpec
 
@@ -106,9 +108,27 @@ def _problem(key: str) -> Problem | None:
     while section and section not in _REASONS:
         section = section.rpartition(".")[0]
     path = tuple(key.split("."))
-    if path[0] not in JobSpec.model_fields:
+    if not _is_setting(path):
         return Problem("unknown_field", path, f"{key} is not a setting of a job{near(key, LIVE_SETTINGS)}")
     return Problem("not_live", path, f"{key} cannot change while the job runs: it {_REASONS[section]}")
+
+
+def _is_setting(path: Sequence[str]) -> bool:
+    model: type[BaseModel] | None = JobSpec
+    for name in path:
+        if model is None:  # below what is one value: its section has the reason
+            return True
+        if name not in model.model_fields:
+            return model is ObjectiveConfig and name in OTHER_KEYS
+        model = next(iter(_models(model.model_fields[name].annotation)), None)
+    return True
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
 
 
 def _synchronous() -> Problem:

@@ -34,12 +34,12 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def _examine(order: Mapping[str, JSON]) -> EnvironmentReport:
-    """In a process apart: an environment may print, read what is typed, or end its process."""
+    """In a process apart: an environment may print, read what is typed, end its process, or start others."""
     from gspo_core.testing import Check, EnvironmentReport, Status
 
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         given = json.dumps({**order, "descriptor": file.fileno()})
-        program = [sys.executable, "-m", "gspo_core.testing", given]
+        program = [sys.executable, "-m", "gspo_core.keeper", "gspo_core.testing", given]
         status = subprocess.run(program, stdin=subprocess.DEVNULL, pass_fds=(file.fileno(),), check=False).returncode
         file.seek(0)
         text = file.read()

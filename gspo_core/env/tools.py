@@ -136,7 +136,7 @@ def _plain_value(value: object) -> JSON:
     if hasattr(value, "tolist"):  # numpy and torch, without importing either
         plain: JSON = value.tolist()
         return plain
-    raise TypeError(f"the result contains a {type(value).__name__}, which is not JSON")
+    raise TypeError(f"the result contains a value of type {type(value).__name__}, which is not JSON")
 
 
 def _clean(text: str) -> str:

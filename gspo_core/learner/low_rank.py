@@ -6,7 +6,7 @@ publishing does not affect training. It trains nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -59,23 +59,20 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
 
 
-def low_rank_additions(
-    model: nn.Module, whole: Callable[[Tensor], Tensor], keeps: Callable[[str], bool]
-) -> dict[str, Tensor]:
-    """The addition to each weight that ``keeps`` accepts, by layer name; every rank must call this."""
-    additions = {}
+def add_in_place(tensors: Mapping[str, Tensor], model: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
+    """Sum each addition into the copy of its weight in ``tensors``, where there is one; every rank must call this.
+
+    One addition at a time: all of them together are as large as the model.
+    """
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             layer: Any = module
             down, up = (whole(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
-            if keeps(f"{name}.base_layer.weight"):
-                additions[name] = ((up @ down) * layer.scaling[ADAPTER]).cpu()
-    return additions
+            weight = tensors.get(f"{name}.base_layer.weight")
+            if weight is not None:
+                weight.copy_((up @ down).mul_(layer.scaling[ADAPTER]).cpu().add_(weight))
 
 
-def merge(tensors: dict[str, Tensor], additions: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the tensors of a model with additions to those of the plain model, with the additions summed in."""
-    for name, addition in additions.items():
-        weight = tensors[f"{name}.base_layer.weight"]
-        tensors[f"{name}.base_layer.weight"] = (weight.float() + addition).to(weight.dtype)
+def under_plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the plain model among those of a model with additions."""
     return {name.replace(".base_layer.", "."): value for name, value in tensors.items() if ".lora_" not in name}

@@ -21,7 +21,7 @@ from gspo_core.batch import Layout, MicroBatch, TrainSequence, collate
 from gspo_core.bounds import exceeds
 from gspo_core.learner.attention import UnsupportedAttention
 from gspo_core.learner.logprobs import chosen_logprobs
-from gspo_core.learner.low_rank import add_low_rank, low_rank_additions, merge
+from gspo_core.learner.low_rank import add_in_place, add_low_rank, under_plain_names
 from gspo_core.learner.model_directory import UnsupportedModel, attention_advice, load_model
 from gspo_core.learner.ranks import Ranks, owners, whole
 from gspo_core.learner_config import LearnerConfig
@@ -77,11 +77,11 @@ class PolicyModel(nn.Module):
             gathered = whole(parameter.detach())
             if owner[name] == ranks.rank:
                 copies[id(parameter)] = gathered.to("cpu", self.dtype, copy=True)
-        additions = low_rank_additions(self.model, whole, lambda name: owner[name] == ranks.rank)
         tensors = {name: copies[id(value)] for name, value in names.items() if id(value) in copies}
         if ranks.is_first:
             tensors |= {name: value for name, value in self.model.state_dict().items() if name not in names}
-        return merge(tensors, additions)
+        add_in_place(tensors, self.model, whole)
+        return under_plain_names(tensors)
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         extra = {} if micro_batch.packing is None else {"packing": micro_batch.packing}

@@ -49,6 +49,8 @@ def calls_check(random: Sequence[Answered], oracle: Sequence[Answered] | None) -
     errors = [one.error for one in judged if one.error is not None]
     data = {"calls": len(judged), "errors": len(errors)}
     if len(errors) < len(judged):
+        if useless := _tools_that_never_worked(judged):
+            return Check("calls", Status.WARN, "; ".join(useless), data)
         return Check("calls", Status.PASS, f"{len(judged) - len(errors)} of {len(judged)} calls succeeded", data)
     whose = "of the oracle's calls" if oracle else "random calls"
     shown = f"none of {len(judged)} {whose} succeeded, for example: {errors[0][:_SHOWN]}"
@@ -56,6 +58,18 @@ def calls_check(random: Sequence[Answered], oracle: Sequence[Answered] | None) -
         return Check("calls", Status.FAIL, shown, data)
     advice = "if only random arguments are to blame, define an oracle: its calls are then checked"
     return Check("calls", Status.WARN, f"{shown}; {advice}", data)
+
+
+def _tools_that_never_worked(judged: Sequence[Answered]) -> list[str]:
+    """Of each tool that fails in the same way whatever it is given, a sentence."""
+    by_tool: dict[str, list[Answered]] = {}
+    for one in judged:
+        by_tool.setdefault(one.tool, []).append(one)
+    return [
+        f"no call of {tool} succeeded ({len(calls)} of {len(judged)}), for example: {(calls[0].error or '')[:_SHOWN]}"
+        for tool, calls in by_tool.items()
+        if all(one.error is not None for one in calls) and _fail_whatever_they_are_given(calls)
+    ]
 
 
 def _fail_whatever_they_are_given(judged: Sequence[Answered]) -> bool:

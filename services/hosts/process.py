@@ -59,9 +59,11 @@ _WORDS = {
 class Died(Exception):
     """The process died before it answered."""
 
-    def __init__(self, death: Death) -> None:
+    def __init__(self, death: Death, *, was_begun: bool = True) -> None:
         super().__init__(str(death))
         self.death = death
+        self.was_begun = was_begun
+        """False: what it was asked certainly had no effect."""
 
 
 class Reply(msgspec.Struct):

@@ -37,6 +37,8 @@ class Said(msgspec.Struct):
     forked: int | None = None
     pid: int = 0
     reply: Reply | None = None
+    leaving: int | None = None
+    """The last call that it has begun: it begins no other."""
     died: int | None = None
     cause: Cause = Cause.KILLED
     suspects: tuple[int, ...] = ()
@@ -136,6 +138,8 @@ class RemoteHost(asyncio.Protocol):
         self._forking: dict[int, asyncio.Future[int]] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._next_call = 0
+        self._last_begun: int | None = None
+        """Of a service that is leaving."""
         self._next_number = 0
         self._heard = self._loop.time()
         self._pinging: asyncio.Task[None] | None = None
@@ -206,8 +210,17 @@ class RemoteHost(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.is_dead = True
         self._fail(_Lost(str(error or "the service closed the connection (a wrong GSPO_ENV_TOKEN?)")))
+        self._fail_what_was_not_begun()
         for process in list(self._processes.values()):
             process.end(Death(Cause.KILLED, process.acting(), "the environment service is unreachable"))
+
+    def _fail_what_was_not_begun(self) -> None:
+        if self._last_begun is None:
+            return
+        death = Death(Cause.KILLED, detail="the environment service is leaving")
+        for number, answered in self._calls.items():
+            if number > self._last_begun and not answered.done():
+                answered.set_exception(Died(death, was_begun=False))
 
     def _hear(self, said: Said) -> None:
         if not self._ready.done():
@@ -223,6 +236,8 @@ class RemoteHost(asyncio.Protocol):
             answered = self._calls.get(said.reply.id)
             if answered is not None and not answered.done():
                 answered.set_result(said.reply)
+        elif said.leaving is not None:
+            self._last_begun = said.leaving
         elif said.died is not None and said.died in self._processes:
             self.tail = said.output
             self._processes[said.died].end(Death(said.cause, frozenset(said.suspects), said.detail))
@@ -307,4 +322,4 @@ class RemoteProcess:
         self.on_death(self)
 
     def acting(self) -> frozenset[int]:
-        return frozenset(self._owed.values())
+        return frozenset(session for answered, session in self._owed.items() if not answered.done())

@@ -84,6 +84,8 @@ class Guest:
         self._processes: dict[int, HostProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Task[None]] = set()
+        self._last_begun = 0
+        """Calls are numbered by the worker, in order."""
         self._is_leaving = False
 
     async def serve(self, token_sha256: str) -> None:
@@ -118,9 +120,11 @@ class Guest:
             yield frame
 
     async def leave(self) -> None:
-        """Finishes and answers the calls under way. It starts no later ones: their callers go elsewhere, so nothing is
-        done twice."""
+        """Finishes and answers the calls under way. It starts no later ones, and says which was the last: their callers
+        go elsewhere, so nothing is done twice."""
         self._is_leaving = True
+        if self._host is not None:
+            self._say({"leaving": self._last_begun})
         if self._calls:
             await asyncio.wait(set(self._calls), timeout=LEAVING_S)
 
@@ -139,6 +143,7 @@ class Guest:
                 call = self._start(
                     self._call(number, process, _Request(session, operation, budget_s, cast(wire.Arguments, given)))
                 )
+                self._last_begun = number
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
             case {"fork": int(number)}:

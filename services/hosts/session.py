@@ -208,7 +208,7 @@ class HostedSession:
                 if self._is_guilty(died.death):
                     return self._broken(died.death, turn)
                 self._lose(died.death)
-                if may_have_acted and not self._environment.replayable:
+                if may_have_acted and died.was_begun and not self._environment.replayable:
                     me = self._died_as in died.death.suspects
                     raise SessionLost("host", f"it is unknown whether it acted: {died.death}", is_suspect=me) from died
             else:

@@ -84,7 +84,11 @@ class EpisodeAttempt:
         again = bool(self._record)
         task = await self._in_environment(self._order.environment.task(lease.split, lease.task_index), again=again)
         start = await self._in_environment(self._session.start(task, self._order.seed), again=again)
-        return self._history.begin(start)
+        stop = self._history.begin(start)
+        # Begun once more it might show something else, after which nothing that was sampled could be kept.
+        if stop is None and not again and not self._order.environment.replayable:
+            await self._keep_world()
+        return stop
 
     async def _go_on(self, world: WorldSnapshot) -> None:
         lease = self._order.lease
@@ -123,7 +127,10 @@ class EpisodeAttempt:
 
     @property
     def _can_go_on_elsewhere(self) -> bool:
-        """Without acting twice, and without sampling anything again."""
+        """Without acting twice, and without sampling anything again.
+
+        A world that has not acted, and of which nothing could be kept, is believed to begin the same way twice.
+        """
         is_kept = self._kept_turn == len(self._ledger.turns) - 1
         return self._order.environment.replayable or is_kept or not self._num_acted
 

@@ -35,7 +35,7 @@ class EnvironmentDriver:
             if world.stands_at(record, stop_ids):
                 return GoOn(kept.data)
             setting.counters.add("worlds/too_old")
-            if not environment.replayable:
+            if kept.num_segments and not environment.replayable:
                 # Later turns may or may not have been acted on.
                 stands = world.stands_at(record[: kept.num_segments], stop_ids)
                 return Rewind(kept.num_segments, kept.data) if stands else Again()

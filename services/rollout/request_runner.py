@@ -139,7 +139,7 @@ class RequestRunner:
             given.write(json.dumps({**order, "descriptor": answer.fileno()}).encode())
             given.seek(0)
             process = subprocess.Popen(  # noqa: ASYNC220 - it starts in a few milliseconds
-                [python, "-m", "services.hosts.inside.keeper", "gspo_core.testing", str(given.fileno())],
+                [python, "-m", "gspo_core.keeper", "gspo_core.testing", str(given.fileno())],
                 pass_fds=(given.fileno(), answer.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -17,7 +17,7 @@ from services.state.functions import Functions
 from services.state.jobs import JobNotFound
 from services.state.keys import job_key, job_keys
 from services.state.rebuild import encode_description
-from services.state.refusals import Missing
+from services.state.refusals import Damaged, Missing
 
 
 class EnvironmentDescriptions:
@@ -45,7 +45,10 @@ class EnvironmentDescriptions:
         held = await self._functions.redis.hget(job_key(job, "environments"), str(index))
         if held is None:
             return None
-        description = _description(held)
+        try:
+            description = _description(held)
+        except ValueError as error:
+            raise Damaged(f"the description of environment {index}: {error}") from None
         if self._jobs_dir is not None:
             await self._to_disk(JobRecords(self._jobs_dir.job(job)).write_environment, index, description)
         return description

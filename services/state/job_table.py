@@ -21,12 +21,14 @@ from pydantic import BaseModel
 from services.files.disk_space import write_when_there_is_room
 from services.files.job_dir import JobsDir
 from services.files.job_records import AcceptedJob, JobRecords
+from services.process.telemetry import get_logger
 from services.state.functions import Functions
 from services.state.jobs import (
     HANDED_OVER,
     LOST,
     CancelManner,
     Claim,
+    DamagedJob,
     DesiredState,
     IllegalTransition,
     InvalidCursor,
@@ -95,6 +97,8 @@ class JobTable:
         self._now = now
         # A claim whose reply was lost is repeated with the same token, so it is not lost for a whole lease.
         self._unanswered: dict[str, str] = {}
+        self._reported: set[str] = set()
+        """Jobs whose record was found damaged."""
         # One claim at a time: two claims sharing a token would both believe they own the job.
         self._claiming = asyncio.Lock()
 
@@ -170,6 +174,7 @@ class JobTable:
         fields = await self._fields(job)
         directory = self._directory(job)
         while directory is not None:
+            _job(job, fields)  # no file is written of what cannot be read
             record = {name: fields[name.encode()].decode() for name in STATUS_FIELDS if name.encode() in fields}
             if await self._to_disk(directory.write_status, int(fields[b"revision"]), record):
                 break
@@ -350,8 +355,10 @@ class JobTable:
         return False
 
     async def _is_left_to_others(self, job: str, unfit: Callable[[str], str | None]) -> bool:
-        spec, desired = await self._redis.hmget(job_key(job, "job"), ["spec", "desired_state"])
-        problem = None if spec is None or desired == DesiredState.CANCELLED.encode() else unfit(spec.decode())
+        if not (fields := await self._redis.hgetall(job_key(job, "job"))):
+            return False
+        record = _job(job, fields)
+        problem = None if record.desired_state is DesiredState.CANCELLED else unfit(record.spec)
         if problem is None:
             return False
         await self.explain_queued(job, StatusReason("capacity", problem))
@@ -398,8 +405,8 @@ class JobTable:
             return None
         if status is None:
             return None
-        if not token or token.decode() == self._unanswered.get(job):
-            return _Owner("", "", status.decode() == JobStatus.QUEUED)
+        if not token or token == self._unanswered.get(job, "").encode():
+            return _Owner("", "", status == JobStatus.QUEUED.encode())
         owner = _Owner(token, beat, job_is_queued=False)
         return owner if self._watch.stands_still(job, (token, beat)) else None
 
@@ -439,7 +446,21 @@ class JobTable:
             for job in jobs:
                 pipeline.hgetall(job_key(job, "job"))
             replies = await pipeline.execute()
-        return [_job(job, fields) for job, fields in zip(jobs, replies, strict=True) if fields]
+        return [
+            record
+            for job, fields in zip(jobs, replies, strict=True)
+            if fields and (record := self._readable(job, fields)) is not None
+        ]
+
+    def _readable(self, job: str, fields: dict[bytes, bytes]) -> JobRecord | None:
+        """None of a job whose record is damaged, which is reported once."""
+        try:
+            return _job(job, fields)
+        except DamagedJob as error:
+            if job not in self._reported:
+                self._reported.add(job)
+                get_logger().error("a job's record in Redis cannot be read and is skipped", job=job, error=str(error))
+            return None
 
     def _keys(self, job: str) -> list[str]:
         try:
@@ -465,7 +486,16 @@ def _canonical(spec: BaseModel | str) -> tuple[str, str]:
 
 
 def _job(job: str, fields: dict[bytes, bytes]) -> JobRecord:
+    """Raises DamagedJob."""
+    try:
+        return _read(job, fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedJob(job, f"{type(error).__name__}: {error}") from None
+
+
+def _read(job: str, fields: dict[bytes, bytes]) -> JobRecord:
     record = {name.decode(): value.decode() for name, value in fields.items()}
+    int(record["revision"])  # of its files: every change counts it up
     code, version = record.get("reason_code"), record.get("policy_version")
     return JobRecord(
         id=job,

@@ -170,6 +170,14 @@ class JobNotFound(LookupError):
         self.job = job
 
 
+class DamagedJob(JobNotFound):
+    """The job's record in Redis cannot be read: it is left alone, as if it were not there."""
+
+    def __init__(self, job: str, reason: str) -> None:
+        LookupError.__init__(self, f"the record of job {job} in Redis cannot be read: {reason}")
+        self.job = job
+
+
 class JobConflict(Exception):
     """The idempotency key or the id belongs to a job with another body."""
 

@@ -36,9 +36,9 @@ class MetricSeries:
             raise JobNotFound(job) from None
 
     async def read(self, job: str, from_step: int = 0) -> list[dict[str, Any]]:
-        """One dict per step, in order: ``{"step": n, name: value, ...}``."""
+        """One dict per step, in order: ``{"step": n, name: value, ...}``. What is no step is passed over."""
         rows = await self._functions.call("read_metrics", job_keys(job), from_step)
-        return [_row(row) for row in rows]
+        return [_row(row) for row in rows if row[0].isdigit()]
 
 
 def _row(row: list[bytes]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ async def damage_record(
     ``tell`` is given the group before: who is not answered does not know whether it was done.
     """
     key = job_key(job, table)
-    fields = sorted(await client.hkeys(key))
+    fields = sorted(name for name in await client.hkeys(key) if isinstance(name, bytes))
     if not fields:
         return None
     field = rng.choice(fields)

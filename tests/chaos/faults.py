@@ -112,7 +112,7 @@ class Faults:
             async with impatient(self._stack.redis_url) as client:
                 for job in self._running():
                     name = await client.hget(job_key(job, "trainer"), "trainer")
-                    pid = int(name.rpartition(b"-")[2]) if name else 0
+                    pid = int(name.rpartition(b"-")[2]) if isinstance(name, bytes) else 0
                     owners += [(job, one) for one in self._stack.of("trainer") if one.pid == pid and not one.is_stopped]
         return rng.choice(owners) if owners else None
 

@@ -27,13 +27,15 @@ MAX_CALL_TOKENS = 48
 NUM_KINDS = max(len(WORLDS), len(ON_STALE), len(LEARNERS))
 """So many jobs in a row are of every kind."""
 
+WORLD_NAMES = tuple([world.__name__ for world in WORLDS])
+
 
 def job_spec(
     number: int,
     work: Path,
     steps: int,
     seed: int,
-    worlds: Sequence[str] = tuple(world.__name__ for world in WORLDS),
+    worlds: Sequence[str] = WORLD_NAMES,
     transports: Sequence[str] = TRANSPORTS[:1],
 ) -> dict[str, Any]:
     """The ``number``-th job of a run; a function of its arguments."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gspo_core.messages import ToolCall
 from gspo_core.types import Trajectory
 from tests.apparatus.scripted_engine import language
 from tests.chaos.evidence import Evidence, JobEvidence
@@ -80,7 +81,7 @@ def _broken_talk(trajectory: Trajectory, talker: Talker) -> Iterator[str]:
         parsed = talker.codec.parse(turn)
         if not parsed.calls:
             continue
-        number = int(parsed.calls[0].arguments["number"])
+        number = _number(parsed.calls[0])
         state, count, total = chain(state, number), count + 1, total + number
         answered = ids[end : next((place for place in range(end, len(ids)) if acts[place]), len(ids))]
         found = _ANSWER.findall(talker.codec.tokenizer.decode(answered))
@@ -104,6 +105,12 @@ def first_words(trajectory: Trajectory, talker: Talker) -> list[tuple[int, str]]
     return [(int(number), run) for number, run in _TASK.findall(talker.codec.tokenizer.decode(prompt))]
 
 
+def _number(call: ToolCall) -> int:
+    arguments = call.arguments
+    assert isinstance(arguments, dict)
+    return int(str(arguments["number"]))
+
+
 def turns(acts: Sequence[bool]) -> Iterator[tuple[int, int]]:
     begin = None
     for place, act in enumerate([*acts, False]):
@@ -122,7 +129,7 @@ def nothing_acted_twice(evidence: Evidence, job: JobEvidence, talker: Talker) ->
     """
     attempts = _attempts_by_run(job, talker)
     for spec in job.spec.environments:
-        path = evidence.work / Path(spec.config["ledger"]).name
+        path = evidence.work / Path(str(spec.config["ledger"])).name
         acts = Counter(path.read_text().splitlines()) if path.exists() else Counter()
         is_kept = spec.ref.endswith(":Kept")
         for act, count in acts.items():

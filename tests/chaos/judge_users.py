@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,10 +55,30 @@ def _times(job: JobEvidence) -> list[tuple[int, float]]:
 
 
 def who_is_held_stands_still(job: JobEvidence) -> Iterator[str]:
+    for begin, end in _asked_holds(job):
+        # The first one may have been under way when the answer came.
+        if later := [step for step, at in _times(job) if begin < at < end][1:]:
+            yield f"the steps {later} were taken although the API had said yes to a pause"
     for begin, end in _holds(job):
         for step, at in _times(job):
             if begin < at < end:
                 yield f"step {step} was taken {at - begin:.2f} s after the job said that it was paused"
+
+
+def _asked_holds(job: JobEvidence) -> Iterator[tuple[float, float]]:
+    """From the answer to the request to go on, which none is where the job ended first; not where an earlier one of
+    those may come late."""
+    asked = None
+    for act in job.acts:
+        if act["act"] == "resume unheard":
+            return
+        if act["act"] == "pause" and act["answer"] == "yes":
+            asked = act["at"]
+        elif act["act"] == "resume" and asked is not None:
+            yield asked, act["at"]
+            asked = None
+    if asked is not None:
+        yield asked, math.inf
 
 
 def _holds(job: JobEvidence) -> Iterator[tuple[float, float]]:

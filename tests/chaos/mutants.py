@@ -109,8 +109,8 @@ MUTANTS = {
     ),
     "who is held goes on": Mutant(
         "services/trainer/telling/status.py",
-        "while await self._desired() is DesiredState.PAUSED:",
-        "while False:",
+        "if await self._desired() is not DesiredState.PAUSED:",
+        "if True:",
         short("hold job", faults=8),
     ),
     "what an engine says of its weights is believed": Mutant(

@@ -92,8 +92,8 @@ def _hand_over(streams: tuple[int, int, int]) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    for target, one in enumerate(streams):
-        os.dup2(one, target)
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
     for one in os.listdir("/proc/self/fd"):
         if int(one) > 2:
             try:

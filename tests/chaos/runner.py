@@ -76,6 +76,8 @@ class Run:
         self.misses: Counter[str] = Counter()
         self._after: set[asyncio.Task[None]] = set()
         self._num_submitted = 0
+        self._is_submitting = False
+        """A job that may be accepted and that nobody watches yet."""
         self._is_calm = False
         self._began = time.monotonic()
 
@@ -150,7 +152,9 @@ class Run:
         number = self._num_submitted
         self._num_submitted += 1
         is_raced = number % RACED_SHARE == 0
+        self._is_submitting = True
         job = await self.users.submit(number, is_raced=is_raced)
+        self._is_submitting = False
         self._kinds[job] = kinds_of(self._spec(number)) | (
             {RACED} if is_raced and self.options.size.apis > 1 else set()
         )
@@ -241,7 +245,7 @@ class Run:
 
     async def _settle(self, submitting: asyncio.Task[None]) -> None:
         deadline = time.monotonic() + self.options.settle_s
-        while (open_jobs := self.watch.open()) or self._wants_jobs or self._after:
+        while (open_jobs := self.watch.open()) or self._wants_jobs or self._is_submitting or self._after:
             self._check(submitting)
             await self.users.let_everybody_go()
             if time.monotonic() > deadline:

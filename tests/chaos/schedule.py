@@ -65,6 +65,8 @@ class Fault:
 def plan(seed: int, count: int, seconds: float, without: Collection[str] = ()) -> list[Fault]:
     """``count`` faults within ``seconds``, in shares of WEIGHTS, each kind some times, with gaps as of independent
     accidents."""
+    if not count:
+        return []
     rng = random.Random(seed)
     weights = {kind: weight for kind, weight in WEIGHTS.items() if kind not in without}
     total = sum(weights.values())

@@ -154,7 +154,8 @@ def test_tasks_in_order_are_sound_and_one_that_is_skipped_or_used_twice_is_found
 
 def job_of_turns(talker: Talker, rng: random.Random, count: int, keeps: Callable[[float], bool]) -> MadeUp:
     """``keeps`` is asked with the length of each turn as a share of the longest that may follow its prompt."""
-    job, episodes = MadeUp(), []
+    job = MadeUp()
+    episodes = list[SimpleNamespace]()
     while len(episodes) < count:
         prompt = [rng.randrange(400) for _ in range(20)]
         possible = talker.possible_lengths(prompt)
@@ -324,6 +325,23 @@ def test_a_step_of_a_job_that_is_held_is_found(tmp_path: Path) -> None:
     assert list(judge_users.who_is_held_stands_still(job)) == []
 
 
+def test_a_job_that_never_obeys_a_pause_is_found(tmp_path: Path) -> None:
+    job = job_with_times(tmp_path, {})
+    paused, resumed = {"act": "pause", "at": 1.5, "answer": "yes"}, {"act": "resume", "at": 2.5}
+    job.acts = [paused, resumed]
+    assert list(judge_users.who_is_held_stands_still(job)) == []  # step 2 was under way
+    resumed["at"] = 3.5
+    (problem,) = judge_users.who_is_held_stands_still(job)
+    assert "the steps [3] were taken" in problem
+    job.acts = [paused]  # it came to its end before anybody let it go
+    (problem,) = judge_users.who_is_held_stands_still(job)
+    assert "the steps [3, 4] were taken" in problem
+    job.acts = [{"act": "resume unheard", "at": 1.4}, paused, resumed]
+    assert list(judge_users.who_is_held_stands_still(job)) == []
+    job.acts = [paused | {"answer": "no answer: lost"}, resumed]
+    assert list(judge_users.who_is_held_stands_still(job)) == []
+
+
 def test_who_was_given_up_is_cancelled_and_nobody_else(tmp_path: Path) -> None:
     from tests.chaos import judge_lineage
 
@@ -343,5 +361,8 @@ def test_who_was_given_up_is_cancelled_and_nobody_else(tmp_path: Path) -> None:
 def test_forged_evidence_is_what_a_run_writes() -> None:
     """The names that the tests above forge are those that the run notes."""
     source = (Path(__file__).parent / "users.py").read_text()
-    assert all(f'act="{act}"' in source for act in ("change", "changed", "stands", "resume", "cancelled"))
+    assert all(
+        f'act="{act}"' in source
+        for act in ("change", "changed", "pause", "stands", "resume", "resume unheard", "cancelled")
+    )
     assert json.loads('{"kind": "turn bit"}')["kind"] in (Path(__file__).parent / "schedule.py").read_text()

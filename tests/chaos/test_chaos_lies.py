@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from redis.asyncio import Redis
 
 from gspo_core.codec import SegmentRejected, decode, encode
 from gspo_core.engine_label import EngineLabel
@@ -18,6 +17,7 @@ from gspo_core.types import EpisodeKey, Segment
 from services.engines.errors import EngineProtocolError, EngineUnavailable
 from services.engines.sglang import EngineClient
 from services.process.ports import free_port
+from services.state.client import connect
 from services.state.keys import job_key
 from services.state.server import RedisServer
 from tests.chaos.damage import damage_record
@@ -107,7 +107,7 @@ def test_a_turned_bit_is_one_that_the_checksum_finds(place: float) -> None:
 async def test_only_a_record_that_is_there_becomes_garbage(tmp_path: Path) -> None:
     key = job_key("job_a", "episodes")
     with RedisServer.spawn(tmp_path / "redis") as server:
-        client: Redis = Redis.from_url(server.url)
+        client = connect(server.url)
         told = list[int]()
         assert await damage_record(client, "job_a", "episodes", random.Random(1), told.append) is None
         await client.hset(key, "12:1", b"a record")

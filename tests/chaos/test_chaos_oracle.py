@@ -50,7 +50,7 @@ def train_a_group_twice(job: MadeUp) -> None:
 
 
 def lose_a_group(job: MadeUp) -> None:
-    job.batches[2, 3].extra["dropped"].clear()  # type: ignore[attr-defined]
+    job.batches[2, 3].extra["dropped"].clear()
 
 
 def drop_for_no_known_reason(job: MadeUp) -> None:
@@ -136,7 +136,7 @@ def test_an_act_is_found_once_for_each_attempt(
     group = SimpleNamespace(trajectories=[SimpleNamespace(branches=[branch], attempt=attempt)])
     job.__dict__["batches"] = {(1, 1): SimpleNamespace(groups=[group])}
     environment = SimpleNamespace(ref=f"tests.chaos.worlds:{world}", config={"ledger": "/elsewhere/ledger-0"})
-    job.spec.environments = [environment]  # type: ignore[misc,list-item]
+    job.spec.environments = (environment,)  # type: ignore[misc,assignment]
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
     talker: Any = SimpleNamespace(codec=SimpleNamespace(tokenizer=tokenizer))
     evidence: Any = SimpleNamespace(work=tmp_path)

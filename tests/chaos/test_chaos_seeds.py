@@ -49,6 +49,10 @@ def test_schedule_and_jobs_follow_from_the_seed(tmp_path: Path) -> None:
     assert everything(777) != everything(778)
 
 
+def test_a_run_that_brings_its_own_disturbance_plans_no_fault() -> None:
+    assert plan(12, 0, 0.0) == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_few_jobs_are_of_every_kind(seed: int, tmp_path: Path) -> None:
     specs = [job_spec(number, tmp_path, 24, seed, transports=TRANSPORTS) for number in range(NUM_KINDS)]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gspo_core.client import ApiError, Client, ClientError
+from gspo_core.json_value import JSON
 from tests.chaos.faults import Hit, Outcome
 from tests.chaos.stack import Stack
 from tests.chaos.watch import Watch
@@ -84,13 +85,12 @@ class Users:
         job = self._some_job(rng)
         if job is None:
             return "no job trains"
-        changes = rng.choice(
-            [
-                {"optimizer": {"lr": rng.choice([1e-4, 5e-4, 2e-3])}},
-                {"objective": {"clip_high": rng.choice([0.1, 0.3, 0.5])}},
-                {"optimizer": {"max_grad_norm": rng.choice([0.1, 0.5])}, "checkpoint_every": rng.choice([2, 4, 6])},
-            ]
-        )
+        possible: list[dict[str, JSON]] = [
+            {"optimizer": {"lr": rng.choice([1e-4, 5e-4, 2e-3])}},
+            {"objective": {"clip_high": rng.choice([0.1, 0.3, 0.5])}},
+            {"optimizer": {"max_grad_norm": rng.choice([0.1, 0.5])}, "checkpoint_every": rng.choice([2, 4, 6])},
+        ]
+        changes = rng.choice(possible)
         self._num_changes += 1
         change = {"job": job, "change": self._num_changes, "changes": changes}
         self._note("acts.jsonl", act="change", **change)
@@ -116,7 +116,6 @@ class Users:
             if await self._stands(job):
                 self._note("acts.jsonl", act="stands", job=job)
                 await asyncio.sleep(seconds)
-                self._note("acts.jsonl", act="resume", job=job)
             await self._resume(job, rng)
         finally:
             self._held.discard(job)
@@ -138,8 +137,11 @@ class Users:
     async def _resume(self, job: str, rng: random.Random) -> None:
         deadline = time.monotonic() + SUBMIT_FOR_S
         while not self._watch.jobs[job].is_over:
+            self._note("acts.jsonl", act="resume", job=job)
             answer = await self._ask(rng, lambda client: client.resume(job))
             is_answered = not isinstance(answer, str) or answer.startswith("4")
+            if not is_answered:
+                self._note("acts.jsonl", act="resume unheard", job=job)
             if is_answered and self._watch.jobs[job].status not in ("pausing", "paused"):
                 return
             if time.monotonic() > deadline:

@@ -28,7 +28,8 @@ SAMPLE_S = 0.5
 
 def impatient(redis_url: str) -> RedisClient:
     """A client that does not wait for a server that is away."""
-    client: RedisClient = RedisClient.from_url(redis_url, protocol=2, socket_timeout=2.0, retry=None)
+    client = RedisClient.from_url(redis_url, protocol=2, socket_timeout=2.0, retry=None)
+    assert isinstance(client, RedisClient)
     return client
 
 

@@ -6,6 +6,8 @@ import io
 import json
 import random
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -318,7 +320,7 @@ class Locked(Counter):
     ("cls", "check", "reason"),
     [
         (NetworkDown, "calls", "none of 15 random calls succeeded, for example: ConnectionError: no route to host"),
-        (HandsOutAGenerator, "calls", "the result contains a generator, which is not JSON"),
+        (HandsOutAGenerator, "calls", "the result contains a value of type generator, which is not JSON"),
         (NeedsTheMainThread, "calls", "signal only works in main thread"),
         (Locked, "calls", "none of 1 of the oracle's calls succeeded.*there is no 3"),
         (KeywordsAlone, "tools", r"add takes only \*\*kwargs, so the policy is told of no arguments"),
@@ -343,6 +345,68 @@ def test_where_random_arguments_may_be_to_blame_an_oracle_is_asked_for() -> None
     assert calls.status is Status.WARN
     assert "define an oracle" in calls.message
     assert calls.data == {"calls": 15, "errors": 15}
+
+
+class HalfDown(Counter):
+    def look(self, page: str) -> str:
+        """Look a page up.
+
+        Args:
+            page: which
+        """
+        raise ConnectionError("no route to host")
+
+
+def test_a_tool_that_fails_whatever_it_is_given_is_named_though_others_work() -> None:
+    """The world would teach that this tool is useless."""
+    (calls,) = (check for check in validate(HalfDown, timeout_s=60.0).checks if check.id == "calls")
+    assert calls.status is Status.WARN
+    assert re.search(r"no call of look succeeded \(\d+ of \d+\), for example: ConnectionError: no route", calls.message)
+
+
+LEAVES_DAEMONS = """
+import os, time
+
+class Guess:
+    tasks = [{{"number": 3}}, {{"number": 5}}]
+
+    def reset(self, number: int):
+        if (child := os.fork()) == 0:
+            os.setsid()
+            if os.fork() == 0:
+                with open({pids!r}, "a") as file:
+                    file.write(f"{{os.getpid()}}\\n")
+                time.sleep(600)
+            os._exit(0)
+        os.waitpid(child, 0)
+        return "Guess."
+
+    def get_reward(self):
+        return 0.0
+"""
+
+
+def is_gone(pid: str) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans can be adopted on Linux only")
+def test_no_daemon_of_a_world_outlives_the_command_that_examined_it(tmp_path: Path) -> None:
+    pids, world = tmp_path / "pids", tmp_path / "guess.py"
+    world.write_text(LEAVES_DAEMONS.format(pids=str(pids)))
+    asked = json.dumps({"ref": f"{world}:Guess", "config": {}, "model": None, "timeout_s": 60.0, "descriptor": 1})
+    examined = subprocess.run(
+        [sys.executable, "-m", "gspo_core.keeper", "gspo_core.testing", asked], capture_output=True, check=False
+    )
+    assert (examined.returncode, b"Traceback" in examined.stderr) == (0, False)
+    examined_before = len(pids.read_text().split())
+    main(["env", "validate", f"{world}:Guess", "--timeout", "60"])
+    started = pids.read_text().split()
+    assert len(started) > examined_before > 0
+    assert [pid for pid in started if not is_gone(pid)] == []
 
 
 class Penalising(Counter):

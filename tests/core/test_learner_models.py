@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
 
 from gspo_core.batch import TrainSequence
 from gspo_core.learner import Learner, policy_model
@@ -165,6 +167,17 @@ def test_low_rank_additions_train_alone_and_are_published_summed(
     for sequence, logprobs in zip(sequences, learner.logprobs(sequences), strict=True):
         np.testing.assert_allclose(logprobs[1:], by_transformers(tmp_path / "out", sequence), atol=2e-5)
     assert np.abs(learner.logprobs(sequences)[0] - plain.logprobs(sequences)[0]).max() > 1e-3
+
+
+def test_an_export_holds_one_addition_at_a_time(tmp_path: Path) -> None:
+    """All additions together are as large as the model, and a second set of summed weights is too."""
+    learner = make_learner(write_model(tmp_path, num_hidden_layers=6), lora=LORA)
+    sizes = [4 * parameter.numel() for parameter in learner._policy.parameters()]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        learner.copy_weights()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    assert sum(sizes) <= max(held) <= sum(sizes) + max(sizes)
 
 
 def test_low_rank_additions_to_experts_are_refused(directories: dict[str, Path]) -> None:

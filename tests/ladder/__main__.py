@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from services.launch.stack import StackError, terminate_as_interrupt
 from tests.ladder import report
 from tests.ladder.axes import TRAINED
+from tests.ladder.commit import commit_of
 from tests.ladder.job import Result
 from tests.ladder.run import Climb, Place, climb
 
@@ -43,7 +43,7 @@ def main() -> int:
         if arguments.shape:
             from tests.ladder.shape import measure
 
-            return measure(place, _commit(), arguments.train, say)
+            return measure(place, commit_of(ROOT), arguments.train, say)
         return _climb(place, arguments.seed, arguments.only, arguments.any_commit)
     except StackError as error:
         say(f"ladder: FAILED: {error}")
@@ -55,7 +55,7 @@ def _climb(place: Place, given: int | None, only: str, any_commit: bool) -> int:
     last = int(seed_file.read_text()) if seed_file.is_file() else None
     seed = next(one for one in (given, last, random.SystemRandom().randrange(10**6)) if one is not None)
     seed_file.write_text(str(seed))
-    run = Climb(_commit(), seed, only, any_commit)
+    run = Climb(commit_of(ROOT), seed, only, any_commit)
     say(f"ladder: seed {seed}, commit {run.commit}, in {place.path}")
     results: list[Result] = []
     num_rows = 0
@@ -73,18 +73,6 @@ def _climb(place: Place, given: int | None, only: str, any_commit: bool) -> int:
     if len(results) == num_rows:
         seed_file.unlink()
     return 1 if failed or not (only or len(results) == num_rows) else 0
-
-
-def _commit() -> str:
-    """With a mark where the tree is not what was committed."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or "unknown"
 
 
 def say(text: str) -> None:

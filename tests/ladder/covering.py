@@ -27,7 +27,7 @@ class Covering:
 
 
 def pairs_of(names: Sequence[str], row: Values) -> Iterator[Pair]:
-    yield from combinations(zip(names, row, strict=True), 2)  # type: ignore[misc]
+    yield from combinations(zip(names, row, strict=True), 2)
 
 
 def cover(

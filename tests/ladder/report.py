@@ -1,6 +1,6 @@
 """The results of the ladder as a page: ``benchmarks/results/ladder.md``, made from ``ladder.json`` beside it.
 
-Rule: rows and shape are measured apart, and measuring one keeps what the page says of the other.
+Rule: rows and shapes are measured apart, and measuring one keeps what the page says of the others.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.ladder.axes import TRAINED
 from tests.ladder.covering import Pair
 from tests.ladder.job import Result
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from tests.ladder.run import Ladder
 
 MIB = 2**20
+WRITTEN = ("benchmarks/results/ladder.json", "benchmarks/results/ladder.md")
 LEGEND = """Each row is a real job of
 two steps on the real stack. Rows with `j2` run two at a time, on two trainers and two engines. A row is named by the
 tokens of its prompt (`p`, exact after `=`), the tokens added to an observation (`o`), turns (`t`), tools (`f`), world,
@@ -91,21 +94,21 @@ def write(root: Path, ladder: Ladder, results: Sequence[Result]) -> None:
     _update(root, "rows", part)
 
 
-def write_shape(root: Path, part: Mapping[str, Any]) -> None:
-    _update(root, "shape", {**part, "date": _today(), "cpus": os.cpu_count()})
+def write_shape(root: Path, train: str, part: Mapping[str, Any]) -> None:
+    _update(root, f"shape {train}", {**part, "date": _today(), "cpus": os.cpu_count()})
 
 
 def _update(root: Path, name: str, part: Mapping[str, Any]) -> None:
-    folder = root / "benchmarks" / "results"
-    kept = folder / "ladder.json"
+    kept, shown = (root / path for path in WRITTEN)
     parts = json.loads(kept.read_text()) if kept.is_file() else {}
     parts[name] = part
     kept.write_text(json.dumps(parts, indent=1) + "\n")
-    (folder / "ladder.md").write_text(page(parts))
+    shown.write_text(page(parts))
 
 
 def page(parts: Mapping[str, Any]) -> str:
-    return "\n".join(["# The size ladder", "", *_rows_part(parts.get("rows")), *_shape_part(parts.get("shape"))])
+    shapes = (_shape_part(train, parts.get(f"shape {train}")) for train in reversed(TRAINED))
+    return "\n".join(["# The size ladder", "", *_rows_part(parts.get("rows")), *chain.from_iterable(shapes)])
 
 
 def _rows_part(part: Mapping[str, Any] | None) -> Iterator[str]:
@@ -138,12 +141,13 @@ def _worlds(worlds: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     yield from (_line([name, str(one["tools"]), str(one["prompt"])]) for name, one in worlds.items())
 
 
-def _shape_part(part: Mapping[str, Any] | None) -> Iterator[str]:
+def _shape_part(train: str, part: Mapping[str, Any] | None) -> Iterator[str]:
     if part is None:
         return
-    yield f"## The exact shape of {part['shape']}, random weights"
+    yield f"## The exact shape of {part['shape']}, random weights, {train} training"
     yield ""
-    yield f"`python -m tests.ladder --shape {part['shape'].lower()}`, commit {part['commit']}, {part['date']},"
+    command = f"python -m tests.ladder --shape {part['shape'].lower()} --train {train}"
+    yield f"`{command}`, commit {part['commit']}, {part['date']},"
     yield f"{part['cpus']} cores. {part['about']}"
     yield ""
     yield _line(["what", "measured"])

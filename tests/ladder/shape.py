@@ -64,9 +64,10 @@ def measure(place: Place, commit: str, train: str, say: Callable[[str], None]) -
         loading = peaks(stack.pids)["engine-0"]
         (result,) = play(stack, place.data, [job])
     say(line(result))
-    about = f"{num_parameters:,} parameters, {threads} threads for trainer and engine each, {row.train} training."
+    about = f"{num_parameters:,} parameters, {threads} threads for trainer and engine each."
     report.write_shape(
         Path(__file__).parents[2],
+        train,
         {"shape": NAME, "commit": commit, "about": about, "measured": _measured(result, loading)},
     )
     return 1 if result.problems else 0

@@ -178,4 +178,5 @@ def _beside(unit: Tensor, cosine: float) -> Tensor:
     """A direction at that angle to it."""
     other = torch.randn(HIDDEN)
     other -= (other @ unit) * unit
-    return cosine * unit + (1 - cosine**2) ** 0.5 * other / other.norm()
+    found: Tensor = cosine * unit + (1 - cosine**2) ** 0.5 * other / other.norm()
+    return found

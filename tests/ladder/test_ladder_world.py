@@ -16,7 +16,7 @@ SIZED = f"{Path(__file__).with_name('world.py')}:Sized"
 
 
 def call(name: str, **arguments: str) -> ToolCall:
-    return ToolCall(name, arguments, CallStatus.OK, "", 0, 1)
+    return ToolCall(name, {**arguments}, CallStatus.OK, "", 0, 1)
 
 
 async def test_the_world_inside_is_played_and_what_is_added_is_answered() -> None:

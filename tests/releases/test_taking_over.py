@@ -18,6 +18,9 @@ from services.files.job_dir import JobDir
 from tests.releases.installation import API, ENGINE, TRAINER, WORKER, Installation, extract_tree, installed
 from tests.releases.make import STEPS, about, unpack, write_world_and_model
 
+# An installation is started, upgraded and played to its end: each wait has a deadline of its own.
+pytestmark = pytest.mark.timeout(900)
+
 RELEASES = sorted(Path(__file__).parent.glob("*.tar.xz"))
 NAMES = [path.name.removesuffix(".tar.xz") for path in RELEASES]
 ENDED_S = 120.0

@@ -210,6 +210,15 @@ REDIS = (
         ),
     ),
     Row(
+        "A job's own record in Redis cannot be read (`DamagedJob`)",
+        (),
+        "is played on by nobody",
+        "waits",
+        "no list shows it, its page says why (404), the log of every process says it once; all other jobs go on",
+        NO,
+        ("test_store_damaged.py::test_one_job_that_cannot_be_read_hides_no_other",),
+    ),
+    Row(
         "Redis refuses the password (`CredentialsRefused`), a command (`NotPermitted`), or rejects a call for good "
         "(`RedisFault`)",
         ("error:CredentialsRefused", "error:NotPermitted", "error:RedisFault"),

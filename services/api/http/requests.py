@@ -1,15 +1,16 @@
 """Common to every request: an id, a log line, and a body that is read with care.
 
 One rule: no caller can make the service read without bound, or send a text that can be understood in two ways; a body
-where none is taken and an unknown parameter are refused, not ignored. Every failure of ours is answered in the one
-shape and logged under the same id.
+where none is taken, an unknown parameter and one that is given twice are refused, not ignored. Every failure of ours is
+answered in the one shape and logged under the same id.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastapi import Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, JsonValue
+from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gspo_core import strict_json
@@ -103,18 +105,23 @@ class StrictRoute(APIRoute):
         takes_body = self.body_field is not None or "requestBody" in (self.openapi_extra or {})
 
         async def handle_strictly(request: Request) -> Response:
-            unknown = [
-                Problem("unknown_parameter", (name,), f"{name} is not a parameter of this route; {_known(names)}")
-                for name in islice(request.query_params, MAX_PROBLEMS)
-                if name not in names and not (takes_labels and metadata_filter.is_label(name))
-            ]
-            if unknown:
-                raise invalid(unknown)
+            refused = list(islice(_query_problems(request.query_params, names, takes_labels), MAX_PROBLEMS))
+            if refused:
+                raise invalid(refused)
             if not takes_body:
                 await _refuse_body(request, names)
             return await handle(_StrictRequest(request.scope, request.receive))
 
         return handle_strictly
+
+
+def _query_problems(given: QueryParams, names: Sequence[str], takes_labels: bool) -> Iterator[Problem]:
+    for name, times in Counter(name for name, _ in given.multi_items()).items():
+        if name not in names and not (takes_labels and metadata_filter.is_label(name)):
+            what = f"{name} is not a parameter of this route; {_known(names)}"
+            yield Problem("unknown_parameter", (name,), what)
+        elif times > 1:
+            yield Problem("validation_failed", (name,), f"{name} is given {times} times; only one could be acted on")
 
 
 def _query_names(dependant: Dependant) -> tuple[list[str], bool]:

@@ -69,14 +69,14 @@ class FineTuningRequest(BaseModel):
     model: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
     """A model directory."""
     training_file: Annotated[str, StringConstraints(max_length=1100)]
-    """`env:NAME`, `env:NAME@VERSION` or `env:package.module:Class`."""
+    """`env:NAME`, `env:NAME@VERSION` or `env:package.module:Class`. With `environments`, the first of them."""
     hyperparameters: dict[str, JsonValue] | None = None
     """`batch_size` becomes `groups_per_step`, `learning_rate` becomes `optimizer.lr`, `eval_interval` becomes
     `evaluation.every`; `auto` leaves the default. Others are refused."""
     method: dict[str, JsonValue] | None = None
     """`{"type": "reinforcement", "reinforcement": {"grader": {"type": "env"}, "hyperparameters": {...}}}`."""
     metadata: dict[str, str] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] | None = None
     suffix: str | None = None
     """The job's name."""
 
@@ -156,14 +156,26 @@ def specification(given: FineTuningRequest) -> dict[str, Any]:
         for name, value in (("name", given.suffix), ("metadata", given.metadata), ("seed", given.seed))
         if value is not None
     }
-    if "environments" not in spec:
-        if not given.training_file.startswith(ENVIRONMENT):
-            message = "training_file names an environment: env:NAME, or env:package.module:Class"
-            raise RequestRefused(422, "validation_failed", message, param="training_file")
-        spec["environments"] = [{"ref": given.training_file.removeprefix(ENVIRONMENT)}]
+    spec["environments"] = _environments(given.training_file, spec.get("environments"))
     _tune(spec, given.hyperparameters or {}, "hyperparameters")
     _tune(spec, _of_method(given.method), "method.reinforcement.hyperparameters")
     return spec
+
+
+def _environments(training_file: str, given: JsonValue) -> JsonValue:
+    """What is said of them at length, or else the one that the file's name says. Raises RequestRefused."""
+    if not training_file.startswith(ENVIRONMENT):
+        message = "training_file names an environment: env:NAME, or env:package.module:Class"
+        raise RequestRefused(422, "validation_failed", message, param="training_file")
+    ref = training_file.removeprefix(ENVIRONMENT)
+    if given is None:
+        return [{"ref": ref}]
+    first = given[0] if isinstance(given, list) and given else None
+    # Anything but an object with a name is refused with the rest of the specification.
+    if isinstance(first, dict) and isinstance(first.get("ref"), str) and first["ref"] != ref:
+        message = f"training_file is {training_file!r}, but environments[0].ref is {first['ref']!r}; name the first one"
+        raise RequestRefused(422, "validation_failed", message, param="training_file")
+    return given
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
@@ -192,7 +204,9 @@ def _of_method(method: Mapping[str, Any] | None) -> Mapping[str, Any]:
             422, "validation_failed", "method.reinforcement must be an object", param="method.reinforcement"
         )
     _refuse_unknown(inner, ("grader", "hyperparameters"), "method.reinforcement")
-    numbers = inner.get("hyperparameters") or {}
+    numbers = inner.get("hyperparameters")
+    if numbers is None:
+        return {}
     if not isinstance(numbers, dict):
         place = "method.reinforcement.hyperparameters"
         raise RequestRefused(422, "validation_failed", f"{place} must be an object", param=place)

@@ -22,6 +22,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gspo_core import descendants
 from gspo_core.env import AgentStart, Environment, InvalidEnvironment, load_environment
 from gspo_core.outbound import guard_connections, parse_networks
 from services.hosts import wire
@@ -45,14 +46,14 @@ class _Child:
 
 def run(control: int, parent: int) -> None:
     """The whole life of the process."""
-    bounds.die_with(parent)
+    descendants.die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=control)
     order = _read_order(connection)
     loaded = _load(connection, order)
     if loaded is not None:
-        bounds.outlive_parent()
-        bounds.adopt_orphans()
+        descendants.outlive_parent()
+        descendants.adopt_orphans()
         os.mkdir(order["scratch"], mode=0o700)
         ForkServer(connection, *loaded, order).run()
 
@@ -106,7 +107,7 @@ class ForkServer:
         self._descriptors: deque[int] = deque()
         self._children: dict[int, _Child] = {}
         self._may_fork = _num_threads() == 1
-        self._started_by_import = bounds.children()
+        self._started_by_import = descendants.children()
 
     def run(self) -> None:
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -202,7 +203,7 @@ class ForkServer:
             if child is None:
                 continue
             bounds.kill_group(pid)
-            bounds.kill_strays(self._children.keys() | self._started_by_import)
+            descendants.kill_strays(self._children.keys() | self._started_by_import)
             shutil.rmtree(child.scratch, ignore_errors=True)
             self._report({"ended": child.number, "how": _how(status, child)})
 
@@ -216,7 +217,7 @@ class ForkServer:
         for pid in self._children:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        bounds.kill_strays(())
+        descendants.kill_strays(())
         shutil.rmtree(self._order["scratch"], ignore_errors=True)
 
 
@@ -232,12 +233,12 @@ def _how(status: int, child: _Child) -> tuple[str, int]:
 def _serve(environment: Environment, limits: wire.HostLimits, server: int, connection: int, mark: int) -> None:
     with contextlib.suppress(PermissionError):
         os.setsid()
-    bounds.die_with(server)
-    bounds.adopt_orphans()
+    descendants.die_with(server)
+    descendants.adopt_orphans()
     bounds.bound(limits.memory_mb << 20, limits.file_mb << 20)
     random.seed()  # else every process of a host would draw the same numbers
     serve(environment, socket.socket(fileno=connection), Mark(mark), limits.memory_mb << 20)
-    bounds.kill_strays({os.getpid()})
+    descendants.kill_strays({os.getpid()})
 
 
 def serve_again(connection: int, mark: int, order: int) -> None:

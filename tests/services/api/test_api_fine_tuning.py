@@ -46,6 +46,13 @@ async def test_a_job_is_the_same_in_both_languages(http: httpx.AsyncClient):
     assert native["environments"][0]["ref"] == "environments.calculator:Calculator"
 
 
+async def test_an_environment_may_be_said_at_more_length_beside_its_name(http: httpx.AsyncClient):
+    ref = BODY["training_file"].removeprefix("env:")
+    answer = await http.post(JOBS, json=BODY | {"environments": [{"ref": ref, "limits": {"max_turns": 3}}]})
+    native = (await http.get(f"/v1/jobs/{answer.json()['id']}/config")).json()["config"]
+    assert native["environments"][0]["limits"]["max_turns"] == 3
+
+
 async def test_what_would_mean_something_else_here_is_refused(http: httpx.AsyncClient):
     grader = {"type": "reinforcement", "reinforcement": {"grader": {"type": "string_check"}}}
     for changes, param in (
@@ -68,6 +75,9 @@ async def test_what_would_mean_something_else_here_is_refused(http: httpx.AsyncC
         ({"method": {"type": "reinforcement", "dpo": {}}}, "method.dpo"),
         ({"groups_per_step": 4, "hyperparameters": {"batch_size": 8}}, "hyperparameters.batch_size"),
         ({"optimizer": {"lr": 1e-5}, **of_method(learning_rate=2e-5)}, "learning_rate"),
+        ({"environments": [{"ref": "environments.gsm8k:GSM8K"}]}, "training_file"),
+        ({"seed": True}, "seed"),
+        ({"method": {"type": "reinforcement", "reinforcement": {"hyperparameters": []}}}, "hyperparameters"),
     ):
         answer = await http.post(JOBS, json=BODY | changes)
         error = error_of(answer)

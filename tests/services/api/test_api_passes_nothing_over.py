@@ -87,6 +87,28 @@ async def test_an_unknown_parameter_is_refused_by_its_name(
     assert "nonesuch" in error["message"]
 
 
+def names_of(operation: dict[str, Any]) -> list[str]:
+    return [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
+
+
+@each([one for one in OPERATIONS if names_of(one[2])])
+async def test_a_parameter_that_is_given_twice_is_refused_by_its_name(
+    http: httpx.AsyncClient, method: str, path: str, operation: dict[str, Any]
+) -> None:
+    for name in names_of(operation):
+        answer = await http.request(method, await address(http, path), params=[(name, "1"), (name, "2")])
+        error = error_of(answer)
+        assert (answer.status_code, error["code"], error["param"]) == (422, "validation_failed", name)
+        assert "given 2 times" in error["message"]
+
+
+async def test_a_label_that_is_asked_for_twice_is_refused(http: httpx.AsyncClient) -> None:
+    asked = [("metadata[team]", "search"), ("metadata[team]", "code"), ("metadata[tier]", "1")]
+    answer = await http.get("/v1/jobs", params=asked)
+    assert error_of(answer)["param"] == "metadata[team]"
+    assert (await http.get("/v1/jobs", params=asked[1:])).status_code == 200
+
+
 @each(WITH_JSON)
 async def test_an_unknown_key_of_a_body_is_refused_by_its_name(
     http: httpx.AsyncClient, method: str, path: str, operation: dict[str, Any]

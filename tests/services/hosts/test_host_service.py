@@ -247,6 +247,39 @@ async def test_who_is_asked_to_leave_ends_what_is_under_way_and_nothing_is_done_
     assert await asyncio.to_thread(own.end, signal.SIGTERM) == 0
 
 
+async def test_what_is_asked_of_a_service_that_leaves_is_done_elsewhere(tmp_path: Path) -> None:
+    """It does not begin it, and says so: nobody need fear that it was done."""
+    own, books, held = Service(tmp_path), tmp_path / "books", tmp_path / "held"
+    (tmp_path / "payments.py").write_text(PAYMENTS)
+    held.touch()
+    own.start()
+    order = HostOrder(f"{tmp_path}/payments.py:Payments", {"books": str(books)}, boot_timeout_s=DEADLINE_S)
+    environment = await HostedEnvironment.open(order, boot=own.hosts().boot)
+    early, late = [await begun(environment, limits=Timeouts(step_timeout_s=60)) for _ in range(2)]
+    paying = asyncio.create_task(early.act(call("pay")))
+    assert own.process is not None
+    async with asyncio.timeout(60):
+        while not books.exists():
+            await asyncio.sleep(0.01)
+        own.process.send_signal(signal.SIGTERM)
+        while await is_served(own.port):
+            await asyncio.sleep(0.01)
+        paying_late = asyncio.create_task(late.act(call("pay")))
+        await asyncio.sleep(0)
+        held.unlink()
+        assert said(await paying) == "1"
+    assert await asyncio.to_thread(own.process.wait, 60) == 0
+    assert own.process.stderr is not None
+    own.process.stderr.close()
+    own.start()
+    assert said(await paying_late) == "1"
+    assert books.read_text().splitlines() == ["paid", "paid"]
+    for session in (early, late):
+        await session.close()
+    await environment.close()
+    assert await asyncio.to_thread(own.end, signal.SIGTERM) == 0
+
+
 async def is_served(port: int) -> bool:
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)

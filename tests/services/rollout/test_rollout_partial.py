@@ -60,6 +60,16 @@ class Kept(Counter):
         self.value, self.target = json.loads(state)
 
 
+class BegunOtherwise(Kept):
+    """Raise the counter; no two of its beginnings are the same."""
+
+    num_begun = 0
+
+    def reset(self, target: int) -> str:
+        BegunOtherwise.num_begun += 1
+        return f"{BegunOtherwise.num_begun}: {super().reset(target)}"
+
+
 class Once(Counter):
     """Raise the counter."""
 
@@ -98,6 +108,12 @@ async def played_and_left(table: Table, setting: EpisodeSetting, environment: En
     """An episode that a worker began and handed back, as it is leased again."""
     await table.dispatch()
     (lease,) = await table.lease()
+    return await left_again(table, setting, environment, lease)
+
+
+async def left_again(
+    table: Table, setting: EpisodeSetting, environment: Environment, lease: EpisodeLease
+) -> EpisodeLease:
     with pytest.raises(Drained):
         await Episode(setting, make_order(lease, environment)).run()
     await table.bus.hand_back(JOB, table.token, [lease.key])
@@ -195,6 +211,54 @@ async def test_before_the_world_has_acted_no_token_is_lost_whatever_it_is(
     assert setting.counters["tokens/thrown_away"] == 0
 
 
+async def test_a_world_that_never_begins_the_same_way_is_gone_on_with_before_it_has_acted(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    call, say = speech.call("add", amount=2), speech.say("done")
+    lease = await played_and_left(table, setting_for(table, codec, sampled(call[:7]), leave), world(BegunOtherwise))
+    setting = setting_for(table, codec, sampled(call[7:]), say)
+    assert await Episode(setting, make_order(lease, world(BegunOtherwise))).run() is StopReason.COMPLETED
+    segments = await table.segments(lease.key)
+    assert {segment.attempt for segment in segments} == {0}
+    assert segments[-1].outcome is not None
+    assert segments[-1].outcome.reward == 1.0
+    assert (setting.counters["tokens/resumed"], setting.counters["tokens/thrown_away"]) == (7, 0)
+
+
+async def test_a_world_that_may_have_acted_since_its_beginning_was_kept_starts_again(
+    table: Table, codec: HermesCodec, speech: Speech
+) -> None:
+    """Nothing comes before the turn that it may have acted on."""
+    call, say = speech.call("add", amount=2), speech.say("done")
+
+    class Dying:
+        """The worker dies between the first action and the keeping of the world behind it."""
+
+        read_snapshot, restart, read_episode = table.bus.read_snapshot, table.bus.restart, table.bus.read_episode
+
+        async def save_snapshot(self, key: EpisodeKey, token: str, snapshot: Snapshot) -> None:
+            if snapshot.num_segments:
+                raise asyncio.CancelledError
+            await table.bus.save_snapshot(key, token, snapshot)
+
+    await table.dispatch()
+    (lease,) = await table.lease()
+    dying = replace(setting_for(table, codec, call), records=Dying())
+    with pytest.raises(asyncio.CancelledError):
+        await Episode(dying, make_order(lease, world(BegunOtherwise))).run()
+    await table.bus.hand_back(JOB, table.token, [lease.key])
+    (lease,) = await table.lease()
+    resumed = setting_for(table, codec, sampled(call[:7]), leave)
+    lease = await left_again(table, resumed, world(BegunOtherwise), lease)
+    setting = setting_for(table, codec, sampled(call[7:]), say)
+    assert await Episode(setting, make_order(lease, world(BegunOtherwise))).run() is StopReason.COMPLETED
+    segments = await table.segments(lease.key)
+    assert [segment.attempt for segment in segments] == [1] * len(segments)
+    assert segments[-1].outcome is not None
+    assert segments[-1].outcome.reward == 1.0
+    assert setting.counters["tokens/thrown_away"] == 0
+
+
 async def test_a_world_too_large_to_keep_is_counted_and_its_episode_goes_on(
     table: Table, codec: HermesCodec, speech: Speech
 ) -> None:
@@ -208,7 +272,7 @@ async def test_a_world_too_large_to_keep_is_counted_and_its_episode_goes_on(
     (lease,) = await table.lease()
     setting = setting_for(table, codec, speech.call("add", amount=2), speech.say("done"))
     assert await Episode(setting, make_order(lease, world(Large))).run() is StopReason.COMPLETED
-    assert setting.counters["worlds/not_kept"] == 1
+    assert setting.counters["worlds/not_kept"] == 2, "its beginning, and what the action made of it"
 
 
 @pytest.mark.parametrize("cls", [Counter, Kept, Once])

@@ -1,34 +1,36 @@
-"""``python -m services.hosts.inside.keeper MODULE ARGUMENT...``: runs a module, and leaves no process of it behind.
+"""``python -m gspo_core.keeper MODULE ARGUMENT...``: runs a module, and leaves no process of it behind.
 
 Rule: descendants that the module set free (daemons) become children of this process, and end with it: when the module
-has ended, on SIGTERM, or when whoever started this process dies. It ends the way the module did. Code that kills this
-process first gets away: a wall is a container's business.
+has ended, on SIGTERM or SIGINT, or when whoever started this process dies. It ends the way the module did. Code that
+kills this process first gets away: a wall is a container's business.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import sys
 import time
 
-from services.hosts.inside import limits
+from gspo_core import descendants
 
 # Killing what forks without end is given up then.
 SWEEP_S = 2.0
 
 
 def main() -> None:
-    limits.adopt_orphans()
+    descendants.adopt_orphans()
     keeper = os.getpid()
     running = os.fork()
     if running == 0:
         os.setsid()  # a signal to its own group does not reach the keeper
-        limits.die_with(keeper)
+        descendants.die_with(keeper)
         os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])  # noqa: S606
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(running, signal.SIGKILL))
-    limits.be_told_of_parents_end()
+    for asked in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(asked, lambda *_: os.kill(running, signal.SIGKILL))
+    descendants.be_told_of_parents_end()
     status = _wait_for(running)
     _sweep()
     if os.WIFSIGNALED(status):
@@ -47,11 +49,12 @@ def _wait_for(running: int) -> int:
 
 def _sweep() -> None:
     deadline = time.monotonic() + SWEEP_S
-    while limits.children() and time.monotonic() < deadline:
-        limits.kill_strays(())
+    while descendants.children() and time.monotonic() < deadline:
+        descendants.kill_strays(())
         time.sleep(0.001)
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 if __name__ == "__main__":
