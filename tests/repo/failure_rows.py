@@ -63,7 +63,8 @@ ENVIRONMENT = (
         ),
     ),
     Row(
-        "The environment itself fails, or the agent that plays in its place (`agent`): it cannot begin (`task`, `start`, `reset`, `prompt`), answer (`act`, `done`), "
+        "The environment itself fails, or the agent that plays in its place (`agent`): it cannot begin (`task`, "
+        "`start`, `reset`, `prompt`), answer (`act`, `done`), "
         "keep its state (`snapshot`, `restore`) or judge (`score`: an error, NaN, no number)",
         (
             *("phase:task", "phase:start", "phase:reset", "phase:prompt", "phase:act", "phase:done"),
