@@ -84,8 +84,8 @@ class Settings(BaseSettings):
     mounted secret. Environment variables take precedence."""
 
     health_file: Path | None = None
-    """A file that a rollout worker, a gateway, a trainer or an environment service touches while it is alive; for
-    ``python -m services.process.health FILE``."""
+    """A file that a rollout worker, a trainer or an environment service touches while it is alive; for ``python -m
+    services.process.health FILE``."""
 
     env_uploads: bool = False
     """Whether the API accepts uploaded environments. Their code runs in hosts of the rollout workers, with access to
