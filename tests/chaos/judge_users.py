@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +66,8 @@ def who_is_held_stands_still(job: JobEvidence) -> Iterator[str]:
 
 
 def _asked_holds(job: JobEvidence) -> Iterator[tuple[float, float]]:
-    """From the answer to the request to go on; not where an earlier one of those may come late."""
+    """From the answer to the request to go on, which none is where the job ended first; not where an earlier one of
+    those may come late."""
     asked = None
     for act in job.acts:
         if act["act"] == "resume unheard":
@@ -75,6 +77,8 @@ def _asked_holds(job: JobEvidence) -> Iterator[tuple[float, float]]:
         elif act["act"] == "resume" and asked is not None:
             yield asked, act["at"]
             asked = None
+    if asked is not None:
+        yield asked, math.inf
 
 
 def _holds(job: JobEvidence) -> Iterator[tuple[float, float]]:

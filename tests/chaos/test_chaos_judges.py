@@ -333,6 +333,9 @@ def test_a_job_that_never_obeys_a_pause_is_found(tmp_path: Path) -> None:
     resumed["at"] = 3.5
     (problem,) = judge_users.who_is_held_stands_still(job)
     assert "the steps [3] were taken" in problem
+    job.acts = [paused]  # it came to its end before anybody let it go
+    (problem,) = judge_users.who_is_held_stands_still(job)
+    assert "the steps [3, 4] were taken" in problem
     job.acts = [{"act": "resume unheard", "at": 1.4}, paused, resumed]
     assert list(judge_users.who_is_held_stands_still(job)) == []
     job.acts = [paused | {"answer": "no answer: lost"}, resumed]
