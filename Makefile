@@ -18,7 +18,7 @@ TEST_FLAGS ?= -n 4 --dist loadfile
 # The environment of a real SGLang, apart from ours: it pins its own torch.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help setup check types rules test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-browser debian-redis chaos chaos-mutants ladder demo demo-long up fmt bench clean
+.PHONY: help setup check types rules test test-slow test-k8s test-alarms verify-compose test-third-party test-oracles sglang-cpu test-contract test-openai test-agents test-browser debian-redis chaos chaos-mutants ladder demo demo-long up fmt bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
@@ -80,6 +80,19 @@ $(OPENAI)/bin/python: Makefile
 
 test-openai: $(STAMP) $(OPENAI)/bin/python  ## the unmodified OpenAI client drives jobs of a real API
 	$(BIN)/pytest tests/services/api/test_api_fine_tuning.py
+
+# What agents are written with, each in an environment of its own.
+AGENTS := .make/agents
+
+$(AGENTS)/ready: Makefile
+	for package in openai==3.52.0 anthropic==2.12.0 openai-agents==0.24.0; do \
+	  $(PYTHON) -m venv $(AGENTS)/$${package%%==*} && \
+	  $(AGENTS)/$${package%%==*}/bin/pip install --quiet --disable-pip-version-check $$package || exit 1; \
+	done
+	@touch $@
+
+test-agents: $(STAMP) $(AGENTS)/ready  ## agents written with openai, anthropic and openai-agents, unmodified, at the gateway
+	$(BIN)/pytest tests/services/gateway/test_gateway_sdks.py
 
 PLAYWRIGHT := 1.65.2
 

@@ -29,13 +29,13 @@ from services.episodes.counters import Counters
 from services.episodes.retry import Retrier
 from services.files.job_dir import JobDir
 from services.files.weights import WeightStore
-from services.rollout.engines import EngineTable, JobEngines
 from services.state.engine_beats import ANSWER_S, EngineBeats
 from services.state.queue import Bus
 from services.state.server import RedisServer, connect
 from services.state.store import Store
 from services.trainer.fleet.engines import EnginePool
 from services.trainer.fleet.weight_transport import FromDisk, ThroughGroup, WeightTransport
+from services.workers.engines import EngineTable, JobEngines
 from tests.apparatus.sglang_process import SGLangProcess
 
 RESULTS = Path(__file__).parent / "results" / "engine_join.md"

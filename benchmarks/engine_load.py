@@ -3,7 +3,7 @@
 Run: ``python -m benchmarks.engine_load [--seconds 20]``. Two scripted engines in this process, of which nobody knows
 that one runs 48 requests at once and the other 12, and that neither has memory for the keys and values of that many
 long ones: what grows beyond it is retracted and read again, which takes the engine's time. Episodes of four turns want
-to be sampled, and the router is the rollout worker's own (`services.rollout.engines`).
+to be sampled, and the router is the rollout worker's own (`services.workers.engines`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gspo_core.types import WeightFile, WeightsManifest
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.episodes.retry import Retrier
-from services.rollout.engines import EngineTable, JobEngines
-from services.rollout.in_flight import InFlightLimit
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.workers.engines import EngineTable, JobEngines
+from services.workers.in_flight import InFlightLimit
 from tests.apparatus.scripted_engine import ScriptedEngine, ScriptedTransport
 
 RESULTS = Path(__file__).parent / "results" / "engine_load.md"

@@ -22,7 +22,7 @@ from types import FrameType
 import numpy as np
 
 from benchmarks.rollout_stage import CountingClient, LoopLag, Stage, machine, open_stage, resident_bytes
-from services.rollout.worker import Worker
+from services.workers.worker import Worker
 
 RESULTS = Path(__file__).with_name("results") / "rollout.md"
 TURN_TOKENS, PAGE_CHARS = 128, 350

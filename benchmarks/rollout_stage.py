@@ -34,11 +34,12 @@ from services.engines.sglang import EngineClient, open_http
 from services.hosts.local import LocalHosts
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
-from services.rollout.loading import load_job
-from services.rollout.worker import Worker, WorkerConfig
+from services.rollout.driver import EnvironmentDriver
 from services.state.queue import Bus
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
+from services.workers.loading import load_job
+from services.workers.worker import Worker, WorkerConfig
 
 # Ids have five or six digits, as those of large vocabularies mostly have: their JSON is what goes over the wire.
 FIRST_ID = 100_000
@@ -179,6 +180,7 @@ class Stage:
                 store,
                 lambda url: CountingClient(url, http),
                 partial(load_job, boot=LocalHosts(Interpreters(self.root)).boot),
+                EnvironmentDriver(),
                 clock=time.monotonic,
                 rng=random.Random(0),
             )

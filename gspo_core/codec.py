@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -37,6 +37,8 @@ from gspo_core.types import CacheMode, EpisodeKey, InvalidValue, NonFiniteValue,
 SCHEMA: Final = 1
 # As above, with ``spent`` at the end of the meta block; written where a segment has it.
 TIMED_SCHEMA: Final = 2
+# As above, with ``untrained_turns`` behind ``spent``, which may be nil; written where a segment names any.
+UNTRAINED_SCHEMA: Final = 3
 # 4 MiB are 466,000 tokens: more than the longest context that the models have, so nothing honest is refused, and
 # one hostile or broken entry costs the queue and the trainer no more than this.
 MAX_SEGMENT_BYTES: Final = 4 * 2**20
@@ -63,7 +65,7 @@ class BadMagic(SegmentRejected):
 
 
 class UnknownSchema(SegmentRejected):
-    """Written by another release; this one reads ``SCHEMA`` and ``TIMED_SCHEMA``."""
+    """Written by another release; this one reads ``SCHEMA``, ``TIMED_SCHEMA`` and ``UNTRAINED_SCHEMA``."""
 
 
 class TruncatedSegment(SegmentRejected):
@@ -125,10 +127,16 @@ class _TimedMeta(_SegmentMeta, array_like=True, gc=False):
     spent: Spent
 
 
+class _UntrainedMeta(_SegmentMeta, array_like=True, gc=False):
+    spent: Spent | None
+    untrained_turns: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
+
+
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = {
     SCHEMA: msgspec.msgpack.Decoder(_SegmentMeta).decode,
     TIMED_SCHEMA: msgspec.msgpack.Decoder(_TimedMeta).decode,
+    UNTRAINED_SCHEMA: msgspec.msgpack.Decoder(_UntrainedMeta).decode,
 }
 
 
@@ -144,7 +152,7 @@ def encode(segment: Segment) -> bytes:
     if size > MAX_SEGMENT_BYTES:
         raise OversizedSegment(f"{segment.key} index {segment.index}: {size} bytes, at most {MAX_SEGMENT_BYTES}")
     crc = crc32(mask, crc32(logprobs, crc32(token_ids, crc32(front))))
-    schema = SCHEMA if segment.spent is None else TIMED_SCHEMA
+    schema = UNTRAINED_SCHEMA if segment.untrained_turns else SCHEMA if segment.spent is None else TIMED_SCHEMA
     return b"".join((_PREFIX.pack(_MAGIC, schema, crc), front, token_ids, logprobs, mask))
 
 
@@ -181,6 +189,8 @@ def _meta_bytes(segment: Segment) -> bytes:
         else _OutcomeMeta(outcome.stop_reason, outcome.reward, dict(outcome.reward_parts), dict(outcome.metrics)),
     )
     meta = _SegmentMeta(*fields) if segment.spent is None else _TimedMeta(*fields, segment.spent)
+    if segment.untrained_turns:
+        meta = _UntrainedMeta(*fields, segment.spent, segment.untrained_turns)
     try:
         return _encode_meta(meta)
     except UnicodeEncodeError as error:
@@ -209,7 +219,7 @@ def _checked_header(data: bytes) -> tuple[int, int, int, int, float]:
 
 
 def _unknown(schema: int) -> UnknownSchema:
-    return UnknownSchema(f"schema {schema}; this release reads {SCHEMA} and {TIMED_SCHEMA}")
+    return UnknownSchema(f"schema {schema}; this release reads {SCHEMA} to {UNTRAINED_SCHEMA}")
 
 
 def _refuse_start(data: bytes) -> SegmentRejected:
@@ -274,7 +284,8 @@ def _build(
                 "cache_mode": meta.cache_mode,
                 "turn_reward": meta.turn_reward,
                 "outcome": outcome,
-                "spent": meta.spent if isinstance(meta, _TimedMeta) else None,
+                "spent": meta.spent if isinstance(meta, _TimedMeta | _UntrainedMeta) else None,
+                "untrained_turns": meta.untrained_turns if isinstance(meta, _UntrainedMeta) else (),
             }
         )
     except NonFiniteValue as error:

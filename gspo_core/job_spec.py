@@ -22,6 +22,7 @@ from gspo_core.documented import Documented
 from gspo_core.json_value import JSON
 from gspo_core.learner_config import LearnerOptions, OptimizerConfig
 from gspo_core.objective_config import ObjectiveConfig, config_refusals, config_warnings
+from gspo_core.outbound import MAX_URL_CHARS
 from gspo_core.stop_spec import StopSpec, WatchdogSpec
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -176,6 +177,29 @@ class HostSpec(Documented):
     """Time for loading the environment; beyond it the worker cannot serve the job."""
 
 
+# Of a command: more than any shell would be given, less than what makes a record large.
+MAX_WORDS, MAX_WORD_CHARS = 64, 4096
+
+_Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_WORD_CHARS, pattern=r"^[^\x00]+$")]
+
+
+class AgentSpec(Documented):
+    """How the agent is started, once an episode. With nothing given, `ref` names a function `run(task, llm)`."""
+
+    url: Annotated[str, StringConstraints(max_length=MAX_URL_CHARS, pattern=r"^https?://[^\s]+$")] | None = None
+    """A service that is sent the task, a base URL and a key with POST, and plays the episode before it answers.
+    `ref` names what has the tasks."""
+    command: Annotated[tuple[_Word, ...], Field(min_length=1, max_length=MAX_WORDS)] | None = None
+    """A program and its arguments, started with the task, base URL and key in environment variables. `ref` names what
+    has the tasks."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.url is not None and self.command is not None:
+            raise ValueError("give url or command, not both")
+        return self
+
+
 class EnvironmentSpec(Documented):
     """One environment of a job."""
 
@@ -184,6 +208,9 @@ class EnvironmentSpec(Documented):
     `name` for the newest version at the time the job is submitted."""
     config: FreeForm = Field(default_factory=dict)
     """Keyword arguments for the class. A registered version brings its own."""
+    agent: AgentSpec | None = None
+    """An agent plays the episodes and asks the gateway for its turns; `{}` is enough where `ref` names a function
+    `run(task, llm)`. Left out: `ref` is a class whose methods the policy calls as tools."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Its share of the groups, relative to the other environments' weights."""
     limits: Limits = Field(default_factory=Limits)
@@ -369,7 +396,7 @@ class JobSpec(Documented):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        checks = (_metadata_refusals(self.metadata), _schedule_refusals(self), _learner_refusals(self))
+        checks = (_metadata_refusals(self.metadata), _schedule_refusals(self), _learner_refusals(self), _mixed(self))
         for refused in chain(*checks, _objective_refusals(self)):
             raise ValueError(refused)
         return self
@@ -378,6 +405,11 @@ class JobSpec(Documented):
         """The bounds of an episode of environment number `environment`, whose author asks for `author`."""
         layers = Limits.model_validate(author or {}), self.limits, self.environments[environment].limits
         return EpisodeLimits.resolve(*layers)
+
+    @property
+    def is_of_agents(self) -> bool:
+        """Whether agents play its episodes; a job is wholly of agents or wholly of environments."""
+        return self.environments[0].agent is not None
 
     @property
     def evaluation_temperature(self) -> float:
@@ -422,6 +454,17 @@ def _schedule_refusals(spec: JobSpec) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps: {optimizer.warmup_steps} leaves none of the {spec.steps} steps for the schedule "
             f"{optimizer.schedule}"
+        )
+
+
+def _mixed(spec: JobSpec) -> Iterator[str]:
+    """Rollout workers play environments and gateways agents; no episode of a job waits for the other kind."""
+    differing = [place for place, one in enumerate(spec.environments) if (one.agent is not None) != spec.is_of_agents]
+    if differing:
+        has, lacks = ("environments[0]", f"environments[{differing[0]}]")[:: 1 if spec.is_of_agents else -1]
+        yield (
+            f"environments: {has} has an agent, but {lacks} has none; a job is wholly of agents or wholly of "
+            "environments: submit two jobs"
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gspo_core.job_spec import (
+        AgentSpec,
         ChatSpec,
         CheckpointSpec,
         EnvironmentSpec,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AgentSpec",
     "ChatSpec",
     "CheckpointSpec",
     "EnvironmentSpec",

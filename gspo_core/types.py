@@ -178,6 +178,9 @@ class Segment:
     """Only on the last segment of an episode."""
     spent: Spent | None = None
     """Where the time went, as far as it was recorded."""
+    untrained_turns: tuple[int, ...] = ()
+    """Only on the last segment: the turns, in order, that were sampled and never had by anyone, so they are no actions
+    of the episode."""
     num_actions: int = field(init=False)
     """How many tokens the policy sampled. With ``logprob_sum`` it checks a segment end to end."""
     logprob_sum: float = field(init=False)
@@ -196,6 +199,7 @@ class Segment:
             cache_mode=_member(CacheMode, self.cache_mode),
             turn_reward=None if self.turn_reward is None else _number("turn_reward", self.turn_reward),
             spent=None if self.spent is None else Spent(*(_number("spent", second) for second in self.spent)),
+            untrained_turns=tuple(self.untrained_turns),
         )
         self._check()
 
@@ -223,6 +227,8 @@ class Segment:
         if self.spent is not None and not all(0.0 <= second < math.inf for second in self.spent):
             kind = InvalidValue if all(map(math.isfinite, self.spent)) else NonFiniteValue
             raise kind(f"spent holds finite seconds, none below 0, not {tuple(self.spent)}")
+        if self.untrained_turns:
+            self._check_untrained()
         num_tokens = len(self.token_ids)
         if not num_tokens == len(self.action_mask) == len(self.behavior_logprobs):
             raise InvalidValue(
@@ -235,6 +241,14 @@ class Segment:
         fields["num_actions"] = num_actions
         fields["logprob_sum"] = logprob_sum
 
+    def _check_untrained(self) -> None:
+        if self.outcome is None:
+            raise InvalidValue("only the last segment names untrained turns")
+        for turn in self.untrained_turns:
+            _check_count("an untrained turn", turn)
+        if list(self.untrained_turns) != sorted(set(self.untrained_turns)):
+            raise InvalidValue(f"untrained turns are named once and in order, not {self.untrained_turns}")
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
@@ -243,10 +257,11 @@ class Segment:
     def is_final(self) -> bool:
         return self.outcome is not None
 
-    def _scalars(self) -> tuple[EpisodeKey | int | float | str | Outcome | Spent | None, ...]:
+    def _scalars(self) -> tuple[EpisodeKey | int | float | str | Outcome | Spent | tuple[int, ...] | None, ...]:
         return (
             *(self.key, self.attempt, self.branch, self.index, self.turn, self.version),
             *(self.temperature, self.engine_id, self.cache_mode, self.turn_reward, self.outcome, self.spent),
+            self.untrained_turns,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -268,6 +283,8 @@ class Branch:
     """One training sequence: the segments of one history of an episode, stitched."""
 
     segments: tuple[Segment, ...]
+    untrained_turns: frozenset[int] = frozenset()
+    """What was sampled in them is read, and no action."""
 
     @cached_property
     def token_ids(self) -> NDArray[np.int32]:
@@ -275,11 +292,11 @@ class Branch:
 
     @cached_property
     def action_mask(self) -> NDArray[np.bool_]:
-        return self._stitch([segment.action_mask for segment in self.segments])
+        return self._stitch([self._acted(segment, segment.action_mask) for segment in self.segments])
 
     @cached_property
     def behavior_logprobs(self) -> NDArray[np.float32]:
-        return self._stitch([segment.behavior_logprobs for segment in self.segments])
+        return self._stitch([self._acted(segment, segment.behavior_logprobs) for segment in self.segments])
 
     @cached_property
     def versions(self) -> NDArray[np.int32]:
@@ -296,7 +313,13 @@ class Branch:
 
     @property
     def num_actions(self) -> int:
-        return sum(segment.num_actions for segment in self.segments)
+        return sum(segment.num_actions for segment in self.segments if segment.turn not in self.untrained_turns)
+
+    def _acted(self, segment: Segment, values: NDArray[ScalarT]) -> NDArray[ScalarT]:
+        """``values`` of the actions; zeros where the turn is untrained."""
+        import numpy as np
+
+        return np.zeros_like(values) if segment.turn in self.untrained_turns else values
 
     def _stitch(self, pieces: Sequence[NDArray[ScalarT]]) -> NDArray[ScalarT]:
         import numpy as np
@@ -351,12 +374,19 @@ class Trajectory:
     def branches(self) -> tuple[Branch, ...]:
         """One per history that holds actions, in order."""
         numbers = dict.fromkeys(segment.branch for segment in self.segments)
-        branches = (Branch(tuple(s for s in self.segments if s.branch == number)) for number in numbers)
+        untrained = frozenset(self.segments[-1].untrained_turns)
+        branches = (Branch(tuple(s for s in self.segments if s.branch == number), untrained) for number in numbers)
         return tuple(branch for branch in branches if branch.num_actions)
 
     @property
     def num_actions(self) -> int:
+        """Sampled tokens, also those of untrained turns."""
         return sum(segment.num_actions for segment in self.segments)
+
+    @property
+    def num_trained(self) -> int:
+        """Sampled tokens of the turns that are trained."""
+        return sum(branch.num_actions for branch in self.branches)
 
     @property
     def num_turns(self) -> int:

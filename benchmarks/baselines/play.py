@@ -28,8 +28,9 @@ from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
 from services.episodes.retry import Retrier
 from services.rollout.attempt import EpisodeAttempt
-from services.rollout.setting import EpisodeSetting, Order
+from services.rollout.driver import EnvironmentDriver
 from services.state.queue import EpisodeLease, Snapshot
+from services.workers.setting import EpisodeSetting, Order
 
 JOB = "baselines"
 MAX_SWITCH = 20
@@ -180,6 +181,7 @@ async def _play(
     async def episode(task: Task, member: int) -> None:
         key = EpisodeKey(JOB, task.group, member)
         setting = EpisodeSetting(
+            driver=EnvironmentDriver(),
             codec=codec,
             policy=_Seat(round_, key, ages, spec.seed),
             outbox=_Shelf(assembler),

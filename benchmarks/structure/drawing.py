@@ -16,7 +16,8 @@ from benchmarks.structure.source import Module
 # What each room is, in two short lines, and whether it is a process.
 DUTIES = {
     "services.api": ("HTTP and SSE, the viewer:", "jobs, environments, views"),
-    "services.rollout": ("plays episodes: leases,", "turns, tools, segments"),
+    "services.rollout": ("plays episodes with their", "environments: turns, tools"),
+    "services.workers": ("what holds episodes: leases,", "beats, engines, outcomes"),
     "services.trainer": ("admits groups, trains steps,", "publishes weights"),
     "services.engine": ("the embedded engine:", "SGLang's protocol on torch"),
     "services.gateway": ("the HTTP endpoint that", "outside agents talk to"),

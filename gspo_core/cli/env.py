@@ -27,6 +27,7 @@ without a call. :tools shows the tools, an empty line or :end ends the episode."
 
 def validate(arguments: argparse.Namespace) -> int:
     order: dict[str, JSON] = {"ref": arguments.ref, "config": _config(arguments.config)}
+    order |= {"agent": None if arguments.agent is None else _object(arguments.agent, "--agent", "as a job has it")}
     report = _examine(order | {"model": arguments.model, "timeout_s": arguments.timeout})
     print(json.dumps(report.to_json(), indent=2, ensure_ascii=False) if arguments.json else report)
     return 0 if report.ok else 1
@@ -76,14 +77,16 @@ class _Path:
 
 
 def _config(text: str | None) -> dict[str, JSON]:
-    if text is None:
-        return {}
+    return {} if text is None else _object(text, "--config", "the keyword arguments of the class")
+
+
+def _object(text: str, option: str, what: str) -> dict[str, JSON]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise CommandError(f"--config is not JSON: {error}") from error
+        raise CommandError(f"{option} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CommandError("--config must be a JSON object, the keyword arguments of the class")
+        raise CommandError(f"{option} must be a JSON object, {what}")
     return value
 
 

@@ -35,6 +35,7 @@ def _add_local(actions: Actions, add_server: AddServer) -> None:
     validate.add_argument("--json", action="store_true", help="print the report as JSON")
     validate.add_argument("--model", help="a model directory, for the length of the prompts in tokens")
     validate.add_argument("--timeout", type=float, default=5.0, help="seconds allowed per call (default: 5)")
+    validate.add_argument("--agent", metavar="JSON", help='how its agent is started: {"command": ["python", "a.py"]}')
     add_server(validate)
     validate.set_defaults(run=_validate)
     play = actions.add_parser("play", help="play an episode in the terminal, as the policy")

@@ -2,11 +2,15 @@
 
 Read in this order: ``contract`` (the interface), ``plain`` (a user's class behind it), ``session`` (an episode on it),
 ``tools`` (schema, arguments, results), ``dialect`` (the words of the answers), ``prompt`` (the first messages),
-``calls`` (deadlines, threads), ``loading`` (import strings). Other forms than a class: ``functions``, ``trl``.
+``calls`` (deadlines, threads), ``loading`` (import strings). Other forms than a class: ``functions``, ``trl``, and
+agents that own their loop: ``agents``, ``agent_runs``, ``agent_urls``.
 """
 
+from gspo_core.env.agent_runs import Llm
+from gspo_core.env.agents import AgentEnvironment, AgentStart
 from gspo_core.env.contract import (
     IMAGES,
+    AgentSession,
     AtCapacity,
     Context,
     Environment,
@@ -19,7 +23,7 @@ from gspo_core.env.contract import (
     Timeouts,
 )
 from gspo_core.env.functions import from_functions
-from gspo_core.env.loading import load_environment
+from gspo_core.env.loading import NeedsAgent, load_environment
 from gspo_core.env.plain import RESERVED_NAMES, PlainEnvironment
 from gspo_core.env.trl import from_trl
 from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSchema
@@ -27,13 +31,18 @@ from gspo_core.messages import CallStatus, Message, ParsedTurn, ToolCall, ToolSc
 __all__ = [
     "IMAGES",
     "RESERVED_NAMES",
+    "AgentEnvironment",
+    "AgentSession",
+    "AgentStart",
     "AtCapacity",
     "CallStatus",
     "Context",
     "Environment",
     "EnvironmentFailed",
     "InvalidEnvironment",
+    "Llm",
     "Message",
+    "NeedsAgent",
     "Observation",
     "ParsedTurn",
     "Phase",

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias
 
+from gspo_core.env.agent_runs import Llm
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
 from gspo_core.messages import Message, ParsedTurn, ToolSchema
 from gspo_core.types import Split, StopReason
 
 Phase: TypeAlias = Literal[
-    "boot", "task", "start", "reset", "prompt", "act", "done", "score", "snapshot", "restore", "host", "replay",
-    "connection", "engine", "unexpected", "capacity", "images",
+    "agent", "boot", "task", "start", "reset", "prompt", "act", "done", "score", "snapshot", "restore", "host",
+    "replay", "connection", "engine", "unexpected", "capacity", "images",
 ]  # fmt: skip
 """Where an attempt at an episode failed. An environment of another release may name another place."""
 
@@ -133,6 +134,20 @@ class Session(Protocol):
     @property
     def is_stuck(self) -> bool:
         """Something of it still runs although its time is over, and cannot be stopped but with its process."""
+        ...
+
+
+class AgentSession(Session, Protocol):
+    """One episode that an agent plays: ``start`` begins it, and it asks elsewhere for its turns. It never ``act``s."""
+
+    def offer(self, llm: Llm) -> None:
+        """Before ``start``: where the agent asks for its turns."""
+        ...
+
+    async def ended(self) -> None:
+        """Waits until the agent has ended, however long that takes; ``score`` comes after it, or after nothing.
+
+        Raises ``EnvironmentFailed`` if the agent failed."""
         ...
 
 

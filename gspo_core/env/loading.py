@@ -17,16 +17,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+from gspo_core.env.agents import AgentEnvironment, AgentStart
 from gspo_core.env.contract import Environment, InvalidEnvironment
 from gspo_core.env.plain import PlainEnvironment
 from gspo_core.env.trl import TrlEnvironment
 from gspo_core.json_value import JSON
 
 
+class NeedsAgent(InvalidEnvironment):
+    """The reference names an agent, and its user did not say so."""
+
+
 def load_environment(
-    ref: str, config: Mapping[str, JSON] | None = None, *, system_prompt: Literal["docstring", "none"] = "docstring"
+    ref: str,
+    config: Mapping[str, JSON] | None = None,
+    *,
+    system_prompt: Literal["docstring", "none"] = "docstring",
+    agent: AgentStart | None = None,
 ) -> Environment:
-    """The environment that ``ref`` names; ``config`` becomes the keyword arguments of its class."""
+    """The environment that ``ref`` names; ``config`` becomes the keyword arguments of its class.
+
+    ``agent``: an agent plays it, started in this way.
+    """
+    module, found = _find(ref)
+    if agent is not None:
+        return AgentEnvironment(found, module, config or {}, agent, name=ref)
+    return _as_environment(ref, found, dict(config or {}), system_prompt)
+
+
+def _find(ref: str) -> tuple[ModuleType, object]:
     module_name, separator, attribute = ref.rpartition(":")
     if not separator or not module_name or not attribute:
         raise InvalidEnvironment(
@@ -39,7 +58,7 @@ def load_environment(
             found = getattr(found, part)
         except AttributeError:
             raise InvalidEnvironment(f"{ref}: {module_name} has no {attribute!r}; {_offers(module)}") from None
-    return _as_environment(ref, found, dict(config or {}), system_prompt)
+    return module, found
 
 
 def _as_environment(ref: str, found: object, config: Mapping[str, JSON], system_prompt: str) -> Environment:
@@ -53,9 +72,9 @@ def _as_environment(ref: str, found: object, config: Mapping[str, JSON], system_
     if adapter is not None:  # a world that is no class of tools, e.g. a foreign server
         return _adapted(ref, adapter, config)
     if inspect.iscoroutinefunction(found):
-        raise InvalidEnvironment(
-            f"{ref} is a rollout function that does its own sampling; that needs the agent gateway, which does not "
-            "exist yet. Write a class whose public methods are tools"
+        raise NeedsAgent(
+            f"{ref} is a function that owns its loop, an agent: write `agent: {{}}` beside its ref in the job, or name "
+            "a class whose public methods are tools"
         )
     if not callable(found):
         raise InvalidEnvironment(f"{ref} is a {type(found).__name__}, not a class")

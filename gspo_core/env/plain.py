@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from gspo_core.env.calls import MemberCaller
 from gspo_core.env.contract import (
-    EnvironmentFailed,
     InvalidEnvironment,
     PhaseLimits,
     Timeouts,
@@ -23,6 +21,7 @@ from gspo_core.env.contract import (
 from gspo_core.env.dialect import Dialect
 from gspo_core.env.prompt import docstring_prompt
 from gspo_core.env.session import PlainSession
+from gspo_core.env.tasks import TASK_MEMBERS, TaskList, read_tasks
 from gspo_core.env.tools import Tool, error_text
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
@@ -37,9 +36,7 @@ RESERVED_NAMES = frozenset(
 )
 """Never tools, like every name that begins with an underscore."""
 
-_TASK_MEMBERS = {Split.TRAIN: ("tasks", "num_tasks"), Split.EVAL: ("eval_tasks", "num_eval_tasks")}
 OURS = Dialect()
-Tasks: TypeAlias = Sequence[Mapping[str, JSON]] | Callable[[int], Mapping[str, JSON]]
 
 
 class PlainEnvironment:
@@ -69,7 +66,7 @@ class PlainEnvironment:
         self.tools_by_name = {tool.name: tool for tool in _find_tools(self.cls, dialect)}
         self.limits: Mapping[str, JSON] = dict(getattr(self.cls, "limits", {}))
         self.replayable = bool(getattr(self.cls, "replayable", False))
-        self.reward_range = _reward_range(self.cls)
+        self.reward_range = reward_range_of(self.cls, self.cls.__name__)
         self.has_snapshot = callable(getattr(self.cls, "snapshot", None))
         self._tasks = {split: self._read_tasks(split) for split in Split}
         if self.num_tasks(Split.TRAIN) < 1:
@@ -80,28 +77,10 @@ class PlainEnvironment:
         return [tool.schema for tool in self.tools_by_name.values()]
 
     def num_tasks(self, split: Split) -> int:
-        tasks, count = self._tasks[split]
-        return count if callable(tasks) else len(tasks)
+        return len(self._tasks[split])
 
     async def task(self, split: Split, index: int) -> Mapping[str, JSON]:
-        if not 0 <= index < self.num_tasks(split):
-            raise EnvironmentFailed(
-                "task", f"{self.name} has {self.num_tasks(split)} {split} tasks, none at index {index}"
-            )
-        tasks, _ = self._tasks[split]
-        if not callable(tasks):
-            task = tasks[index]
-        else:
-            caller = MemberCaller(self.name)
-            try:
-                task = await caller.call(tasks, Timeouts().reset_timeout_s, index)
-            except Exception as error:
-                raise EnvironmentFailed("task", f"tasks({index}) of {self.name}: {error_text(error)}") from error
-            finally:
-                caller.close()
-        if not isinstance(task, Mapping):
-            raise EnvironmentFailed("task", f"task {index} of {self.name} is a {type(task).__name__}, not a dict")
-        return task
+        return await self._tasks[split].get(index)
 
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> PlainSession:
         return PlainSession(self, limits or Timeouts(), episode_id)
@@ -130,20 +109,20 @@ class PlainEnvironment:
                 message = f"{self.name}: the config {sorted(self._config)} does not fit its __init__: {error}"
                 raise InvalidEnvironment(message) from None
 
-    def _read_tasks(self, split: Split) -> tuple[Tasks, int]:
+    def _read_tasks(self, split: Split) -> TaskList:
         try:
             return self._find_tasks(split)
         except InvalidEnvironment:
             raise
         except Exception as error:  # a property may read files
-            name = _TASK_MEMBERS[split][0]
+            name = TASK_MEMBERS[split][0]
             raise InvalidEnvironment(
                 f"{self.name}: its {name} cannot be read: {type(error).__name__}: {error}"
             ) from error
 
-    def _find_tasks(self, split: Split) -> tuple[Tasks, int]:
-        """A sequence, or a callable and its count. They belong to the class, or to an instance made to hold them."""
-        tasks_name, count_name = _TASK_MEMBERS[split]
+    def _find_tasks(self, split: Split) -> TaskList:
+        """They belong to the class, or to an instance made to hold them."""
+        tasks_name, _ = TASK_MEMBERS[split]
         static = inspect.getattr_static(self.cls, tasks_name, None)
         on_class = static is not None and not isinstance(static, property) and not inspect.isfunction(static)
         # Held-out tasks alone are no reason to make an instance: a class that has tasks has both kinds.
@@ -151,25 +130,11 @@ class PlainEnvironment:
         if needs_example and self._example is None:
             self._example = self._make_example()
         holder = self.cls if on_class or self._example is None else self._example
-        tasks = getattr(holder, tasks_name, None)
-        if tasks is None:
-            # A world without tasks has one: the seed alone tells its episodes apart.
-            return ([{}] if split is Split.TRAIN else []), 0
-        if callable(tasks):
-            count = getattr(holder, count_name, None)
-            if not isinstance(count, int):
-                raise InvalidEnvironment(f"{self.name}: {tasks_name}(index) needs {count_name}, the number of tasks")
-            return tasks, count
-        if isinstance(tasks, Iterator) or not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")):
-            raise InvalidEnvironment(
-                f"{self.name}: {tasks_name} is a {type(tasks).__name__}; it must be a list, or a function of an index "
-                f"with {count_name}, because the task of an episode is chosen by its number"
-            )
-        if len(tasks) and not isinstance(tasks[0], Mapping):
-            raise InvalidEnvironment(
-                f"{self.name}: each of {tasks_name} must be a dict, not a {type(tasks[0]).__name__}"
-            )
-        return tasks, 0
+        found = read_tasks(self.name, split, holder)
+        if found is not None:
+            return found
+        # A world without tasks has one: the seed alone tells its episodes apart.
+        return TaskList(self.name, split, [{}] if split is Split.TRAIN else [])
 
     def _make_example(self) -> Any:
         try:
@@ -194,8 +159,9 @@ def _find_tools(cls: type, dialect: Dialect) -> list[Tool]:
     return tools
 
 
-def _reward_range(cls: type) -> tuple[float, float] | None:
-    given = getattr(cls, "reward_range", None)
+def reward_range_of(holder: object, name: str) -> tuple[float, float] | None:
+    """The bounds that its author declares. Raises ``InvalidEnvironment``."""
+    given = getattr(holder, "reward_range", None)
     if given is None:
         return None
     try:
@@ -203,5 +169,5 @@ def _reward_range(cls: type) -> tuple[float, float] | None:
     except (TypeError, ValueError):
         low, high = math.nan, math.nan
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-        raise InvalidEnvironment(f"{cls.__name__}.reward_range must be (low, high), two finite numbers, not {given!r}")
+        raise InvalidEnvironment(f"{name}.reward_range must be (low, high), two finite numbers, not {given!r}")
     return low, high

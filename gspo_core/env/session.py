@@ -262,13 +262,13 @@ def _accepted(function: FunctionType, given: Mapping[str, JSON], *, keep_seed: b
     return {name: value for name, value in given.items() if name in parameters}
 
 
-def as_reward(value: object) -> tuple[float, dict[str, float]]:
+def as_reward(value: object, whose: str = "get_reward()") -> tuple[float, dict[str, float]]:
     """The result of ``get_reward`` as a sum and its named parts. Raises ``EnvironmentFailed``."""
     parts = dict(value) if isinstance(value, Mapping) else {}
     numbers = {str(name): _number(name, part) for name, part in parts.items()}
     if isinstance(value, Mapping) and not numbers:
-        raise EnvironmentFailed("score", "get_reward returned an empty dict")
-    return (math.fsum(numbers.values()) if numbers else _number("get_reward()", value)), numbers
+        raise EnvironmentFailed("score", f"{whose} is an empty dict")
+    return (math.fsum(numbers.values()) if numbers else _number(whose, value)), numbers
 
 
 def _number(name: str, value: object) -> float:

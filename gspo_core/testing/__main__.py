@@ -39,6 +39,8 @@ class Order(TypedDict, total=False):
     bounds: tuple[int, int] | None
     """The most bytes of memory, and of a file."""
     model: str | None
+    agent: dict[str, JSON] | None
+    """How a job starts it, where it is one."""
     timeout_s: float
     split: str
     first: int
@@ -87,7 +89,8 @@ def _bound(memory_bytes: int, file_bytes: int) -> None:
 
 def _validated(order: Order) -> JudgedRecord:
     model = Path(order["model"]) if order["model"] else None
-    return validate(order["ref"], order["config"], model=model, timeout_s=order["timeout_s"]).to_json()
+    timeout_s, agent = order["timeout_s"], order.get("agent")
+    return validate(order["ref"], order["config"], model=model, timeout_s=timeout_s, agent=agent).to_json()
 
 
 def _excerpt(order: Order) -> Result | Refusal:

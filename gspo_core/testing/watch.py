@@ -15,11 +15,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from gspo_core.env import Environment, InvalidEnvironment, PlainEnvironment, Timeouts, load_environment
+from gspo_core.env import (
+    AgentEnvironment,
+    AgentStart,
+    Environment,
+    InvalidEnvironment,
+    NeedsAgent,
+    PlainEnvironment,
+    Timeouts,
+    load_environment,
+)
 from gspo_core.json_value import JSON
+from gspo_core.testing.agent_checks import examine_agent
 from gspo_core.testing.checks import Oracle, Subject, examine
 from gspo_core.testing.prompts import PromptMeter
 from gspo_core.testing.report import Check, EnvironmentReport, Status
@@ -66,11 +77,15 @@ def validate(
     oracle: Oracle | None = None,
     model: Path | None = None,
     timeout_s: float = 5.0,
+    agent: Mapping[str, JSON] | None = None,
 ) -> EnvironmentReport:
-    """``timeout_s`` bounds each phase for which the author's ``limits`` state no deadline. ``oracle`` may also be a
+    """``agent``: how a job says that its agent is started; a function that can only be one needs no word.
+    ``timeout_s`` bounds each phase for which the author's ``limits`` state no deadline. ``oracle`` may also be a
     static method of the class."""
     name = environment if isinstance(environment, str) else getattr(environment, "__qualname__", str(environment))
-    watched = _Watched(EnvironmentReport(str(name)), timeout_s, lambda: _as_environment(environment, config or {}))
+    start = None if agent is None else AgentStart.from_json(agent)
+    load = partial(_as_environment, environment, config or {}, start)
+    watched = _Watched(EnvironmentReport(str(name)), timeout_s, load)
     watched.run(oracle, model)
     return watched.report
 
@@ -135,7 +150,9 @@ class _Watched:
     async def _examine(self, subject: Subject) -> None:
         beating = asyncio.create_task(self._keep_beating())
         try:
-            async for check in examine(subject):
+            environment = subject.environment
+            checks = examine_agent(environment) if isinstance(environment, AgentEnvironment) else examine(subject)
+            async for check in checks:
                 self.report.checks.append(check)
         finally:
             beating.cancel()
@@ -151,9 +168,12 @@ class _Watched:
         self.report.checks.append(Check(check, status, message))
 
 
-def _as_environment(given: Examined, config: Mapping[str, JSON]) -> Environment:
+def _as_environment(given: Examined, config: Mapping[str, JSON], agent: AgentStart | None) -> Environment:
     if isinstance(given, str):
-        return load_environment(given, config)
+        try:
+            return load_environment(given, config, agent=agent)
+        except NeedsAgent:
+            return load_environment(given, config, agent=AgentStart())
     if hasattr(given, "session") and hasattr(given, "num_tasks"):
         return cast(Environment, given)
     return PlainEnvironment(given, config, name=getattr(given, "__qualname__", str(given)))

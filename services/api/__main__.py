@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
-import socket
 import sys
-from collections.abc import Iterator
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import Message
@@ -22,12 +18,12 @@ from services.api.http.audit import Audit
 from services.api.http.context import Backend
 from services.api.http.document import V1
 from services.api.http.key_ring import KeyRing
-from services.api.http.protocol import BoundedHttp
 from services.files.data_dir import DataDir
 from services.hosts.registry import EnvironmentRegistry
+from services.process.http_server import serve_http
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, SettingsError, load_settings
-from services.process.telemetry import configure_logging, get_logger
+from services.process.telemetry import configure_logging
 from services.state.away import Away
 from services.state.client import connect
 from services.state.queue import Bus
@@ -40,19 +36,10 @@ GRACE_S = 3
 # Further time to close what belongs to the process.
 LEAVING_S = 3
 FIRST_CONTACT_S = 3.0
-# Longer than proxies and clients keep idle connections: a request on a connection that we are closing gets no answer.
-KEEP_ALIVE_S = 75
 # Returning a connection takes some rounds of the event loop, and rounds are long under hundreds of requests: with few
 # connections Redis would idle while requests wait. Without a bound a crowd would open one each.
 MAX_CONNECTIONS = 256
 WAIT_S = 10.0
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to services.process.lifecycle."""
-        yield
 
 
 async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S) -> None:
@@ -94,7 +81,9 @@ async def serve(settings: Settings, stop: asyncio.Event, grace_s: int = GRACE_S)
             lease_s=settings.lease_s,
         )
         await _build_routes(app)
-        await _serve_app(app, settings, stop, grace_s)
+        await serve_http(
+            app, settings.api_host, settings.api_port, stop, grace_s=grace_s, settings="GSPO_API_HOST, GSPO_API_PORT"
+        )
 
 
 async def _build_routes(app: FastAPI) -> None:
@@ -109,45 +98,6 @@ async def _build_routes(app: FastAPI) -> None:
     nothing = {"type": "http", "method": "GET", "path": f"{V1}/", "headers": [], "query_string": b"", "app": app}
     with contextlib.suppress(HTTPException):
         await app.router(nothing, receive, send)
-
-
-async def _serve_app(app: FastAPI, settings: Settings, stop: asyncio.Event, grace_s: int) -> None:
-    config = uvicorn.Config(
-        app,
-        http=BoundedHttp,
-        # No route uses it, and its handshake would bypass the bounds and the log of requests.
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=grace_s,
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
-    server = _Server(config)
-    with _listen(settings.api_host, settings.api_port) as listening:
-        host, port = listening.getsockname()[:2]
-        get_logger().info("listening", url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(server.serve(sockets=[listening]), name="serving")
-            stopping = tasks.create_task(stop.wait(), name="stopping")
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not stop.is_set():
-                raise RuntimeError("the HTTP server stopped on its own; see its log")
-            server.should_exit = True
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host.strip("[]"), port), family=family, backlog=512)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise SettingsError(f"cannot listen on {host}:{port} (GSPO_API_HOST, GSPO_API_PORT): {reason}") from None
-    # Connections inherit it; asyncio does not set it for them, since this socket has no protocol number. Without it the
-    # body of an answer waits for the acknowledgement of its head: 40 ms on a kept-alive connection.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from gspo_core.types import StopReason
-from services.episodes.ledger import Ledger
 
 
 class Counters:
@@ -26,11 +25,11 @@ class Counters:
         """Time spent on something, over all episodes."""
         self._seconds[name] += seconds
 
-    def episode_finished(self, stop_reason: StopReason, ledger: Ledger) -> None:
+    def episode_finished(self, stop_reason: StopReason, num_sampled: int, num_versions: int) -> None:
         self.add("episodes/finished")
         self.add(f"stop/{stop_reason}")
-        self.add("tokens/finished", ledger.num_sampled)
-        if len(ledger.versions) > 1:
+        self.add("tokens/finished", num_sampled)
+        if num_versions > 1:
             self.add("episodes/mixed_versions")
 
     def __getitem__(self, name: str) -> int:

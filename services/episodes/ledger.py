@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gspo_core.types import CacheMode, EpisodeKey, Outcome, Segment, Spent
 from services.engines.protocol import Span
@@ -152,13 +153,7 @@ class Ledger:
     ) -> Segment:
         """The tokens that are in no segment yet; ``logprobs`` are those of the last ones, which were sampled."""
         token_ids = self._token_ids.since(self._num_sealed)
-        num_observed = len(token_ids) - len(logprobs)
-        action_mask = np.zeros(len(token_ids), dtype=np.bool_)
-        action_mask[num_observed:] = True
-        behavior_logprobs = np.zeros(len(token_ids), dtype=np.float32)
-        behavior_logprobs[num_observed:] = logprobs
-        # Read-only, so that the segment need not copy them.
-        action_mask.flags.writeable = behavior_logprobs.flags.writeable = False
+        action_mask, behavior_logprobs = masked(len(token_ids), logprobs)
         segment = Segment(
             key=self.key,
             attempt=self.attempt,
@@ -186,3 +181,15 @@ class Ledger:
         self.num_sampled += len(action_ids)
         self.versions.add(version)
         self._last_version, self.last_engine = version, engine_id
+
+
+def masked(num_tokens: int, logprobs: Sequence[float]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
+    """Action mask and log-probs of tokens whose last ones were sampled with ``logprobs``."""
+    num_observed = num_tokens - len(logprobs)
+    action_mask = np.zeros(num_tokens, dtype=np.bool_)
+    action_mask[num_observed:] = True
+    behavior_logprobs = np.zeros(num_tokens, dtype=np.float32)
+    behavior_logprobs[num_observed:] = logprobs
+    # Read-only, so that a segment need not copy them.
+    action_mask.flags.writeable = behavior_logprobs.flags.writeable = False
+    return action_mask, behavior_logprobs

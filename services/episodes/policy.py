@@ -1,7 +1,7 @@
 """The policy as an episode sees it: something that samples, and names the version of every token.
 
 Rule: tokens of an unknown version never become an answer. Spans tile the tokens: the ``Generation`` checks that once,
-when it is built. This module holds the types only; `services.rollout.engines` finds an engine and asks it.
+when it is built. This module holds the types only; `services.workers.engines` finds an engine and asks it.
 """
 
 from __future__ import annotations

@@ -81,6 +81,11 @@ class DataDir:
         """Holds the port of the engine that was started here, for the next start."""
         return self.path / "engine.port"
 
+    @property
+    def gateway_port(self) -> Path:
+        """The same of the gateway: agents elsewhere know its address."""
+        return self.path / "gateway.port"
+
     def model(self, name: str) -> Path:
         """A model that was made here."""
         return self.path / "models" / name

@@ -73,11 +73,16 @@ class HostOrder:
     """Where its modules are found, besides where our own are."""
     networks: Sequence[str] | None = None
     """It may connect to public addresses and to these networks only. None: to everything."""
+    agent: Mapping[str, JSON] | None = None
+    """How its agent is started, as the job says; None for an environment that is none."""
 
     def frame(self) -> wire.Boot:
         """The part of it that a host is told."""
         networks = None if self.networks is None else list(self.networks)
-        return {"ref": self.ref, "config": dict(self.config), "hosting": dict(self.hosting), "networks": networks}
+        agent = None if self.agent is None else dict(self.agent)
+        return wire.Boot(
+            ref=self.ref, config=dict(self.config), hosting=dict(self.hosting), networks=networks, agent=agent
+        )
 
 
 class BootFailed(Exception):

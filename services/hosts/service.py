@@ -43,7 +43,7 @@ GREETING_TIMEOUT_S = 5.0
 LEAVING_S = 20.0
 # The waiting worker has its own limit; when it disconnects, the host ends.
 BOOT_TIMEOUT_S = 3600.0
-OPERATIONS = frozenset({"start", "act", "score", "restore", "close"})
+OPERATIONS = frozenset({"start", "act", "ended", "score", "restore", "close"})
 _LENGTH = struct.Struct("<I")
 
 
@@ -66,10 +66,11 @@ class _Boot(msgspec.Struct):
     config: dict[str, Any]
     hosting: dict[str, int]
     networks: list[str] | None
+    agent: dict[str, Any] | None = None
 
     @property
     def order(self) -> HostOrder:
-        return HostOrder(self.ref, self.config, self.hosting, networks=self.networks)
+        return HostOrder(self.ref, self.config, self.hosting, networks=self.networks, agent=self.agent)
 
 
 class Guest:

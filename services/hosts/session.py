@@ -15,7 +15,17 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, cast
 
-from gspo_core.env import AtCapacity, EnvironmentFailed, Message, Observation, ParsedTurn, Start, Timeouts, ToolSchema
+from gspo_core.env import (
+    AtCapacity,
+    EnvironmentFailed,
+    Llm,
+    Message,
+    Observation,
+    ParsedTurn,
+    Start,
+    Timeouts,
+    ToolSchema,
+)
 from gspo_core.env.contract import Phase, PhaseLimits
 from gspo_core.environment_records import Description
 from gspo_core.json_value import JSON
@@ -29,6 +39,8 @@ from services.hosts.server import HostOrder, RunningHost
 MAX_LOSSES = 8
 # How long a session that a full world refused waits before it asks again.
 REFUSED_S = (0.1, 0.5)
+# An agent ends when it ends: its episode has a limit, which is not kept here.
+AGENT_BUDGET_S = 30 * 86400.0
 # An async member that is cancelled gets so long to clean up (`gspo_core.env.calls`).
 _CANCEL_GRACE_S = 1.0
 
@@ -104,7 +116,8 @@ class HostedEnvironment:
         return HostedTask(split, index)
 
     def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> HostedSession:
-        return HostedSession(self, limits or Timeouts(), episode_id, self._count)
+        kind = HostedAgentSession if self.pool.description.is_agent else HostedSession
+        return kind(self, limits or Timeouts(), episode_id, self._count)
 
     def describe(self) -> Description:
         return cast(Description, dict(self.pool.description.describe))
@@ -367,3 +380,45 @@ class HostedSession:
     def _differs(self) -> NoReturn:
         self._count("host/replay_differed")
         raise SessionLost("replay", f"{self._environment.name} is declared replayable, but answers differently")
+
+
+class HostedAgentSession(HostedSession):
+    """An episode that an agent plays in a host. An agent whose process died is gone: nothing brings it back."""
+
+    _llm: Llm | None = None
+
+    def offer(self, llm: Llm) -> None:
+        """Before ``start``: where the agent asks for its turns."""
+        self._llm = llm
+
+    async def ended(self) -> None:
+        """Waits for the agent, however long. Raises ``EnvironmentFailed``."""
+        self._is_suspect, self._is_watched = self._is_suspect or self._is_watched, False
+        await self._ask("ended", AGENT_BUDGET_S, "agent")
+
+    async def score(self) -> tuple[float, dict[str, float]]:
+        return wire.score_from_json((await self._ask("score", self._limits.score_timeout_s, "score")).result)
+
+    async def act(self, turn: ParsedTurn) -> Observation:
+        raise RuntimeError("an agent acts by itself")
+
+    def _prepare(self, task: Mapping[str, JSON], seed: int) -> None:
+        super()._prepare(task, seed)
+        if self._llm is None:
+            raise RuntimeError("an agent is started after it was offered a policy")
+        llm = self._llm
+        self._begin["llm"] = wire.LlmFrame(
+            base_url=llm.base_url, api_key=llm.api_key, model=llm.model, episode=llm.episode
+        )
+
+    async def _ask(self, operation: str, budget_s: float, phase: Phase) -> Reply:
+        if self._seat is None:
+            raise SessionLost("host", "the agent's process is gone")
+        try:
+            return await self._call(operation, budget_s, {})
+        except Died as died:
+            self._leave()
+            if self._is_guilty(died.death):
+                raise EnvironmentFailed(phase, str(died.death)) from died
+            me = self._died_as in died.death.suspects
+            raise SessionLost("host", str(died.death), is_suspect=me) from died

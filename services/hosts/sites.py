@@ -1,7 +1,7 @@
 """Hosts of registered environments: `name@version` is resolved where the host is started.
 
 Rule: a job holds the name of a version and nothing of its content. If an environment's registration or a job names a
-URL, the host connects to public addresses and the operator's networks only.
+URL, the host connects to public addresses and the operator's networks only; an agent also to its gateway.
 """
 
 from __future__ import annotations
@@ -28,9 +28,18 @@ class Sites:
     networks: tuple[str, ...] = ()
     elsewhere: bool = False
     """Hosts run in services elsewhere, which lack the uploaded files."""
+    for_agents: tuple[str, ...] = ()
+    """Networks that agents may connect to as well: that of their gateway."""
 
     def placed(self, order: HostOrder) -> HostOrder:
         """The order with its reference resolved; an import string stays. Raises ``InvalidEnvironment``."""
+        placed = self._resolved(order)
+        if order.agent is None:
+            return placed
+        networks = self.networks if order.agent.get("url") is not None else placed.networks
+        return placed if networks is None else replace(placed, networks=(*networks, *self.for_agents))
+
+    def _resolved(self, order: HostOrder) -> HostOrder:
         if ":" in order.ref:
             return replace(order, networks=self.networks) if any(urls_in(order.config)) else order
         one, root = self._look_up(order.ref)

@@ -83,6 +83,15 @@ class TurnFrame(TypedDict):
     reasoning: str
 
 
+class LlmFrame(TypedDict):
+    """An ``Llm``."""
+
+    base_url: str
+    api_key: str
+    model: str
+    episode: str
+
+
 class Arguments(TypedDict, total=False):
     """The arguments of a request; which are present depends on the operation."""
 
@@ -96,6 +105,8 @@ class Arguments(TypedDict, total=False):
     turn: TurnFrame
     state: str
     """A snapshot, in base64."""
+    llm: LlmFrame
+    """For the start of an agent."""
 
 
 class Request(Arguments):
@@ -138,6 +149,8 @@ class Boot(TypedDict):
     config: Mapping[str, JSON]
     hosting: Mapping[str, int]
     networks: Sequence[str] | None
+    agent: Mapping[str, JSON] | None
+    """How the agent of it is started; None for an environment that is none."""
 
 
 class Order(Boot):
@@ -248,6 +261,7 @@ class HostDescription:
     tools: list[dict[str, Any]]
     sessions_per_process: int
     max_processes: int
+    is_agent: bool = False
 
     def __post_init__(self) -> None:
         if len(self.num_tasks) != len(Split):

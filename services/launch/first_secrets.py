@@ -4,7 +4,7 @@ Rule: existing secrets stay; each kind of process gets its own directory with on
 environments service get digests. Files are named like settings, for ``GSPO_SECRETS_DIR``.
 
 ``python -m services.launch.first_secrets ROOT``: ROOT/redis/users.acl and
-ROOT/{api,trainer,rollout,environments}/gspo_*.
+ROOT/{api,trainer,rollout,gateway,environments}/gspo_*.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.state.roles import USERS, acl_file
 KEY_BYTES = 32
 # For health checks: unauthenticated clients may ping and do nothing else.
 PROBE = "user gspo-probe on nopass resetkeys resetchannels -@all +ping\n"
-ROLES = ("api", "trainer", "rollout")
+ROLES = ("api", "trainer", "rollout", "gateway")
 
 
 def make_secrets(root: Path, redis: str) -> None:
@@ -41,6 +41,7 @@ def make_secrets(root: Path, redis: str) -> None:
     _write(place.secret("redis", "users.acl"), acl_file(passwords) + PROBE)
     _keep(place.secret("api", "gspo_api_keys"), f"gspo-{secrets.token_urlsafe(KEY_BYTES)}")
     token = _keep(place.secret("rollout", "gspo_env_token"), secrets.token_urlsafe(KEY_BYTES))
+    _write(place.secret("gateway", "gspo_env_token"), token)
     _write(place.secret("environments", "gspo_env_token_sha256"), hashlib.sha256(token.encode()).hexdigest())
 
 

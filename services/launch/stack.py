@@ -102,8 +102,10 @@ class Stack:
         self._redis: RedisServer | None = None
         self._api_port = 0
         self._engine_port = 0
+        self._gateway_port = 0
         self.api_url = ""
         self.engine_url = ""
+        self.gateway_url = ""
         self.redis_url = ""
 
     def __enter__(self) -> Self:
@@ -125,6 +127,8 @@ class Stack:
         if not config.engine_urls:
             self._engine_port = kept_port(DataDir(config.data_dir).engine_port, but=self._api_port)
         self.engine_url = ",".join(config.engine_urls) or f"http://{LOOPBACK}:{self._engine_port}"
+        self._gateway_port = kept_port(DataDir(config.data_dir).gateway_port, but=self._api_port)
+        self.gateway_url = f"http://{LOOPBACK}:{self._gateway_port}"
         for process in self.processes():
             if process is topology.REDIS:
                 self._start_redis()
@@ -134,6 +138,7 @@ class Stack:
             else:
                 self._spawn(process.name, [], self._environment(process))
         self._wait_until_answering(f"{self.api_url}{topology.API_HEALTH.live}", topology.API.name)
+        self._wait_until_answering(f"{self.gateway_url}{topology.GATEWAY_HEALTH.live}", topology.GATEWAY.name)
         for url in self.engine_url.split(","):
             self._wait_until_ready(url)
 
@@ -155,6 +160,7 @@ class Stack:
             "engine_urls": self.engine_url,
             "api_host": self.config.host,
             "api_port": str(self._api_port),
+            "gateway_bind": f"{LOOPBACK}:{self._gateway_port}",
         }
         return {
             **os.environ,

@@ -85,6 +85,7 @@ class Leaving:
 
 
 API_HEALTH = HttpHealth(live="/healthz", ready="/readyz")
+GATEWAY_HEALTH = HttpHealth(live="/healthz", ready="/readyz")
 ENGINE_HEALTH = HttpHealth(live="/health", ready="/ready")
 EVERYWHERE = frozenset(Site)
 LOGGING = frozenset({"secrets_dir", "log_level", "log_format"})
@@ -232,7 +233,28 @@ ROLLOUT = Process(
     copies=Copies.PER_NODE,
 )
 
-PROCESSES = (SECRETS, REDIS, ENGINE, API, ENVIRONMENTS, TRAINER, ROLLOUT)
+GATEWAY = Process(
+    name="gateway",
+    module="services.gateway",
+    leaving=Leaving(8, cleanup_s=4 + CLEANUP_S, option="--drain-s", drain_s={Site.BATCH: 20, Site.CONTAINERS: 320}),
+    reads=LOGGING
+    | {"redis_url", "data_dir", "engine_urls", "lease_s", "outbound_networks", "gateway_bind", "gateway_url"}
+    | {"env_install", "env_hosts", "env_token", "trace_endpoint", "trace_share"},
+    requires=frozenset(
+        {"redis_url", "data_dir", "engine_urls", "env_hosts", "env_token", "gateway_bind", "gateway_url"}
+    ),
+    health=GATEWAY_HEALTH,
+    after=("redis", "environments"),
+    calls=("redis", "engine", "environments"),
+    data=DataAccess.READ,
+    reads_models=True,
+    has_secrets=True,
+    port=8020,
+    # Agents have one address, and an episode is held in one process.
+    copies=Copies.ONE,
+)
+
+PROCESSES = (SECRETS, REDIS, ENGINE, API, ENVIRONMENTS, TRAINER, ROLLOUT, GATEWAY)
 """In start order. They stop in reverse, so each can still reach what it needs for a clean shutdown."""
 
 SGLANG = Process(

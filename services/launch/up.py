@@ -164,6 +164,7 @@ def greeting(stack: Stack, model_dir: Path) -> str:
     return (
         f"viewer  {stack.api_url}/ui\n"
         f"API     {stack.api_url}   (described at {stack.api_url}/docs)\n"
+        f"gateway {stack.gateway_url}   (for agents that play episodes)\n"
         f"engine  {given if stack.config.engine_urls else own}\n"
         f"logs    {stack.log_dir}   (all of them follow here)\n\n"
         f"submit a job with: {typed_gspo()} submit FILE{flag}\n"

@@ -71,10 +71,10 @@ class Settings(BaseSettings):
 
     env_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
     """Services that run environments (``python -m services.hosts.service``), ``HOST:PORT`` each, separated by commas.
-    Unset: rollout workers run environments in processes beside themselves."""
+    Unset: rollout workers and gateways run environments and agents in processes beside themselves."""
 
     env_token: SecretStr | None = None
-    """The token that rollout workers present to ``GSPO_ENV_HOSTS``."""
+    """The token that rollout workers and gateways present to ``GSPO_ENV_HOSTS``."""
 
     env_token_sha256: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
     """The SHA-256 of ``GSPO_ENV_TOKEN``, for the service that runs environments: it holds no secret itself."""
@@ -84,16 +84,24 @@ class Settings(BaseSettings):
     mounted secret. Environment variables take precedence."""
 
     health_file: Path | None = None
-    """A file that a rollout worker, a trainer or an environment service touches while it is alive; for
-    ``python -m services.process.health FILE``."""
+    """A file that a rollout worker, a trainer or an environment service touches while it is alive; for ``python -m
+    services.process.health FILE``."""
 
     env_uploads: bool = False
     """Whether the API accepts uploaded environments. Their code runs in hosts of the rollout workers, with access to
     files and the network: whoever may upload may run anything there."""
 
     outbound_networks: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
-    """Networks such as ``10.1.0.0/16``, separated by commas, that environments behind a registered URL may be in.
-    Without any, only public addresses are allowed. Must be the same for the API and the rollout workers."""
+    """Networks such as ``10.1.0.0/16``, separated by commas, that environments behind a registered URL, and agents
+    behind one, may be in. Without any, only public addresses are allowed. Must be the same for the API, the rollout
+    workers and the gateway."""
+
+    gateway_bind: Annotated[str, Field(pattern=r"^[^\s/]+:[0-9]{1,5}$")] = "127.0.0.1:8020"
+    """The address that a gateway binds, ``HOST:PORT``. It answers agents only, each with a key for its episode."""
+
+    gateway_url: str | None = None
+    """The base URL under which agents reach the gateway, such as ``https://gateway.example``. Unset: ``http://`` and
+    ``GSPO_GATEWAY_BIND``."""
 
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Seconds without a heartbeat after which a worker's episodes, or a trainer's job, go to another. Must be the same
@@ -148,6 +156,20 @@ class Settings(BaseSettings):
                     "every engine URL must start with http:// or https://, optionally with KIND+ before it"
                 )
         return tuple(url.rstrip("/") for url in value)
+
+    @field_validator("gateway_url")
+    @classmethod
+    def _gateway_scheme(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("must start with http:// or https://")
+        return None if value is None else value.rstrip("/").removesuffix("/v1")
+
+    @field_validator("gateway_bind")
+    @classmethod
+    def _gateway_port(cls, value: str) -> str:
+        if int(value.rpartition(":")[2]) >= 2**16:
+            raise ValueError("the port must be below 65536")
+        return value
 
     @field_validator("env_hosts")
     @classmethod

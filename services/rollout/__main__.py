@@ -13,32 +13,28 @@ from functools import partial
 
 from services.engines.kinds import open_engines
 from services.files.data_dir import DataDir
-from services.hosts.local import LocalHosts
-from services.hosts.pool import Boot
 from services.hosts.registry import EnvironmentRegistry
-from services.hosts.remote import RemoteHosts
 from services.hosts.sites import Sites
 from services.hosts.venv import Interpreters
 from services.process.cancelling import cancel_all
 from services.process.health import Health
 from services.process.lifecycle import run_until_signalled
 from services.process.settings import Settings, load_settings
-from services.process.telemetry import configure_logging, get_logger
-from services.process.tracing import Traces, TracingUnavailable, open_traces
-from services.rollout.loading import load_job
-from services.rollout.processes import watch
+from services.process.telemetry import configure_logging
+from services.rollout.driver import EnvironmentDriver
 from services.rollout.request_runner import RequestRunner
-from services.rollout.worker import Worker, WorkerConfig
-from services.state.away import NotPermitted
 from services.state.client import connect
 from services.state.drains import Drains
 from services.state.queue import Bus
 from services.state.store import Store
 from services.state.worker_requests import WorkerRequests
+from services.workers.loading import load_job
+from services.workers.processes import watch
+from services.workers.starting import boot_for, functions_there, traces_to
+from services.workers.worker import Worker, WorkerConfig
 
 # After the drain: for closing sessions and handing back episodes.
 LEAVING_S = 4.0
-FUNCTIONS_WAIT_S = (0.5, 8.0)
 
 
 async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) -> None:
@@ -51,13 +47,15 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
         registry = EnvironmentRegistry(DataDir(settings.data_dir).environments)
         sites = Sites(registry, settings.outbound_networks, elsewhere=bool(settings.env_hosts))
         runner = RequestRunner(WorkerRequests(redis), sites, None if settings.env_hosts else interpreters, config.name)
-        traces = traces_of(settings, config.name)
+        traces = traces_to(settings.trace_endpoint, "rollout", config.name, share=settings.trace_share)
+        boot = boot_for(settings.env_hosts, settings.env_token, interpreters)
         worker = Worker(
             config,
             bus,
             store,
             engine_at,
-            partial(load_job, boot=sites.booting(boot_for(settings))),
+            partial(load_job, boot=sites.booting(boot)),
+            EnvironmentDriver(),
             clock=time.monotonic,
             rng=random.Random(),
             spans=traces,
@@ -77,28 +75,6 @@ async def work(settings: Settings, config: WorkerConfig, stop: asyncio.Event) ->
                         await asyncio.to_thread(traces.close)
 
 
-def traces_of(settings: Settings, worker: str) -> Traces | None:
-    if settings.trace_endpoint is None:
-        return None
-    identity = {"service.instance.id": worker}
-    try:
-        return open_traces(settings.trace_endpoint, "rollout", share=settings.trace_share, **identity)
-    except TracingUnavailable as error:
-        raise SystemExit(f"GSPO_TRACE_ENDPOINT is set, but {error}") from error
-
-
-async def functions_there(bus: Bus) -> None:
-    """A worker may not load them; the API and trainers do, and perhaps start after it."""
-    wait_s = FUNCTIONS_WAIT_S[0]
-    while True:
-        try:
-            return await bus.load_functions()
-        except NotPermitted:
-            get_logger().info("waiting for the API or a trainer to load the functions", wait_s=wait_s)
-        await asyncio.sleep(wait_s)
-        wait_s = min(2 * wait_s, FUNCTIONS_WAIT_S[1])
-
-
 async def work_in_processes(settings: Settings, arguments: argparse.Namespace, stop: asyncio.Event) -> None:
     command = [sys.executable, "-m", "services.rollout", "--max-episodes", str(arguments.max_episodes)]
     command += ["--drain-s", str(arguments.drain_s)]
@@ -106,15 +82,6 @@ async def work_in_processes(settings: Settings, arguments: argparse.Namespace, s
     async with Health(settings.health_file, stop) as health:
         health.is_ready = True
         await watch(command, arguments.processes, environment, stop)
-
-
-def boot_for(settings: Settings) -> Boot:
-    """Where environments run: in services elsewhere, or beside this process."""
-    if not settings.env_hosts:
-        return LocalHosts(Interpreters(DataDir(settings.data_dir).venvs, settings.env_install)).boot
-    if settings.env_token is None:
-        raise SystemExit("GSPO_ENV_TOKEN is not set: the services in GSPO_ENV_HOSTS require it")
-    return RemoteHosts(settings.env_hosts, settings.env_token.get_secret_value()).boot
 
 
 def main() -> int:

@@ -18,14 +18,14 @@ from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
 from services.episodes.history import Conversation
 from services.episodes.ledger import Ledger, LedgerConflict
 from services.episodes.policy import Drained, Interrupted
+from services.episodes.repetition import goes_in_circles
 from services.episodes.tally import TurnTally
 from services.episodes.worlds import WorldSnapshot, WorldSnapshotNotKept
 from services.hosts.session import HostedSession
-from services.rollout.repetition import goes_in_circles
-from services.rollout.scoring import with_length, without_asking
-from services.rollout.setting import EpisodeSetting, Order
-from services.rollout.timings import Timings
 from services.state.queue import Snapshot
+from services.workers.scoring import with_length, without_asking
+from services.workers.setting import EpisodeSetting, Order
+from services.workers.timings import Timings
 
 T = TypeVar("T")
 
@@ -65,8 +65,13 @@ class EpisodeAttempt:
         self._leased_at = setting.clock()
         self._num_sampled_here = 0
 
+    @property
+    def recorded(self) -> Ledger:
+        return self._ledger
+
     async def play(self) -> Outcome:
         """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and the errors of storing segments."""
+        self._leased_at = self._setting.clock()  # waiting for a place was no use of it
         stop = await (self._begin() if self._world is None else self._go_on(self._world))
         while stop is None:
             stop = await self._sample_turn() or await self._act()

@@ -12,7 +12,7 @@ from typing import cast
 from gspo_core.job_spec import ChatSpec
 from gspo_core.json_value import JSON
 from gspo_core.testing.excerpts import Starts
-from services.rollout.loading import JobNotServable, read_model
+from services.workers.loading import JobNotServable, read_model
 
 
 def longest_prompt(model: str, chat: Mapping[str, JSON], found: JSON) -> dict[str, JSON]:

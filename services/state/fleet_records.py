@@ -8,11 +8,13 @@ alive or which engine to use.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 
 R = TypeVar("R", bound="msgspec.Struct")
+WorkerKind: TypeAlias = Literal["rollout", "gateway"]
+"""What drives the episodes that it holds: an environment, or an agent."""
 
 
 class UnreadableRecord(ValueError):
@@ -113,9 +115,10 @@ class TrainerRecord(ProcessRecord, frozen=True, kw_only=True):
 
 
 class WorkerRecord(ProcessRecord, frozen=True, kw_only=True):
-    """A rollout worker and its current work."""
+    """A process that holds episodes, and its current work."""
 
     kind: str = "rollout"
+    """A ``WorkerKind``."""
     host: str = ""
     pid: int = 0
     draining: bool = False

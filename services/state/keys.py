@@ -76,6 +76,7 @@ SERVICE_KEYS = (
     "replies",  # hash: name -> packed {request, owner, till, reply} of resendable requests
     "replies_order",  # sorted set: the same names by age, to forget the oldest first
     "replies_held",  # hash: bytes
+    "secrets",  # hash: name -> random bytes that all processes of a kind share
 )
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

@@ -1,8 +1,9 @@
 """The Redis permissions of each kind of process, as an ACL file that the server loads (``aclfile``).
 
 The rule: anything not listed is forbidden; the default user is off; a rollout worker, which runs other people's
-environments, may call only its own functions, load none, and reach no key but ours. Passwords are read from files and
-appear as digests. Redis also checks a function's inner commands against its caller, hence the plain commands.
+environments, and a gateway, which answers agents, may call only their own functions, load none, and reach no key but
+ours. Passwords are read from files and appear as digests. Redis also checks a function's inner commands against its
+caller, hence the plain commands.
 
 ``python -m services.state.roles PASSWORDS_DIR > users.acl``: one file per user, named like it, at least 16 characters.
 """
@@ -33,11 +34,14 @@ ROLLOUT_FUNCTIONS = (
     *("interrupt", "save_snapshot", "read_snapshot"),
     *("current_version", "describe_environment", "add_event"),
 )
+# Its episodes are played by agents, whose keys it signs; all else is as for a rollout worker.
+GATEWAY_FUNCTIONS = (*ROLLOUT_FUNCTIONS, "secret")
 
 USERS: Mapping[str, Sequence[str]] = {
     "gspo-api": ("fcall", *CONNECTING, *READING, *WRITING, *GOVERNING),
     "gspo-trainer": ("fcall", *CONNECTING, *READING, *WRITING, *GOVERNING),
     "gspo-rollout": (*(f"fcall|gspo_{name}" for name in ROLLOUT_FUNCTIONS), *CONNECTING, *READING, *WRITING),
+    "gspo-gateway": (*(f"fcall|gspo_{name}" for name in GATEWAY_FUNCTIONS), *CONNECTING, *READING, *WRITING),
 }
 
 

@@ -47,6 +47,7 @@ from services.trainer.stopping import StopConditions
 from services.trainer.telling.environments import DescribedEnvironments
 from services.trainer.telling.hindrances import Hindrances
 from services.trainer.telling.ill_environments import IllEnvironments
+from services.trainer.telling.players import kind_of
 from services.trainer.telling.reports import Reports, disk_metrics
 from services.trainer.telling.watchdog import Watchdog
 
@@ -74,7 +75,7 @@ class JobRun:
         self._batches = BatchSelection(context, self._admission, self._gate, self._stops_waiting)
         self._proven = ProvenEnvironments(services.intake)
         ill = IllEnvironments(spec, self._proven.found, lambda: self._lineage.step > 0)
-        self._hindrances = Hindrances(services.store, claim, services.engines, ill)
+        self._hindrances = Hindrances(services.store, claim, services.engines, ill, kind_of(spec))
 
     @property
     def _claim(self) -> Claim:
@@ -133,7 +134,8 @@ class JobRun:
         await self._publish(
             await asyncio.to_thread(learner.copy_weights), self._context.held.version, self._lineage.step
         )
-        num_tasks = await DescribedEnvironments(services.store, self._job, status).num_tasks(len(spec.environments))
+        described = DescribedEnvironments(services.store, self._job, status, kind=kind_of(spec))
+        num_tasks = await described.num_tasks(len(spec.environments))
         weights = [one.weight for one in spec.environments]
         self._admission.schedule = TaskSchedule(spec.seed, num_tasks[Split.TRAIN], weights)
         evaluator = Evaluator(

@@ -114,7 +114,7 @@ MUTANTS = {
         short("hold job", faults=8),
     ),
     "what an engine says of its weights is believed": Mutant(
-        "services/rollout/engines.py",
+        "services/workers/engines.py",
         "if unknown := sorted(set(versions) - self._steps.keys()):",
         "if unknown := []:",
         short("lie: no version", faults=8),
@@ -126,7 +126,7 @@ MUTANTS = {
         short("turn bit", faults=40),
     ),
     "what takes long is asked again": Mutant(
-        "services/rollout/engines.py",
+        "services/workers/engines.py",
         "if generation is not None and generation.output_ids:",
         "if generation is not None and generation.output_ids and (len(generation.output_ids) < 8 or asked % 1 < 0.3):",
         short("lose reply", faults=4, minutes=0.1, steps=24, least_jobs=3),

@@ -95,6 +95,9 @@ def arrays(draw: st.DrawFn, num_tokens: int) -> dict[str, NDArray[Any]]:
     }
 
 
+untrained = st.sets(st.integers(0, 2**31 - 1), max_size=4).map(lambda turns: tuple(sorted(turns)))
+
+
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
     outcome = draw(st.none() | outcomes())
@@ -111,5 +114,6 @@ def segments(draw: st.DrawFn) -> Segment:
         turn_reward=draw(st.none() | finite),
         outcome=outcome,
         spent=draw(st.none() | st.builds(Spent, seconds, seconds, seconds)),
+        untrained_turns=draw(untrained) if outcome else (),
         **draw(arrays(draw(st.integers(0 if outcome else 1, 40)))),
     )

@@ -158,7 +158,7 @@ class TestRefusals:
 
     def test_another_schema(self) -> None:
         data = encode(segment())
-        for schema in (0, 3, 2**32 - 1):
+        for schema in (0, 4, 2**32 - 1):
             self.refuses(data[:4] + struct.pack("<I", schema) + data[8:], codec.UnknownSchema)
             self.refuses(data[:4] + struct.pack("<I", schema) + data[8:20], codec.UnknownSchema)
 
@@ -168,6 +168,17 @@ class TestRefusals:
         assert msgspec.msgpack.decode(meta_of(timed))[13:] == [[1.5, 0.25, 0.0]]
         for data, schema in ((plain, codec.TIMED_SCHEMA), (timed, codec.SCHEMA)):
             self.refuses(data[:4] + struct.pack("<I", schema) + data[8:], codec.MalformedMeta)
+
+    def test_untrained_turns_have_a_schema_of_their_own(self) -> None:
+        for spent in (None, Spent(1.5, 0.25, 0.0)):
+            data = encode(segment(spent=spent, untrained_turns=(2, 5)))
+            assert data[4] == codec.UNTRAINED_SCHEMA
+            assert decode(data) == segment(spent=spent, untrained_turns=(2, 5))
+            assert msgspec.msgpack.decode(meta_of(data))[13:] == [spent and list(spent), [2, 5]]
+            self.refuses(data[:4] + struct.pack("<I", codec.TIMED_SCHEMA) + data[8:], codec.MalformedMeta)
+        for schema in (codec.SCHEMA, codec.TIMED_SCHEMA):
+            written = encode(segment(spent=Spent(1.5, 0.25, 0.0) if schema == codec.TIMED_SCHEMA else None))
+            self.refuses(written[:4] + struct.pack("<I", codec.UNTRAINED_SCHEMA) + written[8:], codec.MalformedMeta)
 
     def test_cut_off_anywhere(self) -> None:
         data = encode(segment())

@@ -49,6 +49,7 @@ def corpus(rng: random.Random) -> list[bytes]:
                 turn_reward=rng.choice((None, 0.5)),
                 outcome=Outcome(StopReason.COMPLETED, rng.random(), {"exact": 1.0}) if final else None,
                 spent=rng.choice((None, Spent(rng.random(), 0.25, 0.0))),
+                untrained_turns=rng.choice(((), (0, 7))) if final else (),
             )
         )
     return [encode(one) for one in found]
@@ -114,7 +115,7 @@ DAMAGES: tuple[Callable[[random.Random, bytearray, bytes], bytes], ...] = (
 
 
 def seal(data: bytes) -> bytes:
-    schema = data[4:8] if data[4:8] in (b"\1\0\0\0", b"\2\0\0\0") else b"\1\0\0\0"
+    schema = data[4:8] if data[4:8] in (b"\1\0\0\0", b"\2\0\0\0", b"\3\0\0\0") else b"\1\0\0\0"
     return b"GSEG" + schema + struct.pack("<I", crc32(data[12:])) + data[12:]
 
 
@@ -220,7 +221,8 @@ def holds(read: Segment) -> dict[str, Any]:
         "meta": [
             *(key.job, key.group, key.member, read.attempt, read.branch, read.index, read.turn, read.version),
             *(read.temperature, read.engine_id, read.cache_mode.value, read.turn_reward, outcome),
-            *([] if read.spent is None else [list(read.spent)]),
+            *([] if read.spent is None and not read.untrained_turns else [read.spent and list(read.spent)]),
+            *([list(read.untrained_turns)] if read.untrained_turns else []),
         ],
         "tokens": tuple(read.token_ids.tolist()),
         "logprobs": tuple(read.behavior_logprobs.tolist()),

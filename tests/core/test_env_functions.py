@@ -86,5 +86,5 @@ def test_it_is_named_like_any_class() -> None:
 
 def test_a_function_that_samples_by_itself_is_named_in_the_contract_and_refused(tmp_path: Any) -> None:
     (tmp_path / "agent.py").write_text("async def rollout(task, llm):\n    return 0.0\n")
-    with pytest.raises(InvalidEnvironment, match="needs the agent gateway, which does not exist yet"):
+    with pytest.raises(InvalidEnvironment, match="owns its loop, an agent: write `agent: "):
         load_environment(f"{tmp_path}/agent.py:rollout")

@@ -114,7 +114,7 @@ def test_the_description_is_plain_data(shop: str) -> None:
         ("{shop}:Stop", {}, "has no 'Stop'; its classes are .'Shop'."),
         ("{shop}:Shop.Outer", {}, "has no 'Shop.Outer'"),
         ("{shop}:number", {}, "is a int, not a class"),
-        ("{shop}:rollout", {}, "needs the agent gateway"),
+        ("{shop}:rollout", {}, "owns its loop, an agent: write"),
         ("{shop}:Shop", {"colour": 1}, "the config .'colour'. does not fit"),
         ("{shop}:refuse", {}, "creating an instance failed: error: OSError: no disk"),
         ("{shop}:make", {"colour": 1}, "the config .'colour'. does not fit"),

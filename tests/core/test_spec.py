@@ -313,3 +313,27 @@ def test_a_field_without_a_docstring_has_no_description():
 @pytest.mark.parametrize("model", [JobSpec, RolloutSpec, Limits])
 def test_models_describe_themselves(model: type[Documented]):
     assert model.model_json_schema()["description"]
+
+
+def test_a_job_is_wholly_of_agents_or_wholly_of_environments():
+    agent, world = {"ref": "agent.py:run", "agent": {}}, {"ref": "world.py:World"}
+    assert JobSpec(model="m", environments=[agent, agent]).is_of_agents
+    assert not JobSpec(model="m", environments=[world]).is_of_agents
+    for pair, said in (([agent, world], r"\[0\] has an agent, but environments\[1\]"), ([world, agent], r"\[1\] has")):
+        with pytest.raises(ValidationError, match=said):
+            JobSpec(model="m", environments=pair)
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ({"url": "https://a.example/", "command": ["run"]}, "give url or command, not both"),
+        ({"url": "ftp://a.example/"}, "should match pattern"),
+        ({"command": []}, "at least 1 item"),
+        ({"command": ["a\0b"]}, "should match pattern"),
+        ({"function": "run"}, "not permitted"),
+    ],
+)
+def test_an_agent_is_started_in_exactly_one_way(agent: dict[str, Any], said: str):
+    with pytest.raises(ValidationError, match=said):
+        JobSpec(model="m", environments=[{"ref": "a.py:run", "agent": agent}])

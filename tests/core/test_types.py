@@ -225,6 +225,7 @@ class TestSegment:
             {"temperature": 0.5},
             {"branch": 1},
             {"spent": Spent(1.0, 0.0, 0.0)},
+            {"untrained_turns": (0,)},
         ],
     )
     def test_differs_when_any_field_differs(self, changes: dict[str, Any]) -> None:
@@ -241,14 +242,40 @@ class TestSegment:
             ("turn_reward", float("nan")),
             ("spent", Spent(0.0, -1.0, 0.0)),
             ("spent", Spent(0.0, 0.0, float("nan"))),
+            ("untrained_turns", (1, 1)),
+            ("untrained_turns", (2, 1)),
+            ("untrained_turns", (-1,)),
         ]:
             with pytest.raises(InvalidValue):
                 Segment.of_exact(fields | {name: value})
         with pytest.raises(InvalidValue):
             Segment.of_exact(fields | {"token_ids": -fields["token_ids"]})
 
+    def test_only_the_last_segment_names_untrained_turns(self) -> None:
+        with pytest.raises(InvalidValue, match="only the last"):
+            segment(outcome=None, untrained_turns=(0,))
+
 
 class TestTrajectory:
+    def test_untrained_turns_are_read_and_no_actions(self) -> None:
+        key = EpisodeKey(JOB, 3, 0)
+        one = {"key": key, "attempt": 0, "outcome": None}
+        end = {"token_ids": [], "action_mask": [], "behavior_logprobs": []}
+        end |= {"key": key, "attempt": 0, "untrained_turns": (1, 2)}
+        trajectory = Trajectory(
+            (
+                segment(**one, index=0, branch=0, turn=0),
+                segment(**one, index=1, branch=1, turn=1),
+                segment(**one, index=2, branch=0, turn=2),
+                segment(**end, index=3, branch=0, turn=2),
+            )
+        )
+        (branch,) = trajectory.branches
+        assert branch.token_ids.tolist() == [*segment().token_ids.tolist()] * 2
+        assert branch.action_mask.tolist() == [*segment().action_mask.tolist(), *[False] * 4]
+        assert branch.behavior_logprobs.tolist() == [*segment().behavior_logprobs.tolist(), *[0.0] * 4]
+        assert (branch.num_actions, trajectory.num_trained, trajectory.num_actions) == (3, 3, 9)
+
     def test_stitches_its_segments_place_by_place(self) -> None:
         """A distinct value at each place, so that any shift of one array against another shows."""
         segments = episode(EpisodeKey(JOB, 3, 0), cuts=[5, 6, 10])

@@ -41,6 +41,7 @@ class Shown:
 
 LIVE = By("tests/e2e/test_pages.py", "test_what_the_pages_type_works_on_a_live_stack")
 GSM8K = By("tests/e2e/test_gsm8k_page.py", "test_the_page_leads_from_nothing_to_a_model_that_was_trained")
+AGENTS = "tests/services/gateway/test_agents_page.py"
 AUTHORS = "tests/core/test_environments_doc.py"
 OBJECTIVE = "tests/core/test_objective_docs.py"
 HERE = "tests/repo/test_commands.py"
@@ -56,6 +57,9 @@ BLOCKS: list[tuple[str, str, By | Typed | Judged | Shown]] = [
     ("README.md", "class Counter", By("tests/repo/test_readme.py", "test_the_environment_of_the_readme_can_be_played")),
     ("README.md", "ref: counter.py", By("tests/repo/test_readme.py", "test_the_job_of_the_readme_is_accepted")),
     ("README.md", "gspo up --model", LIVE),
+    ("docs/agents.md", '"""guess.py"""', By(AGENTS, "test_the_agent_of_the_page_asks_and_is_judged")),
+    ("docs/agents.md", "gspo env validate", By(AGENTS, "test_the_agent_of_the_page_is_examined_and_its_job_is_one")),
+    ("docs/agents.md", "# guess.yaml", By(AGENTS, "test_the_agent_of_the_page_is_examined_and_its_job_is_one")),
     ("docs/api.md", "curl ", By("tests/services/api/test_api_docs.py", "test_every_command_on_the_page_works")),
     ("docs/api.md", "from gspo_core.client", LIVE),
     ("docs/api.md", '{"trajectories"', By(HERE, "test_the_pushed_trajectory_is_one")),

@@ -63,12 +63,12 @@ ENVIRONMENT = (
         ),
     ),
     Row(
-        "The environment itself fails: it cannot begin (`task`, `start`, `reset`, `prompt`), answer (`act`, `done`), "
-        "keep "
-        "its state (`snapshot`, `restore`) or judge (`score`: an error, NaN, no number)",
+        "The environment itself fails, or the agent that plays in its place (`agent`): it cannot begin (`task`, "
+        "`start`, `reset`, `prompt`), answer (`act`, `done`), "
+        "keep its state (`snapshot`, `restore`) or judge (`score`: an error, NaN, no number)",
         (
             *("phase:task", "phase:start", "phase:reset", "phase:prompt", "phase:act", "phase:done"),
-            *("phase:snapshot", "phase:restore", "phase:score", "stop:env_error"),
+            *("phase:agent", "phase:snapshot", "phase:restore", "phase:score", "stop:env_error"),
         ),
         AGAIN,
         WITHOUT,

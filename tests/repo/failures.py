@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import get_args
 
 from gspo_core.types import StopReason
-from services.rollout.scoring import PROVOKED, TRUNCATED
 from services.state.jobs import CountedCode, DoneCode, FailureCode, FreeCode, WaitCode
+from services.workers.scoring import PROVOKED, TRUNCATED
 from tests.repo.failure_row import Row
 from tests.repo.failure_rows import SECTIONS
 

@@ -27,6 +27,8 @@ from services.api.http import key_ring
 from services.episodes import worlds
 from services.files import data_dir
 from services.files.job_dir import JobDir
+from services.gateway import snapshots
+from services.gateway.history import TurnEntry
 from services.hosts import registry
 from services.state import fleet_records, functions
 from services.state.job_table import STATUS_FIELDS
@@ -72,8 +74,8 @@ def all_formats() -> list[Format]:
 
 def _of_the_log() -> Iterator[Format]:
     headers = [codec._PREFIX.format, codec._COUNTS.format, codec._HEADER.format]
-    meta = [shape_of(codec._SegmentMeta), shape_of(codec._TimedMeta)]
-    yield Format("segments", "gspo_core/codec.py TIMED_SCHEMA", codec.TIMED_SCHEMA, [headers, meta])
+    meta = [shape_of(codec._SegmentMeta), shape_of(codec._TimedMeta), shape_of(codec._UntrainedMeta)]
+    yield Format("segments", "gspo_core/codec.py UNTRAINED_SCHEMA", codec.UNTRAINED_SCHEMA, [headers, meta])
     index = [shape_of(batches._Index), shape_of(batches.BatchExtra), batches._HEADER.format]
     yield Format("batch logs", "gspo_core/log/batches.py SCHEMA", batches.SCHEMA, index)
     header = [trained._MAGIC.decode(), trained._HEADER.format]
@@ -132,6 +134,8 @@ def _in_redis() -> Iterator[Format]:
     yield Format("records of jobs and processes in Redis", version, functions.LIBRARY_VERSION, shapes)
     world = shape_of(worlds.WorldSnapshot)
     yield Format("worlds of episodes", "services/episodes/worlds.py SCHEMA", worlds.SCHEMA, world)
+    tree = [snapshots.KIND, *map(shape_of, (snapshots.TreeSnapshot, TurnEntry, snapshots.Reward))]
+    yield Format("turns of agents' episodes", "services/gateway/snapshots.py SCHEMA", snapshots.SCHEMA, tree)
 
 
 def kept(text: bytes | str) -> Kept:

@@ -17,10 +17,11 @@ SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
 OTHERS_VARIABLES = {
     *("HOME", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     "PET_NODE_RANK",  # of torchrun
+    "POD_IP",  # for values that are made of it
     *("OMP_NUM_THREADS", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"),
 }
 SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
-SINGLETONS = {"redis", "trainer"}
+SINGLETONS = {"gateway", "redis", "trainer"}
 DRAIN_S = {"--drain-s": 10, "--grace-s": 10}
 """Arguments that take seconds, and how much longer the pod has to be given."""
 SLOW_TO_START_S = 45 * 60
@@ -306,15 +307,19 @@ def _networks(objects: Sequence[Object]) -> Iterator[str]:
 def _walls(objects: Sequence[Object]) -> Iterator[str]:
     policies = _policies(objects)
     wall = policies.get("environments", {})
-    if wall.get("egress") != [] or "Egress" not in wall.get("policyTypes", ()):
-        yield "environments reach something"
-    if _callers(wall) != {"rollout"}:
+    only_gateway = {
+        "to": [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "gateway"}}}],
+        "ports": [{"protocol": "TCP", "port": 8020}],
+    }
+    if wall.get("egress") != [only_gateway] or "Egress" not in wall.get("policyTypes", ()):
+        yield "environments reach more than the gateway"
+    if _callers(wall) != {"gateway", "rollout"}:
         yield f"environments are reached by {_callers(wall)}"
     if "environments" not in str(policies.get("dns", {}).get("podSelector")):
         yield "environments may ask for names"
-    if "redis" in policies and _callers(policies["redis"]) != {"api", "rollout", "trainer"}:
+    if "redis" in policies and _callers(policies["redis"]) != {"api", "gateway", "rollout", "trainer"}:
         yield f"redis is reached by {_callers(policies['redis'])}"
-    if _callers(policies.get("engine", {})) - {"engine", "rollout", "trainer"}:
+    if _callers(policies.get("engine", {})) - {"engine", "gateway", "rollout", "trainer"}:
         yield f"engines are reached by {_callers(policies['engine'])}"
 
 

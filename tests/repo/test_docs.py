@@ -21,7 +21,7 @@ def test_every_module_has_its_place(folder: str) -> None:
     assert modules(ROOT / folder) - named(folder) == set()
 
 
-@pytest.mark.parametrize("room", ["process", "files", "state", "engines", "episodes", "hosts", "launch"])
+@pytest.mark.parametrize("room", ["process", "files", "state", "engines", "episodes", "workers", "hosts", "launch"])
 def test_every_module_of_a_shared_room_has_its_place(room: str) -> None:
     assert modules(ROOT / "services" / room) - named("services") == set()
 

@@ -259,13 +259,13 @@ def test_a_component_that_no_overlay_uses_keeps_what_is_demanded(component: str,
 def test_ports_and_users_are_those_of_the_containers_of_compose() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     dockerfile = (ROOT / "services" / "Dockerfile").read_text()
-    assert {int(port) for port in re.findall(r"^EXPOSE (\d+)", dockerfile, re.MULTILINE)} == {8000, 8010, 30000}
+    assert {int(port) for port in re.findall(r"^EXPOSE (\d+)", dockerfile, re.MULTILINE)} == {8000, 8010, 8020, 30000}
     objects = render("dev")
     for name, _, template in workloads(objects):
         assert name in services
         ports = {port["containerPort"] for container in containers(template) for port in container.get("ports", ())}
-        assert ports <= {6379, 8000, 8010, 30000}
+        assert ports <= {6379, 8000, 8010, 8020, 30000}
     targets = set(re.findall(r"^FROM base AS (\S+)", dockerfile, re.MULTILINE)) - {"demo-model"}
     images = {container["image"].split(":")[0] for _, _, one in workloads(objects) for container in containers(one)}
     assert images == {f"gspo-{target}" for target in targets} | {"redis"}
-    assert targets == {"api", "rollout", "trainer", "engine", "environments"}
+    assert targets == {"api", "rollout", "gateway", "trainer", "engine", "environments"}

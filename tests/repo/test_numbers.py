@@ -17,8 +17,8 @@ NUMBERS: list[tuple[str, str, list[tuple[str, str, float]]]] = [
         "docs/architecture.md",
         r"asking the engine; (\d+) at first.*pause of up to (\d+) s.*\| (\d+) MiB a call, (\d+) ms between",
         [
-            ("services/rollout/in_flight.py", "_START", 1),
-            ("services/rollout/quarantine.py", "MAX_PAUSE_S", 1),
+            ("services/workers/in_flight.py", "_START", 1),
+            ("services/workers/quarantine.py", "MAX_PAUSE_S", 1),
             ("services/episodes/outbox.py", "MAX_CALL_BYTES", MIB),
             ("services/episodes/outbox.py", "DISTANCE_S", 0.001),
         ],
@@ -71,7 +71,7 @@ NUMBERS: list[tuple[str, str, list[tuple[str, str, float]]]] = [
     ),
     ("docs/control.md", r"lists the last (\d+) \*\*attempts", [("services/state/lua/jobs.lua", "ATTEMPTS_KEPT", 1)]),
     ("docs/control.md", r"less than (\d+) % free", [("services/trainer/telling/alarms.py", "MIN_DISK_FREE", 0.01)]),
-    ("docs/engines.md", r"starts with (\d+) requests", [("services/rollout/in_flight.py", "_START", 1)]),
+    ("docs/engines.md", r"starts with (\d+) requests", [("services/workers/in_flight.py", "_START", 1)]),
     (
         "docs/hosts.md",
         r"`async` \| (\d+) \|.*snapshots \| (\d+), a thread each",
@@ -127,9 +127,9 @@ NUMBERS: list[tuple[str, str, list[tuple[str, str, float]]]] = [
         "docs/rollout.md",
         r"After (\d+) failed attempts.*again after (\d+) s, then 2 s, up to (\d+) s",
         [
-            ("services/rollout/quarantine.py", "MOST_FAILURES", 1),
-            ("services/rollout/quarantine.py", "FIRST_PAUSE_S", 1),
-            ("services/rollout/quarantine.py", "MAX_PAUSE_S", 1),
+            ("services/workers/quarantine.py", "MOST_FAILURES", 1),
+            ("services/workers/quarantine.py", "FIRST_PAUSE_S", 1),
+            ("services/workers/quarantine.py", "MAX_PAUSE_S", 1),
         ],
     ),
 ]

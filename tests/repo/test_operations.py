@@ -91,15 +91,15 @@ def networks(service: str) -> set[str]:
 
 
 def test_the_networks_of_compose_are_the_wall() -> None:
-    """Environments share a network with rollout workers alone, and none that leads out."""
-    others = set(COMPOSE["services"]) - {"environments", "rollout"}
+    """Environments share a network with who plays episodes alone, and none that leads out."""
+    others = set(COMPOSE["services"]) - {"environments", "gateway", "rollout"}
     assert networks("environments") == {"worlds"}
     assert COMPOSE["networks"]["worlds"] == {"internal": True}
     assert all("worlds" not in networks(service) for service in others)
     volumes = str(COMPOSE["services"]["environments"]["volumes"])
     assert "secrets-environments:" in volumes
     assert "data:" not in volumes
-    assert not any(f"secrets-{role}:" in volumes for role in ("api", "trainer", "rollout"))
+    assert not any(f"secrets-{role}:" in volumes for role in ("api", "trainer", "rollout", "gateway"))
 
 
 def test_every_container_of_ours_is_hardened_and_bounded() -> None:

@@ -22,6 +22,7 @@ from services.launch.topology import (
     API,
     ENGINE,
     ENVIRONMENTS,
+    GATEWAY,
     PROCESSES,
     REDIS,
     ROLLOUT,
@@ -133,8 +134,8 @@ def test_what_a_process_waits_for_and_calls_starts_before_it() -> None:
     for position, one in enumerate(PROCESSES):
         assert {*one.after, *one.calls} <= {*names(PROCESSES[:position])}, one.name
         assert one.requires <= one.reads <= Settings.model_fields.keys(), one.name
-    assert names(processes(Site.LAPTOP)) == ["redis", "engine", "api", "trainer", "rollout"]
-    assert names(processes(Site.LAPTOP, has_engines=True)) == ["redis", "api", "trainer", "rollout"]
+    assert names(processes(Site.LAPTOP)) == ["redis", "engine", "api", "trainer", "rollout", "gateway"]
+    assert names(processes(Site.LAPTOP, has_engines=True)) == ["redis", "api", "trainer", "rollout", "gateway"]
 
 
 @pytest.mark.parametrize("name", [*names(PROCESSES), "trainer-gpu", "sglang"])
@@ -252,11 +253,11 @@ def test_what_must_be_alike_everywhere_is() -> None:
         pods = [template["spec"]["containers"][0] for name, _, template in MANIFESTS if name in readers]
         given = {configured(container).get(variable) for container in pods}
         assert len(given) == 1, f"{variable} differs in k8s"
-    addresses = {SERVICES["rollout"]["environment"]["GSPO_ENV_HOSTS"]}
+    addresses = {SERVICES[name]["environment"]["GSPO_ENV_HOSTS"] for name in ("rollout", "gateway")}
     addresses |= {
         configured(template["spec"]["containers"][0])["GSPO_ENV_HOSTS"]
         for name, _, template in MANIFESTS
-        if name == "rollout"
+        if name in ("rollout", "gateway")
     }
     assert addresses == {f"{ENVIRONMENTS.name}:{ENVIRONMENTS.port}"}
 
@@ -350,11 +351,13 @@ def test_processes_leave_within_the_time_that_the_topology_says() -> None:
     cleaning_s = lifecycle.CLEANING_UP_S
     api, rollout = import_module("services.api.__main__"), import_module("services.rollout.__main__")
     assert (API.leaving.default_drain_s, API.leaving.cleanup_s) == (api.GRACE_S, api.LEAVING_S + cleaning_s)
+    gateway = import_module("services.gateway.__main__")
     assert ROLLOUT.leaving.cleanup_s == rollout.LEAVING_S + cleaning_s
+    assert GATEWAY.leaving.cleanup_s == gateway.LEAVING_S + cleaning_s
     for one in (ENGINE, ENVIRONMENTS):
         assert (one.leaving.default_drain_s, one.leaving.cleanup_s) == (defaults["grace_s"], cleaning_s)
     assert TRAINER.leaving.cleanup_s == cleaning_s
-    for one in (ROLLOUT, TRAINER):
+    for one in (GATEWAY, ROLLOUT, TRAINER):
         source = (ROOT / "services" / one.name / "__main__.py").read_text()
         default = re.search(rf'"{one.leaving.option}", type=float, default=([\d.]+)', source)
         assert default is not None

@@ -11,7 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = [path for top in ("gspo_core", "environments", "services") for path in sorted((ROOT / top).rglob("*.py"))]
-ROOMS = ("process", "files", "state", "engines", "episodes", "hosts", "api", "rollout", "trainer", "engine", "launch")
+ROOMS = (
+    *("process", "files", "state", "engines", "episodes", "hosts", "workers"),
+    *("api", "rollout", "gateway", "trainer", "engine", "launch"),
+)
 
 
 def room(path: Path) -> str:

@@ -19,8 +19,8 @@ from services.state.leases import BeatWatch
 from services.state.store import Store
 
 LOOKS_PER_LEASE = 5
-Role = Literal["trainer", "rollout", "engine"]
-ROLES: tuple[Role, ...] = ("trainer", "rollout", "engine")
+Role = Literal["trainer", "rollout", "gateway", "engine"]
+ROLES: tuple[Role, ...] = ("trainer", "rollout", "gateway", "engine")
 AnyRecord = TrainerRecord | WorkerRecord | EngineRecord
 
 
@@ -41,7 +41,7 @@ class Member:
             case TrainerRecord():
                 return "trainer"
             case WorkerRecord():
-                return "rollout"
+                return "gateway" if self.record.kind == "gateway" else "rollout"
         return "engine"
 
     @property

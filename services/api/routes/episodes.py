@@ -32,7 +32,7 @@ from services.api.views.episode_views import (
 )
 from services.api.views.history import EpisodeNotKept
 from services.api.views.store_views import Page, View, page
-from services.api.views.transcript import spent_view, tokens_view, turns_view
+from services.api.views.transcript import by_branch, spent_view, tokens_view, turns_view
 from services.files.batch_log import BatchLogNotFound, DamagedBatchLog, LoggedBatch
 from services.state.jobs import JobRecord
 from services.state.queue import EpisodeView, GroupView, Stage
@@ -273,6 +273,7 @@ def _detail(
     trained: NDArray[np.float32] | None = None,
 ) -> EpisodeDetail:
     codec, note = context.codecs.of(job)
+    shown = by_branch(segments)
     return EpisodeDetail(
         **dict(episode),
         job_id=job.id,
@@ -283,9 +284,9 @@ def _detail(
         step=group.step,
         epoch=group.epoch,
         note=note,
-        turns=turns_view(segments, codec, tools),
+        turns=turns_view(shown, codec, tools),
         closing=spent_view([one for one in segments if one.is_final]),
-        tokens=tokens_view(segments, None if codec is None else codec.tokenizer, trained) if with_tokens else None,
+        tokens=tokens_view(shown, None if codec is None else codec.tokenizer, trained) if with_tokens else None,
     )
 
 

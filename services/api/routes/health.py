@@ -43,6 +43,7 @@ async def readyz(context: ContextOf) -> ReadyView:
     # A process that was asked to leave is not missing.
     lost = [one for one in members if not one.is_alive and not one.draining]
     degraded = [f"the {one.role} process {one.id} has stopped" for one in lost]
-    if not any(one.is_alive for one in members if one.role == "rollout"):
+    playing = {one.role for one in members if one.is_alive}
+    if not playing & {"rollout", "gateway"}:
         degraded.insert(0, "no rollout worker is running: jobs wait")
     return ReadyView(degraded=degraded)

@@ -176,5 +176,5 @@ async def _plan(spec: JobSpec, context: ApiContext) -> PlanView:
         warnings=[*spec_warnings(spec), *seen.warnings],
         unchecked=seen.unchecked,
         estimate=estimate(spec),
-        capacity={"num_engines": alive["engine"], "num_workers": alive["rollout"]},
+        capacity={"num_engines": alive["engine"], "num_workers": alive["gateway" if spec.is_of_agents else "rollout"]},
     )

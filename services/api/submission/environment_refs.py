@@ -28,6 +28,8 @@ def pin(spec: Spec, registry: EnvironmentRegistry | None, caller: Caller, networ
     entries, share = [], Share()
     for index, entry in enumerate(spec.environments):
         param = f"environments[{index}]"
+        if entry.agent is not None and entry.agent.url is not None:
+            _judge_agent(entry.agent.url, f"{param}.agent.url", networks, share)
         if ":" in entry.ref:
             _judge(entry, param, networks, share)
             entries.append(entry)
@@ -54,6 +56,14 @@ def _judge(entry: EnvironmentSpec, param: str, networks: Sequence[Network], shar
     except AddressNamed as error:
         message = f"{error} (GSPO_OUTBOUND_NETWORKS)"
         raise RequestRefused(422, "address_refused", message, param=f"{param}.{error.where}") from None
+
+
+def _judge_agent(url: str, param: str, networks: Sequence[Network], share: Share) -> None:
+    try:
+        check_urls({"url": url}, networks, share)
+    except AddressNamed as error:
+        message = f"{str(error).partition(': ')[2]} (GSPO_OUTBOUND_NETWORKS)"
+        raise RequestRefused(422, "address_refused", message, param=param) from None
 
 
 def _pinned(

@@ -33,6 +33,11 @@ def look(spec: JobSpec) -> Visible:
         )
     for place, entry in enumerate(spec.environments):
         param = f"environments[{place}].ref"
+        if entry.agent is not None:
+            found.unchecked.append(f"{param}: whether a gateway can load and start the agent of {entry.ref}")
+            if ":" in entry.ref:
+                _look_at_class(param, entry.ref, found)
+            continue
         if ":" not in entry.ref:
             # Registered: it exists, and rollout workers have examined it.
             found.unchecked.append(f"{param}: whether the prompts of {entry.ref} fit the model's context")

@@ -23,6 +23,8 @@ async def look_at_prompts(context: ApiContext, spec: JobSpec, found: Visible) ->
     """Adds to ``found``."""
     if not any(one.role == "rollout" and one.is_alive for one in await context.presence.members()):
         return
+    if spec.is_of_agents:
+        return  # what an agent asks first is known when it asks
     answers = await asyncio.gather(*(_answer(context, spec, place) for place in range(len(spec.environments))))
     for place, answer in enumerate(answers):
         if answer is not None:

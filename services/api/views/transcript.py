@@ -127,10 +127,16 @@ def token_texts(tokenizer: TranscriptTokenizer, ids: Sequence[int]) -> list[str]
     return texts
 
 
+def by_branch(segments: Sequence[Segment]) -> list[Segment]:
+    """In the order of their branches, which may have grown at the same time."""
+    order = {number: place for place, number in enumerate(dict.fromkeys(one.branch for one in segments))}
+    return sorted(segments, key=lambda one: order[one.branch])
+
+
 def tokens_view(
     segments: Sequence[Segment], tokenizer: TranscriptTokenizer | None, trained: NDArray[np.float32] | None = None
 ) -> TokenColumns:
-    """The tokens in the order of the segments. ``trained``: log-probs of the sampled ones."""
+    """The tokens in the order of the segments. ``trained``: log-probs of those that were trained, by branch."""
     ids = [int(token) for segment in segments for token in segment.token_ids]
     return {
         "id": ids,
@@ -146,13 +152,16 @@ def tokens_view(
 
 def _ratios(segments: Sequence[Segment], trained: NDArray[np.float32] | None) -> list[float | None]:
     """How much more probable each token was in training than in sampling; None where unknown."""
-    if trained is None or len(trained) != sum(segment.num_actions for segment in segments):
+    untrained = {turn for segment in segments for turn in segment.untrained_turns}
+    acting = [segment for segment in segments if segment.turn not in untrained]
+    if trained is None or len(trained) != sum(segment.num_actions for segment in acting):
         return [None for segment in segments for _ in range(segment.num_tokens)]
     logprobs = iter(trained.tolist())
     found: list[float | None] = []
     for segment in segments:
         for is_sampled, sampled in zip(segment.action_mask.tolist(), segment.behavior_logprobs.tolist(), strict=True):
-            difference = next(logprobs) - sampled if is_sampled else math.nan
+            is_trained = is_sampled and segment.turn not in untrained
+            difference = next(logprobs) - sampled if is_trained else math.nan
             found.append(round(math.exp(min(difference, MAX_LOG_RATIO)), 6) if math.isfinite(difference) else None)
     return found
 

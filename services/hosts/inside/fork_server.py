@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gspo_core import descendants
-from gspo_core.env import Environment, InvalidEnvironment, load_environment
+from gspo_core.env import AgentStart, Environment, InvalidEnvironment, load_environment
 from gspo_core.outbound import guard_connections, parse_networks
 from services.hosts import wire
 from services.hosts.inside import limits as bounds
@@ -83,7 +83,9 @@ def _load(connection: socket.socket, order: wire.Order) -> tuple[Environment, wi
 def _environment(order: wire.Order) -> tuple[Environment, wire.HostLimits]:
     if (networks := order["networks"]) is not None:
         guard_connections(parse_networks(networks))
-    environment = load_environment(order["ref"], order["config"])
+    agent = order.get("agent")
+    start = None if agent is None else AgentStart.from_json(agent)
+    environment = load_environment(order["ref"], order["config"], agent=start)
     return environment, hosting_of(environment, order["hosting"])
 
 

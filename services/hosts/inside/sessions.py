@@ -14,8 +14,9 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
-from gspo_core.env import Environment, EnvironmentFailed, Message, Session, Timeouts
+from gspo_core.env import AgentSession, Environment, EnvironmentFailed, Llm, Message, Session, Timeouts
 from gspo_core.json_value import JSON
 from gspo_core.types import Split, StopReason
 from services.hosts import wire
@@ -97,6 +98,8 @@ class SessionServer(asyncio.Protocol):
         self._transport.write(data)
 
     async def _start(self, session: Session, request: wire.Request) -> wire.Reply:
+        if "llm" in request:
+            cast(AgentSession, session).offer(Llm(**request["llm"]))
         start = await session.start(await self._task(request), request["seed"])
         return {"result": wire.start_to_json(start), **await self._state(session)}
 
@@ -111,6 +114,10 @@ class SessionServer(asyncio.Protocol):
         if observation.stop_reason is StopReason.TOOL_TIMEOUT:
             return {"result": result, "hung": session.is_stuck}
         return {"result": result, "metrics": dict(session.metrics), **await self._state(session)}
+
+    async def _ended(self, session: Session, request: wire.Request) -> wire.Reply:
+        await cast(AgentSession, session).ended()
+        return {"result": None, "metrics": dict(session.metrics)}
 
     async def _score(self, session: Session, request: wire.Request) -> wire.Reply:
         return {"result": await session.score(), "metrics": dict(session.metrics)}

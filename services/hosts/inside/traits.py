@@ -2,7 +2,8 @@
 
 Rule: sessions share a process only if a hang or a crash can be traced to one of them. If all members of a class are
 async, one session runs at a time and is marked. Sessions of other classes run at once, in threads: suspects must be
-tried again alone, so they share a process only if they can be replayed or restored.
+tried again alone, so they share a process only if they can be replayed or restored. So it is with agents that are
+functions; one that is a program has a process to itself, whose end ends all that it has started.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from gspo_core.env import Environment, InvalidEnvironment
+from gspo_core.env import AgentEnvironment, Environment, InvalidEnvironment
 from gspo_core.types import Split
 from services.hosts.wire import HostDescription, HostLimits
 
 ASYNC_SESSIONS = 256
 THREAD_SESSIONS = 16
+# Of those behind a URL: each is a thread that waits for an answer.
+AGENTS_ELSEWHERE = 64
 HOSTING = "hosting"
 """The class attribute with which an author sets fields of ``HostLimits``."""
 
 
 def hosting_of(environment: Environment, job: Mapping[str, int]) -> HostLimits:
     """The author's bounds, overridden by the job's. Raises ``InvalidEnvironment``."""
-    author = getattr(getattr(environment, "cls", None), HOSTING, {})
+    home = getattr(environment, "home", None) or getattr(environment, "cls", None)
+    author = getattr(home, HOSTING, {})
     try:
         return HostLimits(**{**author, **job})
     except (TypeError, ValueError) as error:
@@ -40,8 +44,9 @@ def describe(environment: Environment, limits: HostLimits) -> HostDescription:
         has_snapshot=bool(environment.has_snapshot),
         reward_range=None if bounds is None else (float(bounds[0]), float(bounds[1])),
         tools=[{**tool} for tool in environment.tools],
-        sessions_per_process=int(limits.sessions_per_process or _sessions_per_process(environment)),
+        sessions_per_process=_sessions_per_process(environment, limits),
         max_processes=int(limits.max_processes),
+        is_agent=isinstance(environment, AgentEnvironment),
     )
 
 
@@ -59,7 +64,13 @@ def is_async(environment: Environment) -> bool:
     return all(inspect.iscoroutinefunction(member) for member in members)
 
 
-def _sessions_per_process(environment: Environment) -> int:
+def _sessions_per_process(environment: Environment, limits: HostLimits) -> int:
+    if isinstance(environment, AgentEnvironment) and environment.start.command is not None:
+        return 1  # whatever anyone says: a program's descendants end with the process
+    if limits.sessions_per_process is not None:
+        return int(limits.sessions_per_process)
+    if isinstance(environment, AgentEnvironment) and environment.start.url is not None:
+        return AGENTS_ELSEWHERE
     if is_async(environment):
         return ASYNC_SESSIONS
     return THREAD_SESSIONS if environment.replayable or environment.has_snapshot else 1

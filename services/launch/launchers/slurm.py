@@ -201,17 +201,29 @@ def _rollout(process: Process, model: str, engine: str | None) -> str:
     return _on_every_node(f"for ((number = 0; number < WORKERS; number++)); do\n    {one}\n  done")
 
 
+def _gateway(process: Process, model: str, engine: str | None) -> str:
+    bound = {"gateway_bind": '"0.0.0.0:$GATEWAY_PORT"', "gateway_url": '"http://$HEAD:$GATEWAY_PORT"'}
+    return _started(process, process.name, "$HEAD", _command(process), **bound)
+
+
 def _on_every_node(command: str) -> str:
     return f'for node in "${{NODES[@]}}"; do\n  {command}\ndone'
 
 
 # Placement of each kind of process in an allocation.
-_START = {"redis": _redis, "engine": _engines, "api": _api, "trainer": _trainer, "rollout": _rollout}
+_START = {
+    "redis": _redis,
+    "engine": _engines,
+    "api": _api,
+    "trainer": _trainer,
+    "rollout": _rollout,
+    "gateway": _gateway,
+}
 
 _HEAD = r"""
-# Written by `gspo launch slurm`. Ports can be moved from outside: REDIS_PORT, API_PORT, ENGINE_PORT, RANKS_PORT.
+# Written by `gspo launch slurm`. Ports can be moved from outside: they are the five that follow.
 set -euo pipefail
-: "${REDIS_PORT:=16379}" "${API_PORT:=18000}" "${ENGINE_PORT:=30000}" "${RANKS_PORT:=29500}"
+: "${REDIS_PORT:=16379}" "${API_PORT:=18000}" "${GATEWAY_PORT:=18020}" "${ENGINE_PORT:=30000}" "${RANKS_PORT:=29500}"
 cd "$PROJECT"
 PYTHON=$PROJECT/.venv/bin/python
 export PYTHONPATH=$PROJECT GSPO_DATA_DIR=$DATA TOKENIZERS_PARALLELISM=false

@@ -164,3 +164,10 @@ register("finish_rebuild", {}, function(keys, args)
   redis.call("HSET", K.rebuild, "done", 1)
   return 1
 end)
+
+-- name, bytes to be the secret of this name from now on, if it has none -> the secret
+register("secret", {}, function(keys, args)
+  local K = named(SERVICE_KEYS, keys)
+  redis.call("HSETNX", K.secrets, args[1], args[2])
+  return redis.call("HGET", K.secrets, args[1])
+end)

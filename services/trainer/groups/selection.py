@@ -29,7 +29,7 @@ def refusal(group: Group, spec: JobSpec) -> DropReason | None:
     rollout, rewards = spec.rollout, [reward for reward in group.rewards if reward is not None]
     if not rewards or (rollout.on_partial_group != "all" and len(rewards) < rollout.min_group_size):
         return "dropped_partial"
-    if not any(one.num_actions for one in group if one.reward is not None):
+    if not any(one.num_trained for one in group if one.reward is not None):
         return "dropped_no_tokens"
     if judge_group(group.rewards, spec.objective.advantage).dropped:
         return "dropped_zero_variance"

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 
 from gspo_core.types import Split
+from services.state.fleet_records import WorkerKind
 from services.state.store import Store
 from services.trainer.telling.failure import JobFailure
+from services.trainer.telling.players import PLAYERS
 from services.trainer.telling.status import JobStatusBoard
 
 POLL_S = 0.2
@@ -30,12 +32,14 @@ class DescribedEnvironments:
         job: str,
         status: JobStatusBoard,
         *,
+        kind: WorkerKind = "rollout",
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._job = job
         self._status = status
+        self._player = PLAYERS[kind]
         self._patience_s = patience_s
         self._clock = clock
         self._read_up_to = "0"
@@ -44,7 +48,7 @@ class DescribedEnvironments:
 
     async def num_tasks(self, num_environments: int) -> dict[Split, list[int]]:
         """Task counts per environment. Raises ``JobFailure`` if no worker can load one."""
-        await self._status.explain("waiting_for_workers", "no rollout worker has described the environments yet")
+        await self._status.explain("waiting_for_workers", f"no {self._player} has described the environments yet")
         counts = []
         for index in range(num_environments):
             while (description := await self._store.environments.get(self._job, index)) is None:
@@ -59,7 +63,7 @@ class DescribedEnvironments:
             if event.type == "env.health" and not event.data["healthy"]:
                 await self._note(f"{event.data['worker']}: {event.data['error']}")
         if self._complained_at is not None and self._clock() - self._complained_at >= self._patience_s:
-            raise JobFailure("env_unhealthy", f"no rollout worker can load the environments. {self._complaint}")
+            raise JobFailure("env_unhealthy", f"no {self._player} can load the environments. {self._complaint}")
 
     async def _note(self, complaint: str) -> None:
         if self._complained_at is None:

@@ -1,4 +1,4 @@
-"""Shows on a running job what keeps it from moving: no engine, no rollout worker, or an environment that is ill.
+"""Shows on a running job what keeps it from moving: no engine, nobody to play it, or an environment that is ill.
 
 Rule: it changes only the reason of a running job, and restores the earlier one when the hindrance is over. It ends
 nothing; ``IllEnvironments`` judges when an environment has failed for good.
@@ -14,11 +14,12 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from gspo_core.bounds import reaches
-from services.state.fleet_records import WorkerRecord
+from services.state.fleet_records import WorkerKind, WorkerRecord
 from services.state.jobs import IllegalTransition, JobStatus, StatusReason, WaitCode, default_reason
 from services.state.leases import BeatWatch
 from services.state.store import Claim, Store
 from services.trainer.telling.ill_environments import IllEnvironments, complaint_of
+from services.trainer.telling.players import PLAYERS
 
 POLL_S = 1.0
 # A worker registers every two seconds.
@@ -47,11 +48,13 @@ class Hindrances:
         claim: Claim,
         engines: ServingEngines,
         ill: IllEnvironments,
+        kind: WorkerKind = "rollout",
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._claim, self._engines, self._ill = store, claim, engines, ill
+        self._kind: WorkerKind = kind
         self._clock, self._now = clock, now
         self._watch = BeatWatch(SILENCE_S, clock)
         self._last_workers: Sequence[str] = ()
@@ -74,7 +77,7 @@ class Hindrances:
 
     async def look(self) -> None:
         """One round."""
-        workers = [one for one in await self._store.fleet.workers() if self._plays(one)]
+        workers = [one for one in await self._store.fleet.workers() if one.kind == self._kind and self._plays(one)]
         self._found = self._hindrances(workers)
         job = await self._store.jobs.get(self._claim.job_id)
         if job.status is not JobStatus.RUNNING:
@@ -98,7 +101,7 @@ class Hindrances:
             found[NO_ENGINE] = f"no engine has served this job since {since[NO_ENGINE]}{_listed(absence)}"
         if not workers:
             last = ", ".join(self._last_workers)
-            found[NO_WORKER] = f"no rollout worker has been alive since {since[NO_WORKER]}{_listed(last)}"
+            found[NO_WORKER] = f"no {PLAYERS[self._kind]} has been alive since {since[NO_WORKER]}{_listed(last)}"
         elif complaint is not None:
             found[ILL] = complaint
         self._last_workers = [one.id for one in workers] or self._last_workers

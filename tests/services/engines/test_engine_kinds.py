@@ -18,8 +18,8 @@ from services.engines.protocol import Connect, Engine, EngineInfo, EngineLoad, G
 from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.episodes.retry import Retrier
-from services.rollout.engines import EngineTable, JobEngines
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.workers.engines import EngineTable, JobEngines
 
 LABEL = "job_a/1/0"
 

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from services.hosts.service import is_token
-from services.launch.first_secrets import main, make_secrets
+from services.launch.first_secrets import ROLES, main, make_secrets
 from services.process.settings import Settings, SettingsError, load_settings
 from services.state.server import RedisServer
 
@@ -18,6 +18,7 @@ SECRETS = {
     "api": {"gspo_redis_url", "gspo_api_keys"},
     "trainer": {"gspo_redis_url"},
     "rollout": {"gspo_redis_url", "gspo_env_token"},
+    "gateway": {"gspo_redis_url", "gspo_env_token"},
     "environments": {"gspo_env_token_sha256"},
     "redis": {"users.acl"},
 }
@@ -39,9 +40,9 @@ def test_each_kind_of_process_gets_its_own_and_nothing_else(tmp_path: Path) -> N
     assert {folder: set(files) for folder, files in made.items()} == SECRETS
     modes = {stat.S_IMODE(file.stat().st_mode) for folder in tmp_path.iterdir() for file in folder.iterdir()}
     assert modes == {0o600}
-    values = [made[role]["gspo_redis_url"].split(":")[2].split("@")[0] for role in ("api", "trainer", "rollout")]
+    values = [made[role]["gspo_redis_url"].split(":")[2].split("@")[0] for role in ROLES]
     values += [made["api"]["gspo_api_keys"], made["rollout"]["gspo_env_token"]]
-    assert len(set(values)) == 5
+    assert len(set(values)) == 6
     for value in values:
         assert len(value) >= 32
         assert not any(value in text for name in ("redis", "environments") for text in made[name].values())

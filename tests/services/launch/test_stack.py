@@ -120,7 +120,7 @@ def test_up_uses_the_engines_that_it_is_given_and_starts_none(
         threading.Thread(target=engine.serve_forever, daemon=True).start()
         assert up(data_dir=str(tmp_path), model=None, port=0, rollout_workers=1) == 0
         engine.shutdown()
-    assert started == ["redis", "api", "trainer", "rollout-0"]
+    assert started == ["redis", "api", "trainer", "rollout-0", "gateway"]
     said = capsys.readouterr().out
     assert f"engines of GSPO_ENGINE_URLS: {url}" in said
     assert f"engine  {url}   (from GSPO_ENGINE_URLS; none is started here)" in said

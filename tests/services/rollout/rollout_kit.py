@@ -29,9 +29,10 @@ from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Sampled
 from services.episodes.retry import Backoff, Retrier
-from services.rollout.setting import EpisodeSetting, Order
+from services.rollout.driver import EnvironmentDriver
 from services.state.keys import job_key
 from services.state.queue import Bus, EpisodeLease
+from services.workers.setting import EpisodeSetting, Order
 
 JOB = "job_rollout"
 TRAINER = "trainer-token"
@@ -202,6 +203,7 @@ def make_setting(table: Table, codec: HermesCodec, policy: Any) -> EpisodeSettin
     counters = Counters()
     retrier = Retrier(counters, random.Random(0), Backoff(first_s=0.001, max_s=0.002))
     return EpisodeSetting(
+        driver=EnvironmentDriver(),
         codec=codec,
         policy=policy,
         outbox=Outbox(table.bus, JOB, table.token, retrier),

@@ -23,9 +23,9 @@ from services.engines.sglang import EngineClient
 from services.episodes.counters import Counters
 from services.episodes.policy import Sampled
 from services.episodes.retry import Backoff, Retrier
-from services.rollout import engines as engines_module
-from services.rollout.engines import EngineTable, JobEngines
 from services.state.fleet_records import EngineRecord, EngineReport, EngineState
+from services.workers import engines as engines_module
+from services.workers.engines import EngineTable, JobEngines
 from tests.apparatus.scripted_engine import Fault, ScriptedEngine, ScriptedTransport
 from tests.services.rollout.rollout_kit import until
 

@@ -16,10 +16,10 @@ from gspo_core.env import Environment, EnvironmentFailed, Observation, Start
 from gspo_core.types import Outcome, Segment, Split, StopReason, Trajectory
 from services.engines.errors import EngineRejected
 from services.episodes.policy import Drained, Sampled
-from services.rollout.episode import Episode
-from services.rollout.setting import EpisodeSetting, Order, episode_seed
 from services.state.away import Away, AwayReason
 from services.state.queue import Append, Fenced, Gap
+from services.workers.episode import Episode
+from services.workers.setting import EpisodeSetting, Order, episode_seed
 from tests.services.rollout.rollout_kit import (
     JOB,
     TRAINER,

@@ -16,8 +16,8 @@ from gspo_core.chat import HermesCodec
 from gspo_core.types import EpisodeKey, Outcome, StopReason, Trajectory
 from services.hosts.server import HostOrder
 from services.hosts.session import HostedEnvironment
-from services.rollout.episode import Episode
-from services.rollout.setting import Order
+from services.workers.episode import Episode
+from services.workers.setting import Order
 from tests.services.hosts.test_host import WORLDS
 from tests.services.rollout.rollout_kit import (
     JOB,

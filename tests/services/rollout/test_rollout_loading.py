@@ -12,8 +12,8 @@ from examples.demo.tokenizer import chat_template
 from gspo_core.messages import CallStatus
 from services.hosts.local import LocalHosts
 from services.hosts.venv import Interpreters
-from services.rollout.loading import JobNotServable, LoadedJob
-from services.rollout.loading import load_job as load_hosted_job
+from services.workers.loading import JobNotServable, LoadedJob
+from services.workers.loading import load_job as load_hosted_job
 from tests.services.rollout.rollout_kit import write_model
 
 WORLD = """

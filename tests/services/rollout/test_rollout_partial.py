@@ -17,11 +17,11 @@ from gspo_core.types import EpisodeKey, Segment, StopReason
 from services.episodes.policy import Drained, Interrupted, Sampled
 from services.episodes.tally import TurnTally
 from services.episodes.worlds import MAX_WORLD_BYTES, WorldSnapshot
-from services.rollout.episode import Episode
-from services.rollout.quarantine import MOST_FAILURES, Quarantine
-from services.rollout.setting import EpisodeSetting
-from services.rollout.timings import Timings
 from services.state.queue import EpisodeLease, Snapshot
+from services.workers.episode import Episode
+from services.workers.quarantine import MOST_FAILURES, Quarantine
+from services.workers.setting import EpisodeSetting
+from services.workers.timings import Timings
 from tests.services.rollout.rollout_kit import (
     JOB,
     TRAINER,

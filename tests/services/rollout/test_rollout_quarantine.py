@@ -10,8 +10,8 @@ import pytest
 from gspo_core.env import EnvironmentFailed
 from services.episodes.policy import Drained
 from services.hosts.session import SessionLost
-from services.rollout import quarantine as quarantine_module
-from services.rollout.quarantine import MOST_FAILURES, Quarantine
+from services.workers import quarantine as quarantine_module
+from services.workers.quarantine import MOST_FAILURES, Quarantine
 from tests.services.rollout.rollout_kit import until
 
 

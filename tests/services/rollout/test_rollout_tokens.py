@@ -17,7 +17,7 @@ from gspo_core.chat import ChatCodec, load_codec
 from gspo_core.env import PlainEnvironment
 from gspo_core.types import Branch, EpisodeKey, StopReason, Trajectory
 from services.episodes.policy import Sampled
-from services.rollout.episode import Episode
+from services.workers.episode import Episode
 from tests.core.chat_kit import VOCAB_SIZE, write_template, write_tokenizer
 from tests.services.rollout.rollout_kit import JOB, Table, make_order, make_setting, sampled
 

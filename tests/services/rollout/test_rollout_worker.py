@@ -33,15 +33,16 @@ from services.hosts.local import LocalHosts
 from services.hosts.venv import Interpreters
 from services.process.children import die_with_parent
 from services.process.ports import free_port
-from services.rollout import processes
-from services.rollout import worker as worker_module
-from services.rollout.engines import JobEngines
-from services.rollout.episode import Episode
-from services.rollout.loading import load_job
-from services.rollout.worker import Worker, WorkerConfig
+from services.rollout.driver import EnvironmentDriver
 from services.state.queue import Bus
 from services.state.server import RedisServer, connect
 from services.state.store import Claim, Store
+from services.workers import processes
+from services.workers import worker as worker_module
+from services.workers.engines import JobEngines
+from services.workers.episode import Episode
+from services.workers.loading import load_job
+from services.workers.worker import Worker, WorkerConfig
 from tests.services.rollout.rollout_kit import until, write_model
 
 LEASE_S = 1.0
@@ -218,6 +219,7 @@ class Stage:
             self.store,
             lambda url: EngineClient(url, self._http),
             partial(load_job, boot=LocalHosts(Interpreters(self.place.world.parent)).boot),
+            EnvironmentDriver(),
             clock=time.monotonic,
             rng=random.Random(0),
         )
@@ -329,6 +331,20 @@ async def test_episodes_complete_and_every_recorded_token_is_what_was_sent(stage
     (record,) = await stage.store.fleet.workers()
     assert record.counters["episodes/finished"] == 16
     assert record.counters["tokens/sampled"] == sum(trajectory.num_actions for trajectory in trajectories)
+
+
+async def test_a_gateway_leaves_the_jobs_of_environments_to_rollout_workers(stage: Stage) -> None:
+    claim = await stage.submit()
+    await stage.publish(claim, stage.place.chatty)
+    await stage.dispatch(claim, 4)
+    async with stage.working(stage.worker("gateway-0", kind="gateway")) as gateway:
+        await until(lambda: claim.job_id in gateway._leaving)
+        async with stage.working(stage.worker()) as worker:
+            await stage.all_ready(claim, 4)
+            await until(lambda: worker.counters["episodes/finished"] == 8)
+        assert (gateway._jobs, gateway.counters["jobs/not_servable"]) == ({}, 0)
+        kinds = {one.id: one.kind for one in await stage.store.fleet.workers()}
+        assert kinds["gateway-0"] == "gateway"
 
 
 async def test_evaluation_episodes_are_played_on_held_out_tasks(stage: Stage) -> None:

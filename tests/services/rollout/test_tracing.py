@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from gspo_core.types import StopReason
 from services.episodes.policy import Drained, Sampled
 from services.process.tracing import Traces
-from services.rollout.episode import Episode
+from services.workers.episode import Episode
 from tests.services.rollout.rollout_kit import (
     JOB,
     ScriptedPolicy,

@@ -115,6 +115,20 @@ async def test_a_worker_that_has_left_plays_no_more(stage: Stage) -> None:
     assert (await stage.look())[1] == "no_rollout_worker"
 
 
+async def test_a_job_of_agents_waits_for_a_gateway_and_one_of_environments_does_not(stage: Stage) -> None:
+    ill = IllEnvironments(make_spec(), lambda: set(), lambda: False, clock=lambda: stage.now)
+    await stage.register("gateway-0", kind="gateway")
+    assert (await stage.look())[2].startswith("no rollout worker has been alive")
+    await stage.register("rollout-0")
+    assert (await stage.look())[1] == "waiting_for_trajectories"
+    stage.watch = Hindrances(stage.store, stage.claim, stage, ill, "gateway", clock=lambda: stage.now, now=lambda: 0.0)
+    assert (await stage.look())[1] == "waiting_for_trajectories"
+    await stage.register("gateway-0", kind="gateway", draining=True)
+    assert (await stage.look())[1:] == (
+        *("no_rollout_worker", "no gateway has been alive since 00:00:00 UTC; last there: gateway-0"),
+    )
+
+
 async def test_two_hindrances_are_both_told(stage: Stage) -> None:
     stage.gone = "http://e was drained"
     _, code, message = await stage.look()

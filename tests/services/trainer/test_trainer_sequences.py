@@ -109,3 +109,30 @@ def test_advantages_are_computed_once_a_step(monkeypatch: pytest.MonkeyPatch) ->
     found = batch.by_episode([np.zeros(one.num_actions, np.float32) for one in batch.sequences])
     assert [key.member for key in found] == [0, 2]
     assert calls == [3]
+
+
+def untrained(trajectory: Trajectory, *turns: int) -> Trajectory:
+    *before, last = trajectory.segments
+    fields = {name: value for name, value in vars(last).items() if name not in ("num_actions", "logprob_sum")}
+    return Trajectory((*before, Segment(**fields | {"untrained_turns": turns})))
+
+
+def test_what_nobody_ever_had_is_read_and_not_trained() -> None:
+    whole = group(0, [1.0, 0.0], versions=[3, 7])
+    turns = [segment.turn for segment in whole.trajectories[0].segments]
+    first = untrained(whole.trajectories[0], turns[-1])
+    batch = train_batch([replace(whole, trajectories=(first, whole.trajectories[1]))], ages, AdvantageConfig())
+    kept = sum(segment.num_actions for segment in first.segments if segment.turn != turns[-1])
+    assert [one.num_actions for one in batch.sequences] == [kept, 6]
+    assert batch.sequences[0].token_ids.tolist() == batch.sequences[1].token_ids.tolist()
+    assert not batch.sequences[0].behavior_logprobs[~batch.sequences[0].action_mask].any()
+    values = [np.full(one.num_actions, place, np.float32) for place, one in enumerate(batch.sequences)]
+    assert [len(one) for one in batch.by_episode(values).values()] == [kept, 6]
+
+
+def test_an_episode_of_untrained_turns_alone_has_no_sequence() -> None:
+    whole = group(0, [1.0, 0.0])
+    nothing = untrained(whole.trajectories[0], *sorted({one.turn for one in whole.trajectories[0].segments}))
+    assert (nothing.num_trained, nothing.branches) == (0, ())
+    batch = train_batch([replace(whole, trajectories=(nothing, whole.trajectories[1]))], ages, AdvantageConfig())
+    assert len(batch.sequences) == 1

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from gspo_core.chat import ChatCodec
-from gspo_core.env import Environment
+from gspo_core.env import Environment, Session
+from gspo_core.job_spec import AgentSpec
 from gspo_core.spec import EpisodeLimits, JobSpec
-from gspo_core.types import EpisodeKey, Split
+from gspo_core.types import EpisodeKey, Outcome, Segment, Spent, Split
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.policy import Policy
 from services.episodes.retry import Retrier
 from services.process.tracing import NoSpans, Spans
-from services.rollout.quarantine import Quarantine
 from services.state.queue import Append, EpisodeLease, Snapshot
+from services.workers.quarantine import Quarantine
+from services.workers.timings import Timings
 
 
 class EpisodeRecords(Protocol):
@@ -37,6 +39,76 @@ class EpisodeRecords(Protocol):
     async def read_snapshot(self, key: EpisodeKey) -> Snapshot | None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The state from which an attempt resumes."""
+
+    record: Sequence[Segment] = ()
+    snapshot: bytes | None = None
+    """What was kept beside the segments, if it is needed."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """The attempt goes on from its segments, with what was kept beside them."""
+
+    snapshot: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """A new attempt begins with the first ``num_kept`` segments."""
+
+    num_kept: int
+    snapshot: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A new attempt begins with nothing."""
+
+    counted_as: str = ""
+
+
+class Recorded(Protocol):
+    """The tokens of an attempt, as far as they count for its end."""
+
+    @property
+    def num_sampled(self) -> int: ...
+
+    @property
+    def num_segments(self) -> int: ...
+
+    @property
+    def versions(self) -> Collection[int]: ...
+
+    def close(self, outcome: Outcome, *, version: int = 0, spent: Spent | None = None) -> Segment: ...
+
+
+class Playing(Protocol):
+    """One attempt of an episode."""
+
+    @property
+    def recorded(self) -> Recorded: ...
+
+    async def play(self) -> Outcome: ...
+
+
+class Driver(Protocol):
+    """What drives episodes: their environment here, or an agent that owns its loop."""
+
+    def begin(
+        self, setting: EpisodeSetting, order: Order, attempt: int, session: Session, past: Past, timings: Timings
+    ) -> Playing: ...
+
+    async def resume(
+        self, setting: EpisodeSetting, order: Order, attempt: int, record: Sequence[Segment]
+    ) -> GoOn | Rewind | Again:
+        """How an attempt goes on that another worker began; ``record`` is what it made durable."""
+        ...
+
+
 async def nobody() -> bool:
     return False
 
@@ -45,6 +117,7 @@ async def nobody() -> bool:
 class EpisodeSetting:
     """Shared by the episodes of one job under one worker token."""
 
+    driver: Driver
     codec: ChatCodec
     policy: Policy
     outbox: Outbox
@@ -87,6 +160,8 @@ class Order:
     """Held in one go while others wait."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """Of its environment."""
+    agent_lives_elsewhere: bool = False
+    """It is a service of its own, which outlives this process."""
 
     @property
     def key(self) -> EpisodeKey:
@@ -117,7 +192,12 @@ class Order:
             lease_tokens=spec.rollout.lease_tokens,
             lease_s=spec.rollout.lease_s,
             quarantine=quarantine or Quarantine(),
+            agent_lives_elsewhere=_lives_elsewhere(spec.environments[lease.environment].agent),
         )
+
+
+def _lives_elsewhere(agent: AgentSpec | None) -> bool:
+    return agent is not None and agent.url is not None
 
 
 def _broken_reward(spec: JobSpec, number: int, environment: Environment) -> float:

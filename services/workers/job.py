@@ -16,13 +16,13 @@ from typing import Protocol
 from gspo_core.types import EpisodeKey
 from services.episodes.policy import Drained, Interrupted
 from services.process.telemetry import get_logger
-from services.rollout.engines import JobEngines
-from services.rollout.episode import Episode
-from services.rollout.loading import LoadedJob
-from services.rollout.quarantine import Quarantine
-from services.rollout.setting import EpisodeSetting, Order
 from services.state.queue import Append, EpisodeLease, Fenced, Gap
 from services.state.refusals import Damaged
+from services.workers.engines import JobEngines
+from services.workers.episode import Episode
+from services.workers.loading import LoadedJob
+from services.workers.quarantine import Quarantine
+from services.workers.setting import EpisodeSetting, Order
 
 # How long an idle job waits before it asks for new episodes again; a finished episode asks at once.
 LEASE_POLL_S = 0.1

@@ -10,37 +10,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gspo_core.codec import SegmentRejected, decode
-from gspo_core.env import EnvironmentFailed
+from gspo_core.env import EnvironmentFailed, Session
 from gspo_core.types import Outcome, Segment, Spent, StopReason
 from services.engines.errors import EngineRejected
 from services.episodes.ledger import Ledger, LedgerConflict
 from services.episodes.outbox import to_append
 from services.episodes.policy import Drained, Interrupted
-from services.episodes.worlds import WorldSnapshot, num_finished_turns
 from services.hosts.session import HostedSession, SessionLost
 from services.process.telemetry import get_logger
-from services.rollout.attempt import EpisodeAttempt
-from services.rollout.setting import EpisodeSetting, Order
-from services.rollout.timings import Timings
-from services.state.queue import Snapshot
 from services.state.refusals import Conflict, Refused
+from services.workers.setting import EpisodeSetting, GoOn, Order, Past, Playing, Recorded, Rewind
+from services.workers.timings import Timings
 
 # How often an episode may lose its environment without a culprit before that counts as a failure too.
 MAX_UNCHARGED = 8
 # How often it resumes in an environment that fails for every episode: its own state may be the reason.
 MAX_IN_VAIN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """The state from which an attempt resumes."""
-
-    record: Sequence[Segment] = ()
-    world: WorldSnapshot | None = None
-    note: str = ""
 
 
 class Episode:
@@ -62,23 +50,34 @@ class Episode:
         """The stop reason, once the outcome is durable. Raises ``Drained``, ``Interrupted``, ``Fenced`` or ``Gap``."""
         past = await self._resume() if self._order.lease.num_segments else Past()
         while True:
-            ledger = Ledger(self._order.key, self._attempt, self._order.temperature)
+            attempt, session = self._begin(past)
+            recorded = attempt.recorded
             try:
                 async with self._order.quarantine.entry(self._setting.leaving):
                     with self._setting.spans.trace("episode", str(self._order.key), **self._described()):
-                        outcome, spent = await self._play(ledger, past)
-                await self._setting.outbox.append([ledger.close(outcome, spent=spent)])
+                        outcome, spent = await self._play(attempt, session)
+                await self._setting.outbox.append([recorded.close(outcome, spent=spent)])
             except (EnvironmentFailed, LedgerConflict, Conflict, SegmentRejected) as failure:
                 if not self._is_charged(failure, past) and isinstance(failure, EnvironmentFailed):
-                    past = await self._go_on_after(failure, ledger, past)
+                    past = await self._go_on_after(failure, recorded, past)
                 else:
-                    past = await self._restart(max(ledger.num_sampled, _num_sampled(past.record)))
+                    past = await self._restart(max(recorded.num_sampled, _num_sampled(past.record)))
                     if self._num_failures > self._order.limits.retries:
                         return await self._give_up()
                 await self._setting.retrier.pause(self._num_failures)
             else:
-                self._setting.counters.episode_finished(outcome.stop_reason, ledger)
+                self._count_finished(outcome.stop_reason, recorded)
                 return outcome.stop_reason
+
+    def _begin(self, past: Past) -> tuple[Playing, Session]:
+        order, setting = self._order, self._setting
+        self._timings = Timings.from_note(past.note)
+        session = order.environment.session(limits=order.limits, episode_id=str(order.key))
+        attempt = setting.driver.begin(setting, order, self._attempt, session, past, self._timings)
+        return attempt, session
+
+    def _count_finished(self, stop: StopReason, recorded: Recorded) -> None:
+        self._setting.counters.episode_finished(stop, recorded.num_sampled, len(recorded.versions))
 
     def _described(self) -> dict[str, str | int]:
         lease = self._order.lease
@@ -101,11 +100,9 @@ class Episode:
         self._log.warning("attempt failed", number=self._num_failures, phase=phase, error=str(failure))
         return is_charged
 
-    async def _play(self, ledger: Ledger, past: Past) -> tuple[Outcome, Spent]:
+    async def _play(self, attempt: Playing, session: Session) -> tuple[Outcome, Spent]:
         """How it ended, and the time since its last tokens."""
-        order, setting = self._order, self._setting
-        timings = self._timings = Timings.from_note(past.note)
-        session = order.environment.session(limits=order.limits, episode_id=str(order.key))
+        setting, timings = self._setting, self._timings
         try:
             if isinstance(session, HostedSession):
                 if self._is_suspect:
@@ -114,7 +111,6 @@ class Episode:
                 await session.admit()  # waiting for a place does not count against the episode
                 setting.counters.add_s("time/queue_s", waited_s := setting.clock() - asked)
                 timings.queue_s += waited_s
-            attempt = EpisodeAttempt(setting, order, session, ledger, past.record, world=past.world, timings=timings)
             return await attempt.play(), timings.take()
         except (Drained, Interrupted, Refused, LedgerConflict, SegmentRejected, EnvironmentFailed):
             raise
@@ -132,57 +128,44 @@ class Episode:
                 setting.counters.add("env/close_failed")
                 self._log.warning("environment not closed", error=session.close_failure)
 
-    async def _go_on_after(self, failure: EnvironmentFailed, ledger: Ledger, past: Past) -> Past:
+    async def _go_on_after(self, failure: EnvironmentFailed, recorded: Recorded, past: Past) -> Past:
         """No charge: the durable segments are kept, as if another worker resumed."""
         self._is_suspect = isinstance(failure, SessionLost) and failure.is_suspect
         self._num_in_vain += not isinstance(failure, SessionLost)
-        if self._num_in_vain > MAX_IN_VAIN or not (ledger.num_segments or past.record):
-            return await self._restart(max(ledger.num_sampled, _num_sampled(past.record)))
+        if self._num_in_vain > MAX_IN_VAIN or not (recorded.num_segments or past.record):
+            return await self._restart(max(recorded.num_sampled, _num_sampled(past.record)))
         return await self._resume()
 
     async def _resume(self) -> Past:
         """The durable segments of this attempt if it can be resumed from them, else a new attempt."""
-        setting, environment = self._setting, self._order.environment
+        setting = self._setting
         payloads = await setting.retrier.keep_trying(setting.records.read_episode, self._order.key)
         try:
             record = [decode(payload) for payload in payloads]
         except SegmentRejected as error:
             self._log.warning("cannot be resumed", error=str(error))
             return await self._restart(0)
-        stop_ids = setting.codec.stop_ids
-        snapshot = await self._snapshot() if environment.has_snapshot else None
-        world = WorldSnapshot.decode(snapshot.data) if snapshot is not None else None
-        if world is not None and not world.stands_at(record, stop_ids):
-            setting.counters.add("worlds/too_old")
-            if snapshot is not None and snapshot.num_segments and not environment.replayable:
-                return await self._rewind(record, snapshot.num_segments, world)
-            world = None
-        # Before the environment has acted, its start may be repeated: a new attempt would do the same.
-        if world is None and num_finished_turns(record, stop_ids) and not environment.replayable:
-            setting.counters.add("episodes/restarted")
-            return await self._restart(_num_sampled(record))
-        return self._gone_on_from(record, world)
+        way = await setting.driver.resume(setting, self._order, self._attempt, record)
+        if isinstance(way, GoOn):
+            return self._gone_on_from(record, way.snapshot)
+        if isinstance(way, Rewind):
+            return await self._rewind(record, way)
+        if way.counted_as:
+            setting.counters.add(way.counted_as)
+        return await self._restart(_num_sampled(record))
 
-    def _gone_on_from(self, record: Sequence[Segment], world: WorldSnapshot | None) -> Past:
+    def _gone_on_from(self, record: Sequence[Segment], snapshot: bytes | None) -> Past:
         counters = self._setting.counters
         counters.add("episodes/resumed")
-        counters.add("episodes/resumed_from_a_world", world is not None)
+        counters.add("episodes/resumed_from_a_world", snapshot is not None)
         counters.add("tokens/resumed", _num_sampled(record))
-        return Past(record, world, self._timings.last_note or self._order.lease.note)
+        return Past(record, snapshot, self._timings.last_note or self._order.lease.note)
 
-    async def _snapshot(self) -> Snapshot | None:
-        records, key = self._setting.records, self._order.key
-        kept = await self._setting.retrier.keep_trying(records.read_snapshot, key)
-        return kept if kept is not None and kept.attempt == self._attempt else None
-
-    async def _rewind(self, record: Sequence[Segment], num_kept: int, world: WorldSnapshot) -> Past:
-        """A new attempt that begins at the world: later turns may or may not have been acted on."""
-        if not world.stands_at(record[:num_kept], self._setting.codec.stop_ids):
-            return await self._restart(_num_sampled(record))
+    async def _rewind(self, record: Sequence[Segment], way: Rewind) -> Past:
         self._setting.counters.add("episodes/rewound")
-        kept = [replace(segment, attempt=self._attempt + 1) for segment in record[:num_kept]]
-        await self._restart(_num_sampled(record[num_kept:]), kept)
-        return self._gone_on_from(kept, world)
+        kept = [replace(segment, attempt=self._attempt + 1) for segment in record[: way.num_kept]]
+        await self._restart(_num_sampled(record[way.num_kept :]), kept)
+        return self._gone_on_from(kept, way.snapshot)
 
     async def _restart(self, num_sampled: int, kept: Sequence[Segment] = ()) -> Past:
         """A new attempt, which begins with ``kept``; ``num_sampled`` tokens of the old one will be sampled again."""
@@ -199,7 +182,7 @@ class Episode:
         outcome = Outcome(StopReason.ENV_ERROR, metrics={"attempts": self._attempt + 1})
         ledger = Ledger(self._order.key, self._attempt, self._order.temperature)
         await self._setting.outbox.append([ledger.close(outcome)])
-        self._setting.counters.episode_finished(outcome.stop_reason, ledger)
+        self._count_finished(outcome.stop_reason, ledger)
         return outcome.stop_reason
 
 

@@ -7,7 +7,7 @@ scored or not, as the job says. No reward is made up for an environment that fai
 from __future__ import annotations
 
 from gspo_core.types import Split, StopReason
-from services.rollout.setting import Order
+from services.workers.setting import Order
 
 TRUNCATED = frozenset(
     {

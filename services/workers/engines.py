@@ -22,8 +22,8 @@ from services.episodes.counters import Counters
 from services.episodes.policy import Drained, InvalidAnswer, Sampled
 from services.episodes.retry import Retrier
 from services.process.telemetry import get_logger
-from services.rollout.in_flight import InFlightLimit
 from services.state.fleet_records import EngineRecord, EngineState
+from services.workers.in_flight import InFlightLimit
 
 # How often the table of engines is read again. New weights come a second or more apart; meanwhile the spans are right.
 REFRESH_S = 0.1

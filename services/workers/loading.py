@@ -70,15 +70,21 @@ async def load_job(spec_text: str, count: Callable[[str], None], boot: Boot) -> 
 
 async def _host(entry: EnvironmentSpec, count: Callable[[str], None], boot: Boot) -> HostedEnvironment:
     hosting = entry.host.model_dump(exclude_none=True, exclude={"boot_timeout_s"})
-    order = HostOrder(entry.ref, entry.config, hosting, boot_timeout_s=entry.host.boot_timeout_s)
+    agent = None if entry.agent is None else entry.agent.model_dump(exclude_none=True)
+    order = HostOrder(entry.ref, entry.config, hosting, boot_timeout_s=entry.host.boot_timeout_s, agent=agent)
     return await HostedEnvironment.open(order, count, boot)
 
 
-def _load(spec_text: str) -> tuple[JobSpec, ChatCodec, int, int]:
+def read_spec(text: str) -> JobSpec:
+    """A stored specification. Raises ``JobNotServable``."""
     try:
-        spec = JobSpec.model_validate_json(spec_text)
+        return JobSpec.model_validate_json(text)
     except ValidationError as error:
         raise JobNotServable(f"this worker cannot read the stored specification: {error}") from error
+
+
+def _load(spec_text: str) -> tuple[JobSpec, ChatCodec, int, int]:
+    spec = read_spec(spec_text)
     if spec.sampling.top_p != 1:
         raise JobNotServable(
             f"sampling.top_p is {spec.sampling.top_p}, but log-probs are over the whole vocabulary; set it to 1"

@@ -1,6 +1,7 @@
-"""A rollout worker: one lease, one beat, and the episodes of every job that runs.
+"""A process that holds episodes: one lease, one beat, and the episodes of every job that runs.
 
-Rule: a job that cannot be served is reported and tried again later; it costs the other jobs nothing. Losing the lease
+Rule: a job that cannot be served is reported and tried again later; it costs the other jobs nothing. A job of the
+other kind (of agents, of environments) is left to those who hold such. Losing the lease
 ends all episodes at once, because another worker has them now; then the worker joins anew.
 It builds nothing itself: it is given its parts that talk to Redis, engines and files (`__main__` builds them).
 """
@@ -15,22 +16,23 @@ import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from gspo_core.spec import JobSpec
 from services.engines.protocol import Connect
 from services.episodes.counters import Counters
 from services.episodes.outbox import Outbox
 from services.episodes.retry import Retrier
 from services.process.telemetry import get_logger
 from services.process.tracing import NoSpans, Spans
-from services.rollout.engines import SILENCE_S, EngineTable, JobEngines
-from services.rollout.job import JobRollout
-from services.rollout.loading import JobNotServable, LoadedJob
-from services.rollout.setting import EpisodeSetting
-from services.rollout.shares import Want, divide
-from services.state.fleet_records import WorkerRecord
+from services.state.fleet_records import WorkerKind, WorkerRecord
 from services.state.jobs import JobNotFound
 from services.state.queue import Bus, Fenced
 from services.state.refusals import Damaged, Refused
 from services.state.store import Store
+from services.workers.engines import SILENCE_S, EngineTable, JobEngines
+from services.workers.job import JobRollout
+from services.workers.loading import JobNotServable, LoadedJob, read_spec
+from services.workers.setting import Driver, EpisodeSetting
+from services.workers.shares import Want, divide
 
 JOBS_POLL_S = 0.5
 # A beat is a fifth of the lease, so that four may be lost.
@@ -54,6 +56,11 @@ class WorkerConfig:
     """After the signal to leave: how long episodes may take to reach their next boundary."""
     engine_urls: Collection[str] = ()
     engine_silence_s: float = SILENCE_S
+    kind: WorkerKind = "rollout"
+
+    def serves(self, spec: JobSpec) -> bool:
+        """A gateway holds episodes of agents, a rollout worker those of environments."""
+        return spec.is_of_agents == (self.kind == "gateway")
 
     @property
     def max_connections(self) -> int:
@@ -71,6 +78,7 @@ class Worker:
         store: Store,
         connect: Connect,
         load: Callable[[str, Callable[[str], None]], Awaitable[LoadedJob]],
+        driver: Driver,
         *,
         clock: Callable[[], float],
         rng: random.Random,
@@ -81,6 +89,7 @@ class Worker:
         self._bus = bus
         self._store = store
         self._load = load
+        self._driver = driver
         self._clock = clock
         self.counters = Counters()
         self._retrier = Retrier(self.counters, rng)
@@ -184,6 +193,9 @@ class Worker:
 
     async def _serve_once(self, job: str, token: str, leaving: asyncio.Event) -> None:
         record = await self._retrier.keep_trying(self._store.jobs.get, job)
+        if not self._config.serves(read_spec(record.spec)):
+            await leaving.wait()
+            return
         loaded = await self._load(record.spec, self.counters.add)
         try:
             await self._describe(job, loaded)
@@ -226,6 +238,7 @@ class Worker:
             in_place=loaded.spec.rollout.weight_sync == "in_place",
         )
         setting = EpisodeSetting(
+            driver=self._driver,
             codec=loaded.codec,
             policy=engines,
             outbox=Outbox(self._bus, job, token, self._retrier),
@@ -278,6 +291,7 @@ class Worker:
     def _record(self) -> WorkerRecord:
         return WorkerRecord(
             id=self._config.name,
+            kind=self._config.kind,
             host=socket.gethostname(),
             pid=os.getpid(),
             draining=self._is_draining,

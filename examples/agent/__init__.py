@@ -1,0 +1,1 @@
+"""An agent that owns its loop and learns the demo's task: see docs/agents.md."""

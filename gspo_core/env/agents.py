@@ -1,0 +1,280 @@
+"""Agents that own their loop, behind the interface of an environment: a function, a program, or a service.
+
+Rule: an agent never runs on the event loop, so it may block as it likes; each run has a thread of its own. What goes
+wrong in it is ``EnvironmentFailed`` with the phase ``agent``; one that ends without a reward has none, never 0. The
+turns that it asks for come from elsewhere: here is only how it begins, ends, and is judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
+
+from gspo_core.env.agent_runs import AgentFailed, AgentRun, CommandRun, FunctionRun, Llm
+from gspo_core.env.agent_urls import UrlRun
+from gspo_core.env.calls import DeadlineExceeded, MemberCaller
+from gspo_core.env.contract import (
+    Context,
+    EnvironmentFailed,
+    InvalidEnvironment,
+    Observation,
+    PhaseLimits,
+    Start,
+    Timeouts,
+    description,
+)
+from gspo_core.env.plain import reward_range_of
+from gspo_core.env.session import as_reward
+from gspo_core.env.tasks import TaskList, read_tasks
+from gspo_core.env.tools import error_text
+from gspo_core.environment_records import Description
+from gspo_core.json_value import JSON
+from gspo_core.messages import ParsedTurn, ToolSchema
+from gspo_core.types import Split
+
+NO_REWARD = "the agent gave no reward"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStart:
+    """How the agent of a job is started, as its specification says. With neither: a function."""
+
+    url: str | None = None
+    command: Sequence[str] | None = None
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, JSON]) -> AgentStart:
+        url, command = given.get("url"), given.get("command")
+        words = [str(word) for word in command] if isinstance(command, list | tuple) else None
+        return cls(str(url) if url is not None else None, words)
+
+    @property
+    def is_function(self) -> bool:
+        return self.url is None and self.command is None
+
+
+class AgentEnvironment:
+    """``found`` is what the reference names: the function itself, or what holds the tasks of a program or service."""
+
+    has_snapshot = False
+    is_async = False
+    tools: Sequence[ToolSchema] = ()
+
+    def __init__(
+        self, found: object, module: ModuleType, config: Mapping[str, JSON], start: AgentStart, *, name: str
+    ) -> None:
+        self.name = name
+        self.start = start
+        self.home: object = module if start.is_function else found
+        """What may have ``tasks``, ``get_reward``, ``limits``, ``replayable``, ``reward_range`` and ``hosting``."""
+        self.found = found
+        self.config = dict(config)
+        file = getattr(module, "__file__", None)
+        self.folder = Path(file).parent if file else Path.cwd()
+        self._check()
+        self._tasks = {split: self._read_tasks(split) for split in Split}
+        if start.is_function:
+            self.config = {key: value for key, value in config.items() if key not in ("tasks", "eval_tasks")}
+            _check_function(found, self.config, name)
+        if not self.num_tasks(Split.TRAIN):
+            raise InvalidEnvironment(f"{name}: an agent needs tasks; {self._where_tasks_are()}")
+        self.limits: Mapping[str, JSON] = dict(getattr(self.home, "limits", {}))
+        self.replayable = bool(getattr(self.home, "replayable", False))
+        self.reward_range = reward_range_of(self.home, name)
+        self.has_judge = callable(getattr(self.home, "get_reward", None))
+
+    def num_tasks(self, split: Split) -> int:
+        return len(self._tasks[split])
+
+    async def task(self, split: Split, index: int) -> Mapping[str, JSON]:
+        return await self._tasks[split].get(index)
+
+    def session(self, *, limits: PhaseLimits | None = None, episode_id: str = "") -> AgentEpisode:
+        return AgentEpisode(self, limits or Timeouts(), episode_id)
+
+    def describe(self) -> Description:
+        return description(self)
+
+    def judge(self) -> Callable[..., object]:
+        """``get_reward`` of the home; of a fresh instance where that is a class."""
+        home: Any = self.home(**self.config) if inspect.isclass(self.home) else self.home
+        member: Callable[..., object] = home.get_reward
+        return member
+
+    def _check(self) -> None:
+        if self.start.is_function:
+            return
+        if self.config and not inspect.isclass(self.found):
+            raise InvalidEnvironment(
+                f"{self.name} is no class and takes no config, but was given {sorted(self.config)}"
+            )
+        if inspect.isroutine(self.found):
+            raise InvalidEnvironment(
+                f"{self.name} is a function; with agent.url or agent.command, name a class or an object with tasks"
+            )
+
+    def _read_tasks(self, split: Split) -> TaskList:
+        holder = self.home
+        if self.start.is_function and "tasks" in self.config:
+            holder = SimpleNamespace(**{key: self.config.get(key) for key in ("tasks", "eval_tasks")})
+        try:
+            if inspect.isclass(holder):
+                holder = holder(**self.config)
+            return read_tasks(self.name, split, holder) or TaskList(self.name, split)
+        except InvalidEnvironment:
+            raise
+        except Exception as error:  # the author's code: an __init__, or a property that reads files
+            raise InvalidEnvironment(f"{self.name}: its tasks cannot be read: {_named(error)}") from error
+
+    def _where_tasks_are(self) -> str:
+        beside = "define tasks (a list of dicts) beside the function, or give config.tasks"
+        return beside if self.start.is_function else "give it tasks, a list of dicts"
+
+
+def _check_function(found: object, config: Mapping[str, JSON], name: str) -> None:
+    if not inspect.isroutine(found):
+        raise InvalidEnvironment(
+            f"{name} is a {type(found).__name__}; an agent is a function run(task, llm), or has agent.url or "
+            "agent.command"
+        )
+    signature = inspect.signature(found)
+    context = {"ctx": None} if "ctx" in signature.parameters else {}
+    try:
+        signature.bind({}, None, **config, **context)
+    except TypeError as error:
+        raise InvalidEnvironment(
+            f"{name} cannot be called as run(task, llm{''.join(f', {key}=…' for key in sorted(config))}): {error}"
+        ) from None
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class AgentEpisode:
+    """One episode of an agent. ``offer``, ``start``, ``ended``, ``score``, ``close``, in this order."""
+
+    def __init__(self, environment: AgentEnvironment, limits: PhaseLimits, episode_id: str) -> None:
+        self._environment = environment
+        self._limits = limits
+        self._context = Context(episode_id, 0, {})
+        self._caller, self._judging = MemberCaller(environment.name), MemberCaller(environment.name)
+        self._llm: Llm | None = None
+        self._run: AgentRun | None = None
+        self._running: asyncio.Task[object] | None = None
+        self._scratch: Path | None = None
+        self.close_failure: str | None = None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self._context.metrics
+
+    @property
+    def is_stuck(self) -> bool:
+        """Its agent still runs; before ``close`` that is as it should be."""
+        return self._judging.is_busy or (self.close_failure is not None and self._caller.is_busy)
+
+    def offer(self, llm: Llm) -> None:
+        """Where the agent will ask for its turns."""
+        self._llm = llm
+
+    async def start(self, task: Mapping[str, JSON], seed: int) -> Start:
+        """The agent runs when this returns. What it says is in no message here."""
+        if self._llm is None or self._running is not None:
+            raise RuntimeError("an agent is started once, and after it was offered a policy")
+        self._context.task, self._context.seed = task, seed
+        self._scratch = Path(tempfile.mkdtemp(prefix="agent-"))
+        try:
+            self._run = self._make_run(task, self._llm, self._scratch)
+        except AgentFailed as error:
+            self._fail(error)
+        self._running = asyncio.create_task(self._caller.call(self._run.run, math.inf))
+        self._running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return Start((), ())
+
+    async def ended(self) -> None:
+        """Waits for the agent, however long. Raises ``EnvironmentFailed`` if it failed."""
+        if self._running is None:
+            raise RuntimeError("the agent was not started")
+        try:
+            await asyncio.shield(self._running)
+        except Exception as error:
+            self._fail(error)
+
+    async def score(self) -> tuple[float, dict[str, float]]:
+        """By ``get_reward`` where there is one, else what the agent returned. Raises ``EnvironmentFailed``."""
+        result = None
+        if self._running is not None and self._running.done():
+            await self.ended()
+            result = self._running.result()
+        if self._environment.has_judge:
+            result = await self._judged(result)
+        elif self._environment.start.url is not None:
+            result = result.get("reward") if isinstance(result, Mapping) else None
+        elif self._environment.start.command is not None:
+            result = None
+        if result is None:
+            raise EnvironmentFailed("score", NO_REWARD)
+        return as_reward(result, "get_reward()" if self._environment.has_judge else "the agent's reward")
+
+    async def act(self, turn: ParsedTurn) -> Observation:
+        raise RuntimeError("an agent acts by itself")
+
+    async def snapshot(self) -> bytes | None:
+        return None
+
+    async def restore(self, task: Mapping[str, JSON], seed: int, state: bytes) -> None:
+        raise RuntimeError("an agent cannot be restored; it is started again")
+
+    async def close(self) -> None:
+        if self._running is not None and not self._running.done():
+            assert self._run is not None
+            self._run.cancel()
+            await asyncio.wait({self._running}, timeout=self._limits.close_timeout_s)
+            if not self._running.done():
+                self.close_failure = f"the agent did not stop within {self._limits.close_timeout_s:g}s"
+        self._caller.close()
+        self._judging.close()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _make_run(self, task: Mapping[str, JSON], llm: Llm, scratch: Path) -> AgentRun:
+        environment = self._environment
+        start = environment.start
+        if start.url is not None:
+            return UrlRun(start.url, task, llm, patience_s=self._limits.reset_timeout_s)
+        if start.command is not None:
+            return CommandRun(start.command, task, llm, folder=environment.folder, scratch=scratch)
+        function: Any = environment.found
+        context = {"ctx": self._context} if "ctx" in inspect.signature(function).parameters else {}
+        return FunctionRun(function, task, llm, **environment.config, **context)
+
+    async def _judged(self, result: object) -> object:
+        timeout_s = self._limits.score_timeout_s
+        self._context.deadline_s = timeout_s
+        offered = {"task": self._context.task, "result": result, "folder": self._scratch, "ctx": self._context}
+
+        def judge() -> object:
+            member = self._environment.judge()
+            names = inspect.signature(member).parameters
+            return member(**{name: value for name, value in offered.items() if name in names})
+
+        try:
+            return await self._judging.call(judge, timeout_s)
+        except DeadlineExceeded as error:
+            raise EnvironmentFailed("score", str(error)) from None
+        except Exception as error:
+            raise EnvironmentFailed("score", error_text(error)) from error
+
+    def _fail(self, error: Exception) -> NoReturn:
+        text = str(error) if isinstance(error, AgentFailed) else _named(error)
+        secret = self._llm.api_key if self._llm is not None else ""
+        raise EnvironmentFailed("agent", text.replace(secret, "(key)") if secret else text) from None

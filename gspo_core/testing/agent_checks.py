@@ -1,0 +1,71 @@
+"""What can be seen of an agent before a policy answers it.
+
+Rule: no agent is started here, for it would ask a policy that is not there; what cannot be seen is said, not passed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+
+from gspo_core.env import AgentEnvironment, EnvironmentFailed
+from gspo_core.env.agent_runs import AgentFailed, Llm, variables_for
+from gspo_core.testing.report import Check, Status
+from gspo_core.types import Split
+
+MAX_LOOKED_AT = 500
+
+
+async def examine_agent(environment: AgentEnvironment) -> AsyncIterator[Check]:
+    yield _start(environment)
+    yield await _tasks(environment)
+    yield _reward(environment)
+    yield Check(
+        "episodes", Status.SKIP, "an agent is played by no rehearsal: a job's first step shows whether its episodes end"
+    )
+
+
+def _start(environment: AgentEnvironment) -> Check:
+    start = environment.start
+    if start.url is not None:
+        return Check("start", Status.SKIP, "the service is not called here: it would play an episode")
+    if start.command is None:
+        return Check("start", Status.PASS, "a function, which runs in a process apart")
+    program = start.command[0]
+    found = shutil.which(program) or shutil.which(program, path=str(environment.folder))
+    if found is None and not (environment.folder / program).is_file():
+        return Check("start", Status.FAIL, f"there is no program {program} on the PATH nor in {environment.folder}")
+    return Check("start", Status.PASS, f"{program} is there; it runs in {environment.folder}")
+
+
+async def _tasks(environment: AgentEnvironment) -> Check:
+    counts = {str(split): environment.num_tasks(split) for split in Split}
+    seen: dict[Split, set[str]] = {}
+    for split in Split:
+        seen[split] = set()
+        for index in range(min(environment.num_tasks(split), MAX_LOOKED_AT)):
+            try:
+                task = await environment.task(split, index)
+                if not environment.start.is_function:
+                    variables_for(task, Llm("", ""))
+            except EnvironmentFailed as failure:
+                return Check("tasks", Status.FAIL, failure.reason)
+            except AgentFailed as error:
+                return Check("tasks", Status.FAIL, f"task {index} ({split}) cannot be handed over: {error}")
+            seen[split].add(json.dumps(task, sort_keys=True, default=repr))
+    shared = seen[Split.TRAIN] & seen[Split.EVAL]
+    if shared:
+        return Check("tasks", Status.WARN, f"{len(shared)} held-out tasks are also training tasks", counts)
+    if not counts["eval"]:
+        return Check("tasks", Status.WARN, f"{counts['train']} tasks, none held out: nothing can be measured", counts)
+    return Check("tasks", Status.PASS, f"{counts['train']} to train, {counts['eval']} held out", counts)
+
+
+def _reward(environment: AgentEnvironment) -> Check:
+    if environment.has_judge:
+        return Check("reward", Status.PASS, "by get_reward")
+    if environment.start.command is not None:
+        return Check("reward", Status.WARN, "there is no get_reward, so the program has to post its reward")
+    what = "return" if environment.start.is_function else "answer with, or post,"
+    return Check("reward", Status.SKIP, f"there is no get_reward, so the agent has to {what} its reward")

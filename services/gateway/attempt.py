@@ -1,0 +1,208 @@
+"""One attempt of an episode that an agent plays: begun, waited for, and given its outcome.
+
+Rule: the agent's end ends the episode, also where a limit was met before; then the limit is the stop reason. An agent
+without a reward has none, never 0. This module never decides to try again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from gspo_core.env import AgentSession, EnvironmentFailed, Llm, Session
+from gspo_core.env.agents import NO_REWARD
+from gspo_core.types import InvalidValue, Outcome, Segment, StopReason
+from services.episodes.ledger import LedgerConflict
+from services.episodes.policy import Drained
+from services.gateway.door import Door
+from services.gateway.episode import AgentEpisode
+from services.gateway.meter import Meter
+from services.gateway.snapshots import TreeSnapshot
+from services.gateway.tape import Tape
+from services.hosts.session import SessionLost
+from services.workers.scoring import with_length, without_asking
+from services.workers.setting import Again, EpisodeSetting, GoOn, Order, Past, Rewind
+from services.workers.timings import Timings
+
+# How often an agent's time is looked at while something is sampled for it, which may be waiting for an engine.
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDriver:
+    """``base_url``: of the OpenAI dialects, as agents reach this gateway."""
+
+    door: Door
+    base_url: str
+    now: Callable[[], float]
+    """Unix seconds."""
+
+    def begin(
+        self, setting: EpisodeSetting, order: Order, attempt: int, session: Session, past: Past, timings: Timings
+    ) -> AgentAttempt:
+        return AgentAttempt(self, setting, order, attempt, cast(AgentSession, session), past, timings)
+
+    async def resume(
+        self, setting: EpisodeSetting, order: Order, attempt: int, record: Sequence[Segment]
+    ) -> GoOn | Rewind | Again:
+        """An agent that lives elsewhere goes on. One that ran here is gone: it begins again, if that is harmless."""
+        if not may_go_on(order):
+            return Again("episodes/restarted")
+        kept = await setting.retrier.keep_trying(setting.records.read_snapshot, order.key)
+        tree = None if kept is None or kept.attempt != attempt else TreeSnapshot.decode(kept.data)
+        if kept is None or tree is None or not tree.covers(record):
+            return Again("episodes/restarted")
+        return GoOn(kept.data)
+
+
+def may_go_on(order: Order) -> bool:
+    """Whether another gateway can go on with the same attempt."""
+    return order.agent_lives_elsewhere or order.environment.replayable
+
+
+class AgentAttempt:
+    def __init__(
+        self,
+        driver: AgentDriver,
+        setting: EpisodeSetting,
+        order: Order,
+        attempt: int,
+        session: AgentSession,
+        past: Past,
+        timings: Timings,
+    ) -> None:
+        self._driver = driver
+        self._setting = setting
+        self._order = order
+        self._session = session
+        self._past = past
+        self._meter = Meter(timings, setting.counters, setting.clock)
+        self._tape = Tape(order.key, attempt, order.temperature)
+        self._episode = AgentEpisode(setting, order, self._tape, self._meter, driver.now)
+
+    @property
+    def recorded(self) -> Tape:
+        return self._tape
+
+    async def play(self) -> Outcome:
+        """Raises ``Drained``, ``EnvironmentFailed``, ``LedgerConflict``, and the errors of storing segments."""
+        order, session, episode = self._order, self._session, self._episode
+        self._restore()
+        task = await order.environment.task(order.lease.split, order.lease.task_index)
+        try:
+            with self._driver.door.open(episode) as key:
+                name = f"{order.key}/{self._tape.attempt}"
+                session.offer(Llm(self._driver.base_url, key, episode=name))
+                self._meter.begin()
+                await session.start(task, order.seed)
+                stop = await self._until_over()
+                await episode.seal()
+            return await self._conclude(stop)
+        finally:
+            await episode.abandon()
+
+    def _restore(self) -> None:
+        past = self._past
+        tree = None if past.snapshot is None else TreeSnapshot.decode(past.snapshot)
+        if tree is not None:
+            self._episode.restore(past.record, tree, begins_again=not self._order.agent_lives_elsewhere)
+        elif past.record:
+            raise LedgerConflict(f"{self._order.key}: segments without the turns that they belong to")
+
+    async def _until_over(self) -> StopReason:
+        episode, leaving = self._episode, self._setting.leaving
+        ended = asyncio.create_task(self._session.ended())
+        tasks = [ended, _set(episode.finished), _set(leaving)]
+        try:
+            while not ended.done() and not episode.finished.is_set():
+                await self._next_event([*tasks, episode.failure])
+                if episode.failure.done():
+                    raise episode.failure.result()
+                if leaving.is_set() and tasks[-1].done():
+                    if may_go_on(self._order) or not self._tape.num_sampled:
+                        raise Drained(str(self._order.key))
+                    tasks.pop()  # it may still end in the time that is left
+                if self._is_out_of_time():
+                    return StopReason.EPISODE_TIMEOUT
+            if ended.done():
+                self._look_at_end(ended)
+            return episode.stopped or StopReason.COMPLETED
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _next_event(self, events: Collection[asyncio.Future[None] | asyncio.Future[Exception]]) -> None:
+        left_s = self._order.limits.episode_timeout_s - self._meter.own_s
+        wait_s = max(left_s, LOOK_S) if self._meter.is_sampling else max(left_s, 0.0)
+        await asyncio.wait(events, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+
+    def _is_out_of_time(self) -> bool:
+        """What is being sampled may have waited for an engine, which does not count."""
+        return not self._meter.is_sampling and self._meter.own_s >= self._order.limits.episode_timeout_s
+
+    def _look_at_end(self, ended: asyncio.Task[None]) -> None:
+        """An agent may well fail when it is refused what is beyond its limits: that is no failure of its own."""
+        error = ended.exception()
+        refused = self._episode.stopped is not None and not isinstance(error, SessionLost)
+        if error is not None and not (refused and isinstance(error, EnvironmentFailed)):
+            raise error
+
+    async def _conclude(self, stop: StopReason) -> Outcome:
+        self._name_untrained()
+        reward = without_asking(self._order, stop)
+        parts: dict[str, float] = {}
+        if reward is None:
+            reward, parts = with_length(self._order, *await self._reward(), self._tape.num_sampled)
+        try:
+            return Outcome(stop, reward, parts, self._metrics())
+        except InvalidValue as error:
+            raise EnvironmentFailed("score", str(error)) from error
+
+    def _name_untrained(self) -> None:
+        """What was sampled for a client that never had it is no action of the episode."""
+        tape, had, counters = self._tape, self._episode.history.had(), self._setting.counters
+        lost = [turn for number, turn in sorted(tape.turns.items()) if turn.sampled and number not in had]
+        tape.untrained_turns = tuple(turn.number for turn in lost)
+        counters.add("turns/untrained", len(lost))
+        counters.add("tokens/untrained", sum(len(turn.sampled) for turn in lost))
+
+    async def _reward(self) -> tuple[float, dict[str, float]]:
+        rewards = self._episode.rewards
+        final, by_turn, parts = rewards.final, rewards.by_turn(), dict[str, float]()
+        if final is None:
+            try:
+                final, parts = await self._session.score()
+            except EnvironmentFailed as error:
+                if not by_turn or error.reason != NO_REWARD:
+                    raise
+                final = 0.0  # it was paid by the turn
+        parts = {**parts, **{f"turn/{number}": value for number, value in by_turn.items()}}
+        return math.fsum([final, *by_turn.values()]), parts
+
+    def _metrics(self) -> dict[str, float]:
+        tape, timings = self._tape, self._meter.timings
+        entries = self._episode.history.entries.values()
+        author = {name: value for name, value in self._session.metrics.items() if math.isfinite(value)}
+        return author | {
+            "turns": len(entries),
+            "tool_calls": self._episode.num_calls,
+            "parse_errors": sum(entry.has_parse_error for entry in entries),
+            "forks": sum(bool(entry.reason) for entry in entries),
+            "untrained_turns": len(tape.untrained_turns),
+            "tokens_sampled": tape.num_sampled,
+            "versions": len(tape.versions),
+            "model_s": timings.engine_s,
+            "env_s": timings.env_s,
+            "queue_s": timings.queue_s,
+        }
+
+
+def _set(event: asyncio.Event) -> asyncio.Task[None]:
+    async def wait() -> None:
+        await event.wait()
+
+    return asyncio.create_task(wait())

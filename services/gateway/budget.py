@@ -1,0 +1,88 @@
+"""What an agent's episode may still have: turns, calls, tokens, time; and what ends a turn.
+
+Rule: a limit refuses the next request by name, and never takes back what was given. Tokens that are being sampled are
+counted before they are there, so turns side by side stay within the limits together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator
+
+from gspo_core.types import StopReason
+from services.episodes.repetition import goes_in_circles
+from services.gateway.live import LiveTurn
+from services.gateway.meter import Meter
+from services.gateway.tape import Tape
+from services.gateway.turns import Refusal, RefusalKind
+from services.workers.setting import Order
+
+
+class Budget:
+    def __init__(self, order: Order, tape: Tape, meter: Meter, stop_ids: Collection[int]) -> None:
+        self.stopped: StopReason | None = None
+        """The limit that the last request, or the last turn, met."""
+        self._order = order
+        self._tape = tape
+        self._meter = meter
+        self._stop_ids = stop_ids
+        self._num_reserved = 0
+        """Tokens that may come from what is being sampled."""
+
+    def check(self, num_turns: int, num_calls: int) -> None:
+        """Raises ``Refusal`` where the episode may have no further turn."""
+        limits = self._order.limits
+        met = {
+            StopReason.MAX_TURNS: num_turns >= limits.max_turns,
+            StopReason.MAX_TOOL_CALLS: num_calls > limits.max_tool_calls,
+            StopReason.MAX_TOKENS: self._tape.num_sampled >= limits.max_episode_tokens,
+            StopReason.EPISODE_TIMEOUT: self._meter.own_s > limits.episode_timeout_s,
+            StopReason.REPETITION: self.stopped is StopReason.REPETITION,
+        }
+        for reason, is_met in met.items():
+            if is_met:
+                self.stopped = reason
+                raise Refusal(RefusalKind.OVER_BUDGET, f"rollout stopped: {reason}")
+
+    @contextlib.contextmanager
+    def reserved(self, num_tokens: int) -> Iterator[None]:
+        self._num_reserved += num_tokens
+        try:
+            yield
+        finally:
+            self._num_reserved -= num_tokens
+
+    def ending(self, turn: LiveTurn) -> str | None:
+        """How the turn ended, if nothing more is sampled for it."""
+        sampled = turn.taped.sampled
+        if turn.entry.finish:
+            return turn.entry.finish
+        if sampled and sampled[-1] in self._stop_ids:
+            return "stop"
+        if not turn.taped.is_tip:
+            return "length"
+        if (why := self._exhausted(turn)) is not None:
+            self.stopped = why
+            return "length"
+        return "length" if self._room_of_turn(turn) <= 0 else None
+
+    def _exhausted(self, turn: LiveTurn) -> StopReason | None:
+        """The limit of the episode that ends the turn."""
+        limits = self._order.limits
+        circle = limits.max_repetition_tokens
+        if circle is not None and goes_in_circles(turn.taped.sampled, circle):
+            return StopReason.REPETITION
+        if len(turn.taped.branch.ids) >= self._order.max_context_tokens:
+            return StopReason.CONTEXT_OVERFLOW
+        if self._tape.num_sampled + self._num_reserved >= limits.max_episode_tokens:
+            return StopReason.MAX_TOKENS
+        return StopReason.EPISODE_TIMEOUT if self._meter.own_s > limits.episode_timeout_s else None
+
+    def _room_of_turn(self, turn: LiveTurn) -> int:
+        asked = math.inf if turn.ask.max_tokens is None else turn.ask.max_tokens
+        return int(min(self._order.max_turn_tokens, asked)) - len(turn.taped.sampled)
+
+    def room(self, turn: LiveTurn) -> int:
+        left = self._order.limits.max_episode_tokens - self._tape.num_sampled - self._num_reserved
+        return min(self._room_of_turn(turn), left, self._order.max_context_tokens - len(turn.taped.branch.ids))

@@ -1,0 +1,77 @@
+"""What a conversation says, whatever spelling a client sends it in: the digests by which histories are compared.
+
+Rule: ids of calls never count, only which call a result answers; of an assistant's message its words and calls count,
+not its reasoning nor the blanks around it, because clients drop these. Everything else counts to the letter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+
+from gspo_core.chat.text import text_of
+from gspo_core.json_value import JSON
+from gspo_core.messages import Message, MessageCall, ToolSchema
+
+_SIZE = 16
+
+
+def of_tools(tools: Sequence[ToolSchema]) -> bytes:
+    return _digest(tools)
+
+
+def prefixes(messages: Sequence[Message], root: bytes) -> list[bytes]:
+    """The digest of each beginning of a conversation, from the empty one (``root``) to the whole.
+
+    Raises ``NotText`` and, for arguments of calls in no known form, ``ValueError``.
+    """
+    chain = [root]
+    for said in _all_said(messages):
+        chain.append(_digest([chain[-1].hex(), said]))
+    return chain
+
+
+def of_key(repeat_key: str) -> str:
+    """Of a key that a client chose, which may be of any length."""
+    return blake2b(repeat_key.encode("utf-8", "surrogatepass"), digest_size=_SIZE).hexdigest() if repeat_key else ""
+
+
+def of_message(message: Message) -> bytes:
+    """Of one message alone."""
+    return prefixes([message], b"")[-1]
+
+
+def of_answer(text: str, calls: Sequence[tuple[str | None, JSON]]) -> bytes:
+    """Of an assistant's message; equal to ``of_message`` of the message that says the same."""
+    return _digest(["", ["assistant", text.strip(), [[name, arguments] for name, arguments in calls]]])
+
+
+def _all_said(messages: Sequence[Message]) -> Iterator[JSON]:
+    asked: dict[str, int] = {}
+    for message in messages:
+        role, text = message["role"], text_of(message)
+        if role == "assistant":
+            calls = message.get("tool_calls") or ()
+            asked = {call["id"]: number for number, call in enumerate(calls) if "id" in call}
+            yield [role, text.strip(), [_call(call) for call in calls]]
+        elif role == "tool":
+            call_id = message.get("tool_call_id", "")
+            yield [role, text, asked.get(call_id, call_id)]
+        else:
+            yield [role, text]
+
+
+def _call(call: MessageCall) -> JSON:
+    function: Mapping[str, JSON] = call.get("function") or call  # type: ignore[assignment]
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # as it stands, then
+            arguments = json.loads(arguments) if arguments else {}
+    return [function.get("name"), arguments]
+
+
+def _digest(value: object) -> bytes:
+    written = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return blake2b(written.encode("utf-8", "surrogatepass"), digest_size=_SIZE).digest()

@@ -1,0 +1,267 @@
+"""Anthropic's Messages.
+
+A stream is blocks, each opened, continued and closed by named events; its errors are events named ``error``. A message
+of the user may hold results of tools, which become messages of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gspo_core.json_value import JSON
+from gspo_core.messages import Message, MessageCall, ToolCall, ToolSchema
+from services.gateway.dialects import asks
+from services.gateway.dialects.dialect import Heading, Question, Told, spans
+from services.gateway.dialects.faults import Fault
+from services.gateway.dialects.fields import ANTHROPIC_MESSAGES
+from services.gateway.dialects.openai_chat import arguments_text
+from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.sse import event
+from services.gateway.turns import Answer, Finish, Piece, Usage
+
+ERROR_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    529: "overloaded_error",
+}
+_STOP_REASONS: Mapping[Finish, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class AnthropicMessages:
+    def __init__(self, *, counts: bool = False) -> None:
+        """``counts``: requests ask for the size of a prompt, so they name no bound of an answer."""
+        self._counts = counts
+
+    def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
+        reader, sent = Reader(ANTHROPIC_MESSAGES), Sent(body)
+        taken = reader.take(sent)
+        system, messages, tools = taken.get("system"), taken.need("messages"), taken.get("tools")
+        read: list[Message] = [{"role": "system", "content": asks.read_text(reader, system)}] if system else []
+        for one in messages.items():
+            read += _messages(reader, one)
+        asks.not_empty(read[1:] if system else read, messages)
+        if read[-1]["role"] == "assistant":
+            raise messages.fault("end with words of the assistant, and the policy begins its turns itself")
+        options, max_tokens = taken.get("output_config"), taken.get("max_tokens")
+        if options is not None:
+            reader.take(options)
+        if max_tokens is None and not self._counts:
+            max_tokens = taken.need("max_tokens")
+        ask = asks.make_ask(
+            read,
+            asks.distinct((one, _tool(reader, one)) for one in tools.items()) if tools else [],
+            None if max_tokens is None else max_tokens.count(),
+            asks.read_stop(taken.get("stop_sequences")),
+            headers,
+        )
+        stream = taken.get("stream")
+        is_stream = stream is not None and stream.flag()
+        return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object())
+
+    def whole(self, question: Question, model: str, answer: Answer) -> JSON:
+        blocks: list[JSON] = []
+        if answer.reasoning:
+            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        if answer.text:
+            blocks.append({"type": "text", "text": answer.text})
+        blocks += [_call(call_id, call.name, call.arguments) for call_id, call in _calls(answer)]
+        return {
+            **_message(answer.id, model, blocks, _usage(answer.usage)),
+            **_end(answer),
+            "policy_version": spans(answer.versions),
+        }
+
+    def writer(self, question: Question, heading: Heading) -> MessagesWriter:
+        return MessagesWriter(heading)
+
+    def fault(self, fault: Fault) -> tuple[int, JSON]:
+        status = 529 if fault.status == 503 else fault.status
+        message = fault.message
+        if fault.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"  # clients shorten their history when they read this
+        kind = ERROR_TYPES.get(status, "invalid_request_error")
+        return status, {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class MessagesWriter:
+    def __init__(self, heading: Heading) -> None:
+        self._heading = heading
+        self._told = Told()
+        self._num_blocks = 0
+        self._open = ""
+        """The type of the block that is not closed yet."""
+
+    def begin(self) -> bytes:
+        # The prompt is counted once the answer is whole, and the last event corrects this.
+        unknown: JSON = {"input_tokens": 0, "output_tokens": 0}
+        message = _message(self._heading.id, self._heading.model, [], unknown)
+        return event({"type": "message_start", "message": message}, "message_start")
+
+    def piece(self, piece: Piece) -> bytes:
+        self._told.add(piece)
+        out = b""
+        if piece.reasoning:
+            out += self._in_block({"type": "thinking", "thinking": "", "signature": ""})
+            out += self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
+        if piece.text:
+            out += self._in_block({"type": "text", "text": ""})
+            out += self._delta({"type": "text_delta", "text": piece.text})
+        return out
+
+    def alive(self) -> bytes:
+        return event({"type": "ping"}, "ping")
+
+    def end(self, answer: Answer) -> bytes:
+        out = self.piece(self._told.rest(answer)) + self._close()
+        for call_id, call in _calls(answer):
+            out += self._in_block(_call(call_id, call.name, {}))
+            out += self._delta({"type": "input_json_delta", "partial_json": arguments_text(call.arguments)})
+            out += self._close()
+        delta: JSON = {
+            "type": "message_delta",
+            "delta": _end(answer),
+            "usage": _usage(answer.usage),
+            "policy_version": spans(answer.versions),
+        }
+        return out + event(delta, "message_delta") + event({"type": "message_stop"}, "message_stop")
+
+    def fail(self, fault: Fault) -> bytes:
+        return event(AnthropicMessages().fault(fault)[1], "error")
+
+    def _in_block(self, block: dict[str, JSON]) -> bytes:
+        if self._open == block["type"]:
+            return b""
+        out = self._close()
+        self._open = str(block["type"])
+        start: JSON = {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+        return out + event(start, "content_block_start")
+
+    def _delta(self, delta: JSON) -> bytes:
+        return event({"type": "content_block_delta", "index": self._num_blocks, "delta": delta}, "content_block_delta")
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        out = event({"type": "content_block_stop", "index": self._num_blocks}, "content_block_stop")
+        self._open = ""
+        self._num_blocks += 1
+        return out
+
+
+def _messages(reader: Reader, sent: Sent) -> list[Message]:
+    taken = reader.take(sent)
+    role, content = taken.need("role"), taken.need("content")
+    if role.value == "assistant":
+        return [_assistant(reader, content)]
+    if role.value == "user":
+        return _of_user(reader, content)
+    if role.value == "system":
+        return [{"role": "system", "content": asks.read_text(reader, content)}]
+    raise role.fault("must be user, assistant or system")
+
+
+def _of_user(reader: Reader, content: Sent) -> list[Message]:
+    if isinstance(content.value, str):
+        return [{"role": "user", "content": content.value}]
+    messages: list[Message] = []
+    for block in content.items():
+        if block.object().get("type") == "tool_result":
+            messages.append(_result(reader, block))
+            continue
+        text = asks.read_part(reader, block)
+        before = messages[-1] if messages else None
+        if before is not None and before["role"] == "user":
+            before["content"] = f"{before.get('content')}{text}"
+        else:
+            messages.append({"role": "user", "content": text})
+    return asks.not_empty(messages, content)
+
+
+def _result(reader: Reader, block: Sent) -> Message:
+    taken = reader.take(block)
+    taken.need("type")
+    call_id, content = taken.need("tool_use_id"), taken.get("content")
+    taken.end("the result of a tool")
+    text = "" if content is None else asks.read_text(reader, content)
+    return {"role": "tool", "tool_call_id": call_id.name(), "content": text}
+
+
+def _assistant(reader: Reader, content: Sent) -> Message:
+    if isinstance(content.value, str):
+        return {"role": "assistant", "content": content.value}
+    texts, thoughts, calls = list[str](), list[str](), list[MessageCall]()
+    for block in content.items():
+        kind = block.object().get("type")
+        if kind == "thinking":
+            thoughts.append(_thought(reader.take(block)))
+        elif kind == "tool_use":
+            calls.append(_sent_call(reader.take(block)))
+        else:
+            texts.append(asks.read_part(reader, block))
+    message: Message = {"role": "assistant", "content": "".join(texts) if texts else None}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _thought(taken: Taken) -> str:
+    taken.need("type")
+    thought = taken.need("thinking").text()
+    taken.end("a thought")
+    return thought
+
+
+def _sent_call(taken: Taken) -> MessageCall:
+    taken.need("type")
+    read = asks.call(taken.need("id"), taken.need("name"), taken.need("input").value)
+    taken.end("a call")
+    return read
+
+
+def _tool(reader: Reader, sent: Sent) -> ToolSchema:
+    taken = reader.take(sent)
+    kind = taken.get("type")
+    if kind is not None and kind.value != "custom":
+        raise kind.fault("must be custom: no tool runs at the provider here")
+    return asks.tool(taken.need("name"), taken.get("description"), taken.need("input_schema"))
+
+
+def _calls(answer: Answer) -> zip[tuple[str, ToolCall]]:
+    return zip(answer.call_ids, answer.calls, strict=True)
+
+
+def _call(call_id: str, name: str | None, arguments: JSON) -> dict[str, JSON]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _message(message_id: str, model: str, blocks: list[JSON], usage: JSON) -> dict[str, JSON]:
+    return {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": blocks,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+def _end(answer: Answer) -> dict[str, JSON]:
+    if answer.stop_text:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_text}
+    return {"stop_reason": _STOP_REASONS[answer.finish], "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> JSON:
+    """The three counts of the prompt add up to it."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_stored_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_stored_tokens,
+        "output_tokens": usage.num_sampled_tokens,
+    }

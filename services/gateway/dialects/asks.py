@@ -1,0 +1,116 @@
+"""Makes the ask of a request: messages in one canonical form, and the digest by which equal requests are known.
+
+Rule: two requests that mean the same turn have equal asks, in whatever dialect they came.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+import msgspec
+
+from gspo_core import strict_json
+from gspo_core.json_value import JSON
+from gspo_core.messages import Message, MessageCall, ParameterSchema, ToolSchema
+from services.gateway.dialects.sent import Reader, Sent
+from services.gateway.turns import Ask
+
+MAX_KEY_CHARS = 256
+# Each is looked for in all that is sampled.
+MAX_STOPS = 16
+TEXT_TYPES = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text", "reasoning.text"})
+
+
+def make_ask(
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema],
+    max_tokens: int | None,
+    stop: Sequence[str],
+    headers: Mapping[str, str],
+) -> Ask:
+    canonical = msgspec.json.encode([messages, tools, max_tokens, stop], order="sorted")
+    count = headers.get("x-stainless-retry-count", "0")
+    return Ask(
+        messages=tuple(messages),
+        tools=tuple(tools),
+        max_tokens=max_tokens,
+        stop=tuple(stop),
+        digest=hashlib.sha256(canonical).hexdigest(),
+        repeat_key=_repeat_key(headers),
+        is_retry=count.isdecimal() and int(count) > 0,
+    )
+
+
+def _repeat_key(headers: Mapping[str, str]) -> str:
+    key = headers.get("idempotency-key", "")
+    if len(key) > MAX_KEY_CHARS:
+        raise Sent(None, "Idempotency-Key").fault(f"may have at most {MAX_KEY_CHARS} characters")
+    return key
+
+
+def read_text(reader: Reader, content: Sent) -> str:
+    """A text, or parts of text, which are one text."""
+    if isinstance(content.value, str):
+        return content.value
+    return "".join(read_part(reader, part) for part in content.items())
+
+
+def read_part(reader: Reader, part: Sent) -> str:
+    kind = part.object().get("type")
+    if kind not in TEXT_TYPES:
+        raise part.fault(f"is of type {kind}, and the policy reads text only")
+    taken = reader.take(part)
+    taken.need("type")
+    text = taken.need("text").text()
+    taken.end("a part of text")
+    return text
+
+
+def read_stop(stop: Sent | None) -> list[str]:
+    if stop is None:
+        return []
+    texts = [stop.name()] if isinstance(stop.value, str) else [one.name() for one in stop.items()]
+    if len(texts) > MAX_STOPS:
+        raise stop.fault(f"may hold at most {MAX_STOPS} texts")
+    return texts
+
+
+def call(call_id: Sent, name: Sent, arguments: JSON) -> MessageCall:
+    return {"id": call_id.name(), "type": "function", "function": {"name": name.name(), "arguments": arguments}}
+
+
+def parsed(arguments: Sent) -> JSON:
+    """The object that the text of arguments holds; any other text as it is, since a policy may have written it."""
+    text = arguments.text()
+    try:
+        value = strict_json.parse(text)
+    except strict_json.TextRejected:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def tool(name: Sent, description: Sent | None, parameters: Sent | None) -> ToolSchema:
+    schema: ToolSchema = {"type": "function", "function": {"name": name.name()}}
+    if description is not None:
+        schema["function"]["description"] = description.text()
+    if parameters is not None:
+        schema["function"]["parameters"] = cast(ParameterSchema, parameters.object())
+    return schema
+
+
+def distinct(tools: Iterable[tuple[Sent, ToolSchema]]) -> list[ToolSchema]:
+    seen: dict[str, ToolSchema] = {}
+    for sent, schema in tools:
+        name = schema["function"]["name"]
+        if name in seen:
+            raise sent.fault(f"is a second tool named {name}")
+        seen[name] = schema
+    return list(seen.values())
+
+
+def not_empty(messages: list[Message], sent: Sent) -> list[Message]:
+    if not messages:
+        raise sent.fault("must hold at least one message")
+    return messages

@@ -1,0 +1,93 @@
+"""What every dialect does: read a request, and write its answer, whole or as a stream, or its error.
+
+Rule: a dialect holds no connection and awaits nothing. A stream that was begun tells exactly what the whole answer
+tells, in the order reasoning, text, calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from gspo_core.json_value import JSON
+from services.gateway.dialects.faults import Fault
+from services.gateway.turns import Answer, Ask, Piece, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request as it was read."""
+
+    ask: Ask
+    model: str
+    """The name that the client used, whatever policy answers."""
+    is_stream: bool
+    ignored: tuple[str, ...]
+    """Fields that the job decides."""
+    body: Mapping[str, JSON]
+    wants_usage: bool = False
+    """Where the use of tokens is not told in a stream unless it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What is known of an answer before any of it."""
+
+    id: str
+    created_at: int
+    model: str
+
+
+class Writer(Protocol):
+    """Writes the events of one stream. Called in this order: ``begin``, pieces and signs of life, then one end."""
+
+    def begin(self) -> bytes: ...
+
+    def piece(self, piece: Piece) -> bytes: ...
+
+    def alive(self) -> bytes:
+        """Tells clients that the answer is still coming, in the way that resets their timers."""
+        ...
+
+    def end(self, answer: Answer) -> bytes: ...
+
+    def fail(self, fault: Fault) -> bytes: ...
+
+
+class Dialect(Protocol):
+    def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
+        """Raises ``Refusal``."""
+        ...
+
+    def whole(self, question: Question, model: str, answer: Answer) -> JSON: ...
+
+    def writer(self, question: Question, heading: Heading) -> Writer: ...
+
+    def fault(self, fault: Fault) -> tuple[int, JSON]:
+        """The status and the body of an error."""
+        ...
+
+
+class Told:
+    """What a stream has told of an answer so far."""
+
+    def __init__(self) -> None:
+        self._text = self._reasoning = ""
+
+    def add(self, piece: Piece) -> None:
+        if piece.reasoning and self._text:
+            raise AssertionError("reasoning came behind text")
+        self._text += piece.text
+        self._reasoning += piece.reasoning
+
+    def rest(self, answer: Answer) -> Piece:
+        """What the pieces left out."""
+        if not (answer.text.startswith(self._text) and answer.reasoning.startswith(self._reasoning)):
+            raise AssertionError(f"the pieces of turn {answer.id} are not how its answer begins")
+        return Piece(text=answer.text[len(self._text) :], reasoning=answer.reasoning[len(self._reasoning) :])
+
+
+def spans(versions: tuple[VersionSpan, ...]) -> JSON:
+    """The versions of the policy that sampled an answer: a field that no dialect has, and every client keeps."""
+    return [{"start": one.start, "end": one.end, "version": one.version} for one in versions]

@@ -1,0 +1,238 @@
+"""OpenAI's Chat Completions.
+
+A stream is chunks of one completion, then ``[DONE]``; its errors are chunks with a field ``error``. Reasoning is told
+as ``reasoning_content``, as other servers of open models do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from gspo_core.json_value import JSON
+from gspo_core.messages import Message, MessageCall, ToolSchema
+from services.gateway.dialects import asks
+from services.gateway.dialects.dialect import Heading, Question, Told, spans
+from services.gateway.dialects.faults import Fault
+from services.gateway.dialects.fields import OPENAI_CHAT
+from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.sse import COMMENT, event
+from services.gateway.turns import Answer, Piece, Usage
+
+ERROR_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    500: "api_error",
+    503: "unavailable_error",
+}
+
+
+class OpenAIChat:
+    def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
+        reader, sent = Reader(OPENAI_CHAT), Sent(body)
+        taken = reader.take(sent)
+        messages = taken.need("messages")
+        read = [_message(reader, one) for one in messages.items()]
+        tools = taken.get("tools")
+        max_tokens = _max_tokens(taken)
+        ask = asks.make_ask(
+            asks.not_empty(read, messages),
+            asks.distinct((one, _tool(reader, one)) for one in tools.items()) if tools else [],
+            max_tokens,
+            asks.read_stop(taken.get("stop")),
+            headers,
+        )
+        stream = taken.get("stream")
+        return Question(
+            ask=ask,
+            model=taken.need("model").name(),
+            is_stream=stream is not None and stream.flag(),
+            ignored=reader.ignored,
+            body=sent.object(),
+            wants_usage=_wants_usage(reader, taken.get("stream_options")),
+        )
+
+    def whole(self, question: Question, model: str, answer: Answer) -> JSON:
+        message: dict[str, JSON] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [*_calls(answer)]
+            message["content"] = answer.text or None
+        choice: JSON = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish}
+        return {
+            "id": answer.id,
+            "object": "chat.completion",
+            "created": answer.created_at,
+            "model": model,
+            "choices": [choice],
+            "usage": _usage(answer.usage),
+            "policy_version": spans(answer.versions),
+        }
+
+    def writer(self, question: Question, heading: Heading) -> ChatWriter:
+        return ChatWriter(heading, wants_usage=question.wants_usage)
+
+    def fault(self, fault: Fault) -> tuple[int, JSON]:
+        return fault.status, {"error": error(fault)}
+
+
+class ChatWriter:
+    def __init__(self, heading: Heading, *, wants_usage: bool) -> None:
+        self._heading = heading
+        self._wants_usage = wants_usage
+        self._told = Told()
+
+    def begin(self) -> bytes:
+        return self._delta({"role": "assistant", "content": ""})
+
+    def piece(self, piece: Piece) -> bytes:
+        self._told.add(piece)
+        out = b""
+        if piece.reasoning:
+            out += self._delta({"reasoning_content": piece.reasoning})
+        if piece.text:
+            out += self._delta({"content": piece.text})
+        return out
+
+    def alive(self) -> bytes:
+        return COMMENT
+
+    def end(self, answer: Answer) -> bytes:
+        out = self.piece(self._told.rest(answer))
+        for index, call in enumerate(_calls(answer)):
+            out += self._delta({"tool_calls": [{"index": index, **call}]})
+        out += self._chunk([{"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish}], answer)
+        if self._wants_usage:
+            out += self._chunk([], answer, usage=_usage(answer.usage))
+        return out + b"data: [DONE]\n\n"
+
+    def fail(self, fault: Fault) -> bytes:
+        return event({"error": error(fault)})
+
+    def _delta(self, delta: dict[str, JSON]) -> bytes:
+        return self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def _chunk(self, choices: list[JSON], answer: Answer | None = None, usage: JSON = None) -> bytes:
+        chunk: dict[str, JSON] = {
+            "id": self._heading.id,
+            "object": "chat.completion.chunk",
+            "created": self._heading.created_at,
+            "model": self._heading.model,
+            "choices": choices,
+        }
+        if self._wants_usage:
+            chunk["usage"] = usage
+        if answer is not None:
+            chunk["policy_version"] = spans(answer.versions)
+        return event(chunk)
+
+
+def error(fault: Fault) -> dict[str, JSON]:
+    """An error as both dialects of OpenAI have it."""
+    return {
+        "message": fault.message,
+        "type": ERROR_TYPES.get(fault.status, "invalid_request_error"),
+        "param": fault.param or None,
+        "code": fault.code,
+    }
+
+
+def arguments_text(arguments: JSON) -> str:
+    return msgspec.json.encode(arguments).decode()
+
+
+def _max_tokens(taken: Taken) -> int | None:
+    old, new = taken.get("max_tokens"), taken.get("max_completion_tokens")
+    if old is not None and new is not None and old.count() != new.count():
+        raise old.fault("and max_completion_tokens say different numbers")
+    bound = new or old
+    return None if bound is None else bound.count()
+
+
+def _wants_usage(reader: Reader, options: Sent | None) -> bool:
+    wanted = None if options is None else reader.take(options).get("include_usage")
+    return wanted is not None and wanted.flag()
+
+
+def _message(reader: Reader, sent: Sent) -> Message:
+    taken = reader.take(sent)
+    role = taken.need("role")
+    name = taken.get("name")
+    if role.value == "assistant":
+        message = _assistant(reader, taken)
+    elif role.value == "tool":
+        message = {"role": "tool", "tool_call_id": taken.need("tool_call_id").name()}
+        message["content"] = asks.read_text(reader, taken.need("content"))
+    elif role.value in ("system", "developer", "user"):
+        kind = "user" if role.value == "user" else "system"
+        message = {"role": kind, "content": asks.read_text(reader, taken.need("content"))}
+    else:
+        raise role.fault("must be system, developer, user, assistant or tool")
+    if name is not None and role.value == "tool":
+        message["name"] = name.text()
+    elif name is not None:
+        reader.ignore(name.place)
+    taken.end(f"a message of {role.value}")
+    return message
+
+
+def _assistant(reader: Reader, taken: Taken) -> Message:
+    content, calls = taken.get("content"), taken.get("tool_calls")
+    message: Message = {"role": "assistant", "content": None if content is None else asks.read_text(reader, content)}
+    reasoning = _reasoning(reader, taken)
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls is not None and calls.value:
+        message["tool_calls"] = [_call(reader, one) for one in calls.items()]
+    return message
+
+
+def _reasoning(reader: Reader, taken: Taken) -> str:
+    """It comes back under the name that a client or its proxy prefers, sometimes under several."""
+    details = taken.get("reasoning_details")
+    plain = [one.text() for one in (taken.get("reasoning_content"), taken.get("reasoning")) if one is not None]
+    if details is not None:
+        plain.append("".join(asks.read_part(reader, one) for one in details.items()))
+    return next(filter(None, plain), "")
+
+
+def _call(reader: Reader, sent: Sent) -> MessageCall:
+    taken = reader.take(sent)
+    call_id, kind = taken.need("id"), taken.get("type")
+    if kind is not None and kind.value != "function":
+        raise kind.fault("must be function")
+    function = reader.take(taken.need("function"))
+    return asks.call(call_id, function.need("name"), asks.parsed(function.need("arguments")))
+
+
+def _tool(reader: Reader, sent: Sent) -> ToolSchema:
+    taken = reader.take(sent)
+    kind = taken.need("type")
+    if kind.value != "function":
+        raise kind.fault("must be function: there are no other tools here")
+    function = reader.take(taken.need("function"))
+    return asks.tool(function.need("name"), function.get("description"), function.get("parameters"))
+
+
+def _calls(answer: Answer) -> list[dict[str, JSON]]:
+    return [
+        {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments_text(call.arguments)},
+        }
+        for call_id, call in zip(answer.call_ids, answer.calls, strict=True)
+    ]
+
+
+def _usage(usage: Usage) -> JSON:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_sampled_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_stored_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+    }

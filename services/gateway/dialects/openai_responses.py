@@ -1,0 +1,329 @@
+"""OpenAI's Responses, without a memory: every request holds the whole conversation.
+
+The input is items: the reasoning, text and calls of one turn are items of their own, which are put together here. A
+stream tells each item from its opening to its end; a repeated ``response.in_progress`` is its sign of life, since
+comments reset no timer of clients that count events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gspo_core.json_value import JSON
+from gspo_core.messages import Message, ToolSchema
+from services.gateway.dialects import asks
+from services.gateway.dialects.dialect import Heading, Question, Told, spans
+from services.gateway.dialects.faults import Fault
+from services.gateway.dialects.fields import OPENAI_RESPONSES
+from services.gateway.dialects.openai_chat import arguments_text, error
+from services.gateway.dialects.sent import Reader, Sent, Taken
+from services.gateway.sse import event
+from services.gateway.turns import Answer, Piece, Usage
+
+
+class OpenAIResponses:
+    def read(self, body: JSON, headers: Mapping[str, str]) -> Question:
+        reader, sent = Reader(OPENAI_RESPONSES), Sent(body)
+        taken = reader.take(sent)
+        instructions, given, tools = taken.get("instructions"), taken.need("input"), taken.get("tools")
+        conversation = _Conversation(reader)
+        if isinstance(given.value, str):
+            conversation.messages.append({"role": "user", "content": given.value})
+        else:
+            for item in given.items():
+                conversation.add(item)
+        messages = asks.not_empty(conversation.messages, given)
+        if instructions is not None:
+            messages.insert(0, {"role": "system", "content": instructions.text()})
+        options, max_tokens, stream = taken.get("text"), taken.get("max_output_tokens"), taken.get("stream")
+        if options is not None:
+            reader.take(options)
+        ask = asks.make_ask(
+            messages,
+            asks.distinct((one, _tool(reader, one)) for one in tools.items()) if tools else [],
+            None if max_tokens is None else max_tokens.count(),
+            [],
+            headers,
+        )
+        is_stream = stream is not None and stream.flag()
+        return Question(ask, taken.need("model").name(), is_stream, reader.ignored, sent.object())
+
+    def whole(self, question: Question, model: str, answer: Answer) -> JSON:
+        return _response(question, Heading(answer.id, answer.created_at, model), answer)
+
+    def writer(self, question: Question, heading: Heading) -> ResponsesWriter:
+        return ResponsesWriter(question, heading)
+
+    def fault(self, fault: Fault) -> tuple[int, JSON]:
+        return fault.status, {"error": error(fault)}
+
+
+class ResponsesWriter:
+    def __init__(self, question: Question, heading: Heading) -> None:
+        self._question = question
+        self._heading = heading
+        self._told = Told()
+        self._num_events = 0
+        self._num_items = 0
+        self._open: _Part | None = None
+
+    def begin(self) -> bytes:
+        return self._lifecycle("created") + self._lifecycle("in_progress")
+
+    def piece(self, piece: Piece) -> bytes:
+        self._told.add(piece)
+        out = b""
+        if piece.reasoning:
+            out += self._continue("reasoning", piece.reasoning)
+        if piece.text:
+            out += self._continue("message", piece.text)
+        return out
+
+    def alive(self) -> bytes:
+        return self._lifecycle("in_progress")
+
+    def end(self, answer: Answer) -> bytes:
+        out = self.piece(self._told.rest(answer))
+        if not answer.text and not answer.calls:
+            out += self._continue("message", "")
+        # Behind reasoning there is always something, so that it is never what was cut off.
+        out += self._close("completed" if self._open and self._open.kind == "reasoning" else _status(answer))
+        for item in _call_items(answer):
+            out += self._tell_call(item)
+        whole = _response(self._question, self._heading, answer)
+        return out + self._event(f"response.{whole['status']}", {"response": whole})
+
+    def fail(self, fault: Fault) -> bytes:
+        response = _response(self._question, self._heading, None)
+        response["status"] = "failed"
+        response["error"] = {"code": fault.code, "message": fault.message}
+        # Some clients look for the one, some for the other.
+        return self._event("response.failed", {"response": response, "error": error(fault)})
+
+    def _lifecycle(self, state: str) -> bytes:
+        return self._event(f"response.{state}", {"response": _response(self._question, self._heading, None)})
+
+    def _continue(self, kind: str, text: str) -> bytes:
+        """More of the item of this kind, opened if need be."""
+        out = b""
+        if self._open is None or self._open.kind != kind:
+            out += self._close("completed")
+            self._open = _Part(kind, self._heading.id)
+            added: dict[str, JSON] = {"output_index": self._num_items, "item": self._open.item("in_progress")}
+            out += self._event("response.output_item.added", added)
+            out += self._of_part("response.content_part.added", {"part": self._open.content()})
+        self._open.text += text
+        if text:
+            out += self._of_part(f"{self._open.event}.delta", {"delta": text})
+        return out
+
+    def _close(self, status: str) -> bytes:
+        part = self._open
+        if part is None:
+            return b""
+        out = self._of_part(f"{part.event}.done", {"text": part.text})
+        out += self._of_part("response.content_part.done", {"part": part.content()})
+        done: dict[str, JSON] = {"output_index": self._num_items, "item": part.item(status)}
+        out += self._event("response.output_item.done", done)
+        self._open = None
+        self._num_items += 1
+        return out
+
+    def _tell_call(self, item: dict[str, JSON]) -> bytes:
+        place: dict[str, JSON] = {"output_index": self._num_items}
+        of_item = place | {"item_id": item["id"]}
+        arguments, begun = item["arguments"], item | {"arguments": "", "status": "in_progress"}
+        self._num_items += 1
+        return (
+            self._event("response.output_item.added", place | {"item": begun})
+            + self._event("response.function_call_arguments.delta", of_item | {"delta": arguments})
+            + self._event(
+                "response.function_call_arguments.done", of_item | {"arguments": arguments, "name": item["name"]}
+            )
+            + self._event("response.output_item.done", place | {"item": item})
+        )
+
+    def _of_part(self, kind: str, fields: dict[str, JSON]) -> bytes:
+        assert self._open is not None
+        place: dict[str, JSON] = {"item_id": self._open.id, "output_index": self._num_items, "content_index": 0}
+        if kind.startswith("response.output_text"):
+            place["logprobs"] = []
+        return self._event(kind, place | fields)
+
+    def _event(self, kind: str, fields: dict[str, JSON]) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+
+class _Part:
+    """An item that holds one text, while it grows."""
+
+    def __init__(self, kind: str, turn: str, text: str = "") -> None:
+        self.kind = kind
+        self.text = text
+        self.id = f"rs_{turn}" if kind == "reasoning" else f"msg_{turn}"
+        self.event = "response.reasoning_text" if kind == "reasoning" else "response.output_text"
+
+    def content(self) -> JSON:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def item(self, status: str) -> dict[str, JSON]:
+        content: list[JSON] = [] if status == "in_progress" else [self.content()]
+        item: dict[str, JSON] = {"id": self.id, "type": self.kind, "status": status, "content": content}
+        if self.kind == "reasoning":
+            item["summary"] = []
+        else:
+            item["role"] = "assistant"
+        return item
+
+
+class _Conversation:
+    """Items put together to messages."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.messages: list[Message] = []
+        self._turn: Message | None = None
+        """The turn of the assistant that further items may belong to."""
+
+    def add(self, item: Sent) -> None:
+        kind = item.object().get("type", "message")
+        if kind not in ("message", "reasoning", "function_call", "function_call_output"):
+            raise item.fault(f"is of type {kind}, which cannot be acted on here")
+        taken = self._reader.take(item)
+        taken.get("type")
+        if kind == "message":
+            self._message(taken)
+        elif kind == "reasoning":
+            self._reasoning(taken)
+        elif kind == "function_call":
+            self._call(taken)
+        else:
+            self._result(taken)
+        taken.end(f"an item of type {kind}")
+
+    def _message(self, taken: Taken) -> None:
+        role, text = taken.need("role"), asks.read_text(self._reader, taken.need("content"))
+        if role.value == "assistant":
+            turn = self._turn
+            if turn is None or turn.get("content") is not None or "tool_calls" in turn:
+                turn = self._begin_turn()
+            turn["content"] = text
+        elif role.value in ("system", "developer", "user"):
+            self._turn = None
+            self.messages.append({"role": "user" if role.value == "user" else "system", "content": text})
+        else:
+            raise role.fault("must be system, developer, user or assistant")
+
+    def _reasoning(self, taken: Taken) -> None:
+        content, summary = taken.get("content"), taken.get("summary")
+        told = content if content is not None and content.value else summary
+        text = "" if told is None else asks.read_text(self._reader, told)
+        turn = self._begin_turn()
+        if text:
+            turn["reasoning_content"] = text
+
+    def _call(self, taken: Taken) -> None:
+        turn = self._turn if self._turn is not None else self._begin_turn()
+        arguments = asks.parsed(taken.need("arguments"))
+        turn["tool_calls"] = [
+            *turn.get("tool_calls", ()),
+            asks.call(taken.need("call_id"), taken.need("name"), arguments),
+        ]
+
+    def _result(self, taken: Taken) -> None:
+        self._turn = None
+        call_id, output = taken.need("call_id"), taken.need("output")
+        text = asks.read_text(self._reader, output)
+        result: Message = {"role": "tool", "tool_call_id": call_id.name(), "content": text}
+        name = taken.get("name")
+        if name is not None:
+            result["name"] = name.text()
+        self.messages.append(result)
+
+    def _begin_turn(self) -> Message:
+        self._turn = {"role": "assistant", "content": None}
+        self.messages.append(self._turn)
+        return self._turn
+
+
+def _tool(reader: Reader, sent: Sent) -> ToolSchema:
+    kind = sent.object().get("type")
+    if kind != "function":
+        raise sent.fault(f"is of type {kind}: there are no other tools than functions here")
+    taken = reader.take(sent)
+    taken.need("type")
+    return asks.tool(taken.need("name"), taken.get("description"), taken.get("parameters"))
+
+
+def _response(question: Question, heading: Heading, answer: Answer | None) -> dict[str, JSON]:
+    """The response; without an answer, one that is in progress."""
+    body = question.body
+    response: dict[str, JSON] = {
+        "id": heading.id,
+        "object": "response",
+        "created_at": heading.created_at,
+        "status": "in_progress" if answer is None else _status(answer),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata") or {},
+        "model": heading.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "store": False,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": body.get("tools") or [],
+        "truncation": "disabled",
+        "usage": None,
+    }
+    if answer is not None:
+        response["output"] = _output(answer)
+        response["usage"] = _usage(answer.usage)
+        response["policy_version"] = spans(answer.versions)
+        if answer.finish == "length":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+    return response
+
+
+def _output(answer: Answer) -> list[JSON]:
+    items: list[JSON] = []
+    if answer.reasoning:
+        items.append(_Part("reasoning", answer.id, answer.reasoning).item("completed"))
+    if answer.text or not answer.calls:
+        items.append(_Part("message", answer.id, answer.text).item(_status(answer)))
+    return [*items, *_call_items(answer)]
+
+
+def _call_items(answer: Answer) -> list[dict[str, JSON]]:
+    return [
+        {
+            "id": f"fc_{answer.id}_{index}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call_id,
+            "name": call.name,
+            "arguments": arguments_text(call.arguments),
+        }
+        for index, (call_id, call) in enumerate(zip(answer.call_ids, answer.calls, strict=True))
+    ]
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.finish == "length" else "completed"
+
+
+def _usage(usage: Usage) -> JSON:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_stored_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.num_sampled_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_sampled_tokens,
+    }

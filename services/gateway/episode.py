@@ -1,0 +1,343 @@
+"""One attempt of an episode that an agent drives: its requests become turns, each sampled once and durable.
+
+Rule: what a request goes on from is decided under one lock, before anything is sampled for it, and stored; sampling
+goes on side by side; tokens are stored under the same lock, before any of them is given out. A request that repeats
+another gets its turn, not a new one. It decides neither when the episode ends nor what it is worth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gspo_core.messages import ToolSchema
+from gspo_core.types import EpisodeKey, Segment, StopReason
+from services.episodes.policy import Drained, Sampled
+from services.gateway.answers import Answers
+from services.gateway.budget import Budget
+from services.gateway.canonical import of_key
+from services.gateway.history import History, Rewritten, TurnEntry
+from services.gateway.live import Delivery, LiveTurn
+from services.gateway.meter import Meter
+from services.gateway.plan import Beginning, Plan
+from services.gateway.reading import head, num_tokens_before, stop_text_in
+from services.gateway.snapshots import RewardRefused, Rewards, SnapshotTooLarge, TreeSnapshot
+from services.gateway.tape import Tape, TapedTurn
+from services.gateway.turns import Ask, Refusal, RefusalKind
+from services.state.queue import Snapshot
+from services.workers.setting import EpisodeSetting, Order
+
+# With stop texts: what is sampled behind one is thrown away.
+STOP_CHUNK_TOKENS = 32
+# How long an ended episode waits for answers that are being sent.
+LAST_DELIVERY_S = 5.0
+
+
+class AgentEpisode:
+    """``ask`` until ``seal``. ``failure`` is set by the first error that ends the attempt."""
+
+    def __init__(
+        self, setting: EpisodeSetting, order: Order, tape: Tape, meter: Meter, now: Callable[[], float]
+    ) -> None:
+        """``now``: Unix seconds."""
+        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.finished = asyncio.Event()
+        """The agent said that it is done."""
+        self.rewards = Rewards()
+        self._setting = setting
+        self._order = order
+        self._tape = tape
+        self._meter = meter
+        self._now = now
+        self._answers = Answers(setting.codec, tape)
+        self.history = History(self._digest)
+        self._plan = Plan(setting.codec, tape, self.history)
+        self._budget = Budget(order, tape, meter, setting.codec.stop_ids)
+        self._live: dict[int, LiveTurn] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()
+        self._next_turn = 0
+        self.is_sealed = False
+        """No later request is answered."""
+
+    @property
+    def key(self) -> EpisodeKey:
+        return self._tape.key
+
+    @property
+    def attempt(self) -> int:
+        return self._tape.attempt
+
+    @property
+    def stopped(self) -> StopReason | None:
+        """The limit that the last request, or the last turn, met."""
+        return self._budget.stopped
+
+    def restore(self, record: Sequence[Segment], kept: TreeSnapshot, *, begins_again: bool) -> None:
+        """Goes on from what another gateway made durable. ``begins_again``: the agent does, from its first request."""
+        self._tape.restore(record)
+        self.rewards = Rewards(kept.rewards)
+        self._budget.stopped = StopReason(kept.stopped) if kept.stopped else None
+        for entry in kept.turns:
+            if entry.number in self._tape.turns:  # nothing was sampled for the others
+                if begins_again:
+                    entry.delivered, entry.owed = False, True
+                self.history.add(entry)
+        self._next_turn = max(self._tape.turns, default=-1) + 1
+
+    # what agents ask for
+
+    async def ask(self, ask: Ask) -> Delivery:
+        if ask.max_tokens is not None and ask.max_tokens < 1:
+            raise Refusal(RefusalKind.INVALID, "max_tokens must be at least 1", param="max_tokens")
+        ask = replace(ask, repeat_key=of_key(ask.repeat_key))
+        async with self._writing:
+            self._check_open()
+            turn = self._again(ask) or await self._begin(ask)
+            return Delivery(turn, self._keep_delivery)
+
+    def count_tokens(self, ask: Ask) -> int:
+        """Of the prompt that ``ask`` would become."""
+        self._check_open()
+        return self._plan.beginning(self._plan.place(ask), ask).num_prompt
+
+    async def reward(self, value: float, turn: str = "", token: str = "") -> None:
+        async with self._writing:
+            self._check_open()
+            number = self._answers.number_of(turn) if turn else None
+            if turn and number not in self.history.entries:
+                raise Refusal(RefusalKind.INVALID, f"this episode has no turn {turn}", param="turn")
+            try:
+                self.rewards.add(value, number, token)
+            except RewardRefused as error:
+                raise Refusal(RefusalKind.INVALID, str(error), param="reward") from None
+            await self._save()
+
+    def finish(self) -> None:
+        self._check_open()
+        self.finished.set()
+
+    def _check_open(self) -> None:
+        if self.is_sealed:
+            raise Refusal(RefusalKind.ENDED, "this episode has ended")
+        if self.failure.done():
+            raise _away()
+
+    # which turn a request is
+
+    def _again(self, ask: Ask) -> LiveTurn | None:
+        """The turn that was asked for by the same request, if this is no request for another one."""
+        entry = self.history.named(ask.repeat_key) if ask.repeat_key else None
+        if entry is not None and entry.digest != ask.digest:
+            raise Refusal(RefusalKind.INVALID, "this idempotency key was used for another request")
+        entry = entry or self._repeated(ask)
+        if entry is None:
+            return None
+        self.history.name(entry, ask.repeat_key)
+        turn = self._live.get(entry.number)
+        return turn or self._alive(entry, self._tape.turns[entry.number], ask)
+
+    def _repeated(self, ask: Ask) -> TurnEntry | None:
+        equal = self.history.equal(ask.digest)
+        if ask.is_retry and equal:
+            return min(equal, key=lambda entry: (entry.delivered, self._is_on_its_way(entry), -entry.number))
+        return next((entry for entry in equal if self._is_undelivered(entry)), None)
+
+    def _is_undelivered(self, entry: TurnEntry) -> bool:
+        is_lost = not entry.delivered and not self.history.is_continued(entry)
+        return (entry.owed or is_lost) and not self._is_on_its_way(entry)
+
+    def _is_on_its_way(self, entry: TurnEntry) -> bool:
+        return entry.number in self._live and bool(self._live[entry.number].deliveries)
+
+    # a new turn
+
+    async def _begin(self, ask: Ask) -> LiveTurn:
+        self._budget.check(len(self.history.entries), self.num_calls)
+        place = self._plan.place(ask)
+        beginning = self._plan.beginning(place, ask)
+        if beginning.num_prompt >= self._order.max_context_tokens:
+            self._budget.stopped = StopReason.CONTEXT_OVERFLOW
+            most = self._order.max_context_tokens
+            message = f"the conversation has {beginning.num_prompt} tokens; it must have fewer than {most}"
+            raise Refusal(RefusalKind.TOO_LONG, message, param="messages")
+        entry = self._answers.entry(self._next_turn, place, ask, int(self._now()))
+        entry.reason, entry.num_stored = beginning.reason, beginning.num_stored
+        self._budget.stopped = None
+        await self._save(entry)
+        self._next_turn += 1
+        if place.parent is not None and place.parent.number in self._tape.turns:
+            self._close(place.parent)
+        self.history.add(entry)
+        self._count(beginning)
+        return self._alive(entry, self._open(entry.number, beginning), ask)
+
+    def _open(self, number: int, beginning: Beginning) -> TapedTurn:
+        after = beginning.after
+        if after is None:
+            return self._tape.begin(number, beginning.token_ids)
+        begin = self._tape.go_on if after.is_tip else self._tape.fork
+        return begin(number, after, beginning.token_ids)
+
+    def _count(self, beginning: Beginning) -> None:
+        counters, reason = self._setting.counters, beginning.reason
+        if reason:
+            counters.add("drift/forks")
+            counters.add(f"drift/forks_{reason}")
+        if reason and reason != Rewritten.SUB_AGENT and beginning.is_rendered:
+            counters.add("tokens/rendered_again", len(beginning.token_ids))
+
+    # sampling
+
+    def _alive(self, entry: TurnEntry, taped: TapedTurn, ask: Ask) -> LiveTurn:
+        turn = LiveTurn(self._answers.id_of(entry.number), entry, taped, ask, self._setting.codec)
+        self._live[entry.number] = turn
+        if self._budget.ending(turn) is None:
+            task = asyncio.create_task(self._sample_or_fail(turn), name=f"{self._order.key} {turn.id}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._answer(turn)
+        return turn
+
+    async def _sample(self, turn: LiveTurn) -> None:
+        while (finish := self._budget.ending(turn)) is None:
+            await self._sample_chunk(turn)
+            turn.tell()
+        turn.entry.finish = finish
+        self._answer(turn)
+
+    async def _sample_chunk(self, turn: LiveTurn) -> None:
+        most = min(self._budget.room(turn), STOP_CHUNK_TOKENS if turn.ask.stop else self._order.chunk_tokens)
+        with self._budget.reserved(most):
+            sampled = await self._sampled(turn.taped, most)
+            async with self._writing:
+                await self._record(turn, self._before_stop_text(turn, sampled))
+
+    async def _sampled(self, taped: TapedTurn, most: int) -> Sampled:
+        setting = self._setting
+        started = setting.clock()
+        with self._meter.sampling():
+            sampled = await setting.policy.sample(
+                self._tape.prompt(taped),
+                max_new_tokens=most,
+                temperature=self._order.temperature,
+                stop_token_ids=setting.codec.stop_ids,
+                prefer_engine=taped.branch.last_engine,
+            )
+        self._meter.held(started, sampled.held_s)
+        return sampled
+
+    async def _record(self, turn: LiveTurn, sampled: Sampled) -> None:
+        segments = self._tape.record(turn.taped, sampled, self._meter.take())
+        self._setting.counters.add("tokens/sampled", len(sampled.generation.output_ids))
+        with self._meter.storing():
+            await self._setting.outbox.append(segments, self._note())
+
+    def _before_stop_text(self, turn: LiveTurn, sampled: Sampled) -> Sampled:
+        if not turn.ask.stop:
+            return sampled
+        decode = self._setting.codec.tokenizer.decode
+        before = turn.taped.sampled
+        ids = [*before, *sampled.generation.output_ids]
+        found = stop_text_in(decode(ids), turn.ask.stop)
+        if found is None:
+            return sampled
+        place, stop_text = found
+        length = num_tokens_before(self._setting.codec, ids, len(before), place)
+        entry = turn.entry
+        entry.finish, entry.stop_text, entry.overlap = "stop", stop_text, decode(ids[:length])[place:]
+        return head(sampled, length - len(before))
+
+    def _answer(self, turn: LiveTurn) -> None:
+        turn.entry.finish = turn.entry.finish or "stop"
+        turn.settle(self._answers.read(turn.entry, turn.ask.tools))
+
+    def _close(self, parent: TurnEntry) -> None:
+        """A turn that is gone on from is over, though nobody may have asked for its end."""
+        if not parent.finish:
+            sampled = self._tape.turns[parent.number].sampled
+            parent.finish = "stop" if sampled and sampled[-1] in self._setting.codec.stop_ids else "length"
+
+    def _digest(self, entry: TurnEntry, tools: Sequence[ToolSchema]) -> bytes:
+        turn = self._live.get(entry.number)
+        is_sampled = turn is not None and turn.answer is None
+        return b"" if is_sampled else self._answers.digest(entry, tools)
+
+    # what is kept
+
+    @property
+    def num_calls(self) -> int:
+        return sum(entry.num_calls for entry in self.history.entries.values())
+
+    async def _save(self, *added: TurnEntry) -> None:
+        """Under the lock, so that no segment is on its way. Raises ``Refusal``."""
+        entries = [*self.history.entries.values(), *added]
+        try:
+            data = TreeSnapshot(entries, self.rewards.posted, self.stopped or "").encode()
+        except SnapshotTooLarge as error:
+            raise Refusal(RefusalKind.OVER_BUDGET, f"rollout stopped: too many turns to keep: {error}") from error
+        setting, tape = self._setting, self._tape
+        snapshot = Snapshot(tape.attempt, tape.num_segments, data)
+        try:
+            await setting.retrier.keep_trying(setting.records.save_snapshot, tape.key, setting.token, snapshot)
+        except Exception as error:  # the lease is lost, or the server was rolled back
+            self._fail(error)
+            raise _away() from error
+
+    async def _keep_delivery(self) -> None:
+        async with self._writing:
+            if not self.is_sealed and not self.failure.done():
+                await self._save()
+
+    def _note(self) -> str:
+        turns = len(self.history.entries)
+        return self._meter.timings.note(
+            turn=turns - 1, tool_calls=self.num_calls, tokens_sampled=self._tape.num_sampled
+        )
+
+    # the end
+
+    async def seal(self) -> None:
+        """No later request is answered. Returns once nothing is sampled any more and answers under way are settled."""
+        self.is_sealed = True
+        async with self._writing:  # so that no segment is on its way
+            await self._cancel(Refusal(RefusalKind.ENDED, "this episode has ended"))
+        try:
+            async with asyncio.timeout(LAST_DELIVERY_S):
+                for turn in self._live.values():
+                    while turn.deliveries and turn.answer is not None:
+                        await turn.changed.wait()
+        except TimeoutError:
+            self._setting.counters.add("turns/delivery_unknown")
+
+    async def abandon(self) -> None:
+        """Nothing more is sampled here, and whoever waits is told to ask again. Harmless after ``seal``."""
+        self._fail(Drained(str(self._order.key)))
+        await self._cancel(_away())
+
+    async def _cancel(self, refusal: Refusal) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for turn in self._live.values():
+            turn.settle(refusal)
+
+    async def _sample_or_fail(self, turn: LiveTurn) -> None:
+        try:
+            await self._sample(turn)
+        except Exception as error:  # of one turn, but it ends the attempt: the record may have a hole
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_result(error)
+        for turn in self._live.values():
+            turn.settle(_away())
+
+
+def _away() -> Refusal:
+    return Refusal(RefusalKind.AWAY, "this episode is being moved; ask again")

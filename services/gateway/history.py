@@ -1,0 +1,191 @@
+"""Finds what a request goes on from: the turn whose whole conversation, with its answer, the request begins with.
+
+Rule: a request that repeats what was answered goes on behind the stored ids. Where it says something else than what
+was stored, the reason is named, and a new branch begins. Requests are known by digests alone: the client sends its
+whole history each time, so nothing of it needs to be kept. It neither encodes nor samples.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from gspo_core.messages import Message, ToolSchema
+from services.gateway.canonical import of_message, of_tools, prefixes
+
+_NO_TOOLS = of_tools(())
+
+
+class Rewritten(StrEnum):
+    """Why a request cannot go on at the end of a branch; besides the reasons of the chat codec."""
+
+    RESAMPLED = "resampled"
+    """The request of a turn that was answered already, for another answer."""
+    EDITED_HISTORY = "edited_history"
+    """It goes on from a turn that others went on from, or begins like a stored conversation and then differs."""
+    SUB_AGENT = "sub_agent"
+    """A conversation of its own, with another beginning."""
+    COMPACTED = "compacted"
+    """It ends as a stored conversation does, behind another beginning."""
+    TOOLS_CHANGED = "tools_changed"
+    """A stored conversation, with other tools."""
+
+
+class TurnEntry(msgspec.Struct, array_like=True):
+    """One turn, without its tokens: what is kept of it beside them."""
+
+    number: int
+    request: bytes
+    """Digest of the conversation that it answers, with its tools."""
+    bare: bytes
+    """As above, without the tools."""
+    opening: bytes
+    """Digest of the first message of the conversation."""
+    tail: bytes
+    """Digest of its last message."""
+    digest: str = ""
+    """Of the whole request, as its dialect named it."""
+    repeat_keys: list[str] = msgspec.field(default_factory=list)
+    parent: int | None = None
+    """The turn whose answer its conversation goes on from."""
+    reason: str = ""
+    """Why it began a new branch; empty where it did not, and in the first turn."""
+    num_stored: int = 0
+    """Tokens of its prompt that were stored before."""
+    created_at: int = 0
+    finish: str = ""
+    """``stop`` or ``length`` once nothing more is sampled for it, where no stop token says so."""
+    stop_text: str = ""
+    """The text that ended it."""
+    overlap: str = ""
+    """The beginning of ``stop_text`` that its tokens end with: it was sampled before it was known to be one."""
+    answer: bytes = b""
+    """Digest of its answer, once there is one."""
+    num_calls: int = 0
+    """Also those that cannot be read."""
+    has_parse_error: bool = False
+    delivered: bool = False
+    """A client has all of it."""
+    owed: bool = False
+    """The agent began again from its first request: it is to get this turn once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request goes on."""
+
+    chain: Sequence[bytes]
+    bare: bytes
+    again: TurnEntry | None = None
+    """A turn that answers the same conversation."""
+    parent: TurnEntry | None = None
+    num_old: int = 0
+    """Messages of the request that ``parent`` stands for."""
+    reason: str = ""
+    """Why it can only go on in a new branch, as far as the messages tell."""
+
+
+class History:
+    """The turns of one attempt. ``answer_of`` gives the digest of a turn's answer, read with these tools."""
+
+    def __init__(self, answer_of: Callable[[TurnEntry, Sequence[ToolSchema]], bytes]) -> None:
+        self.entries: dict[int, TurnEntry] = {}
+        self._answer_of = answer_of
+        self._by_request: defaultdict[bytes, list[TurnEntry]] = defaultdict(list)
+        self._by_bare: defaultdict[bytes, list[TurnEntry]] = defaultdict(list)
+        self._by_digest: defaultdict[str, list[TurnEntry]] = defaultdict(list)
+        self._by_repeat_key: dict[str, TurnEntry] = {}
+        self._continued: set[int] = set()
+
+    def add(self, entry: TurnEntry) -> None:
+        self.entries[entry.number] = entry
+        self._by_request[entry.request].append(entry)
+        self._by_bare[entry.bare].append(entry)
+        self._by_digest[entry.digest].append(entry)
+        for repeat_key in entry.repeat_keys:
+            self._by_repeat_key[repeat_key] = entry
+        if entry.parent is not None:
+            self._continued.add(entry.parent)
+
+    def is_continued(self, entry: TurnEntry) -> bool:
+        """Whether a later request goes on from it."""
+        return entry.number in self._continued
+
+    def equal(self, digest: str) -> Sequence[TurnEntry]:
+        """The turns that were asked for by the same request, oldest first."""
+        return self._by_digest.get(digest, ()) if digest else ()
+
+    def named(self, repeat_key: str) -> TurnEntry | None:
+        return self._by_repeat_key.get(repeat_key)
+
+    def name(self, entry: TurnEntry, repeat_key: str) -> None:
+        """The same turn was asked for with one more key."""
+        if repeat_key and repeat_key not in self._by_repeat_key:
+            entry.repeat_keys.append(repeat_key)
+            self._by_repeat_key[repeat_key] = entry
+
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Place:
+        """Raises ``ValueError`` for messages that cannot be read."""
+        chain = prefixes(messages, of_tools(tools))
+        bare = prefixes(messages, _NO_TOOLS) if tools else chain
+        if same := self._by_request.get(chain[-1]):
+            again = same[-1]
+            parent = None if again.parent is None else self.entries.get(again.parent)
+            return Place(chain, bare[-1], again, parent, reason=Rewritten.RESAMPLED)
+        found = next(self._nodes(messages, chain, tools), None)
+        if found is None:
+            return Place(chain, bare[-1], reason=self._why_new(messages, bare, chain))
+        num_old, parent = found
+        reason = Rewritten.EDITED_HISTORY if self.is_continued(parent) else ""
+        return Place(chain, bare[-1], None, parent, num_old, reason)
+
+    def answered(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], chain: Sequence[bytes]
+    ) -> dict[int, TurnEntry]:
+        """The messages that are answers of these turns, by their place."""
+        return {num_old - 1: entry for num_old, entry in self._nodes(messages, chain, tools)}
+
+    def had(self) -> set[int]:
+        """The turns that the agent had: they were delivered, or a turn that was goes on from them."""
+        had: set[int] = set()
+        for number in sorted(self.entries, reverse=True):
+            entry = self.entries[number]
+            if number in had or entry.delivered:
+                had.add(number)
+                if entry.parent is not None:
+                    had.add(entry.parent)
+        return had
+
+    def _nodes(
+        self, messages: Sequence[Message], chain: Sequence[bytes], tools: Sequence[ToolSchema]
+    ) -> Iterator[tuple[int, TurnEntry]]:
+        """The turns whose conversation and answer these messages begin with, the longest first."""
+        for number in range(len(messages) - 1, 0, -1):
+            entries = self._by_request.get(chain[number]) if messages[number]["role"] == "assistant" else None
+            if entries:
+                said = of_message(messages[number])
+                equal = [entry for entry in entries if self._answer_of(entry, tools) == said]
+                if equal:
+                    yield number + 1, self._freshest(equal)
+
+    def _freshest(self, equal: Iterable[TurnEntry]) -> TurnEntry:
+        """Of turns with the same answer: one that nothing goes on from, if there is one, else the newest."""
+        return max(equal, key=lambda entry: (not self.is_continued(entry), entry.number))
+
+    def _why_new(self, messages: Sequence[Message], bare: Sequence[bytes], chain: Sequence[bytes]) -> str:
+        if not self.entries:
+            return ""
+        has_same_tools = any(digest in self._by_request for digest in chain)
+        if not has_same_tools and any(digest in self._by_bare for digest in bare):
+            return Rewritten.TOOLS_CHANGED
+        entries = self.entries.values()
+        tail = of_message(messages[-1])
+        answers = [of_message(message) for message in messages if message["role"] == "assistant"]
+        if any(tail == entry.tail or entry.answer in answers[-1:] for entry in entries):
+            return Rewritten.COMPACTED
+        opening = of_message(messages[0])
+        return Rewritten.EDITED_HISTORY if any(opening == entry.opening for entry in entries) else Rewritten.SUB_AGENT

@@ -1,0 +1,112 @@
+"""One turn while agents wait for it: what is known of its answer so far, and who is being given it.
+
+Rule: an answer is given whole or not at all; whoever waits is told of everything that is certain. It samples nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from gspo_core.chat import ChatCodec
+from services.gateway.history import TurnEntry
+from services.gateway.reading import certain
+from services.gateway.tape import TapedTurn
+from services.gateway.turns import Answer, Ask, Piece, Refusal
+
+
+class LiveTurn:
+    """A turn that was asked for here."""
+
+    def __init__(self, id: str, entry: TurnEntry, taped: TapedTurn, ask: Ask, codec: ChatCodec) -> None:
+        self.id = id
+        self.entry = entry
+        self.taped = taped
+        self.ask = ask
+        self.answer: Answer | None = None
+        self.refusal: Refusal | None = None
+        self.deliveries: set[Delivery] = set()
+        """Those on their way."""
+        self._codec = codec
+        self._changed = asyncio.Event()
+        self._certain = Piece()
+        self._num_read = 0
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when there is more to know than when it was asked for."""
+        return self._changed
+
+    def tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def settle(self, outcome: Answer | Refusal) -> None:
+        if self.answer is None and self.refusal is None:
+            if isinstance(outcome, Answer):
+                self.answer = outcome
+            else:
+                self.refusal = outcome
+        self.tell()
+
+    def certain(self) -> Piece:
+        """All text and reasoning that will not change."""
+        sampled = self.taped.sampled
+        if len(sampled) != self._num_read:
+            num_held = max((len(stop) - 1 for stop in self.ask.stop), default=0)
+            self._certain = certain(self._codec, sampled, self.ask.tools, num_held)
+            self._num_read = len(sampled)
+        return self._certain
+
+
+class Delivery:
+    """An answer on its way to one client."""
+
+    def __init__(self, turn: LiveTurn, keep: Callable[[], Awaitable[None]]) -> None:
+        """``keep`` makes durable that it was delivered."""
+        self._turn = turn
+        self._keep = keep
+        self._is_over = False
+        turn.deliveries.add(self)
+
+    @property
+    def id(self) -> str:
+        return self._turn.id
+
+    @property
+    def created_at(self) -> int:
+        return self._turn.entry.created_at
+
+    async def __aiter__(self) -> AsyncIterator[Piece | Answer]:
+        turn, text, reasoning = self._turn, "", ""
+        while True:
+            changed = turn.changed
+            if turn.refusal is not None:
+                self.dropped()
+                raise turn.refusal
+            if turn.answer is not None:
+                yield turn.answer
+                return
+            known = turn.certain()
+            more = Piece(known.text.removeprefix(text), known.reasoning.removeprefix(reasoning))
+            if (more.text or more.reasoning) and known.text.startswith(text) and known.reasoning.startswith(reasoning):
+                text, reasoning = known.text, known.reasoning
+                yield more
+            await changed.wait()
+
+    async def delivered(self) -> None:
+        if not self._is_over:
+            self._turn.entry.delivered, self._turn.entry.owed = True, False
+            self._end()
+            with contextlib.suppress(Refusal):  # the client has it all the same
+                await self._keep()
+
+    def dropped(self) -> None:
+        if not self._is_over:
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._turn.deliveries.discard(self)
+        self._turn.tell()

@@ -1,0 +1,83 @@
+"""Plans how a request becomes a turn: which ids it is answered behind, and why, without changing anything.
+
+Rule: where the stored ids can be gone on from, they are; only what cannot be is rendered anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gspo_core.chat import ChatCodec
+from gspo_core.messages import ForkReason, Message
+from services.gateway.history import History, Place, Rewritten
+from services.gateway.tape import Tape, TapedTurn
+from services.gateway.turns import Ask, Refusal, RefusalKind
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """How a turn begins: the ids to read, and where they go."""
+
+    token_ids: Sequence[int]
+    after: TapedTurn | None = None
+    """It goes on at the end of this turn, or forks from there."""
+    num_stored: int = 0
+    reason: str = ""
+    is_rendered: bool = False
+
+    @property
+    def num_prompt(self) -> int:
+        return (0 if self.after is None else self.after.end) + len(self.token_ids)
+
+
+class Plan:
+    def __init__(self, codec: ChatCodec, tape: Tape, history: History) -> None:
+        self._codec = codec
+        self._tape = tape
+        self._history = history
+
+    def place(self, ask: Ask) -> Place:
+        """Raises ``Refusal``."""
+        if not ask.messages or ask.messages[-1]["role"] == "assistant":
+            message = "the last message must not be the assistant's: the policy answers it"
+            raise Refusal(RefusalKind.INVALID, message, param="messages")
+        try:
+            return self._history.place(ask.messages, ask.tools)
+        except (ValueError, TypeError, KeyError) as error:
+            raise _unreadable(error) from error
+
+    def beginning(self, place: Place, ask: Ask) -> Beginning:
+        """Raises ``Refusal``."""
+        if place.again is not None:
+            prompt = self._tape.turns[place.again.number].prompt
+            return Beginning(prompt, num_stored=len(prompt), reason=place.reason)
+        messages = self._as_answered(place, ask)
+        try:
+            reason = place.reason
+            if place.parent is not None:
+                after = self._tape.turns[place.parent.number]
+                found = self._codec.bridge(
+                    after.prompt,
+                    after.sampled,
+                    messages[place.num_old :],
+                    history=messages[: place.num_old - 1],
+                    tools=ask.tools,
+                )
+                if not isinstance(found, ForkReason):
+                    return Beginning(found, after, after.end, "" if after.is_tip else Rewritten.EDITED_HISTORY)
+                reason = reason or found
+            return Beginning(self._codec.render(messages, ask.tools), reason=reason, is_rendered=True)
+        except (ValueError, TypeError, KeyError) as error:
+            raise _unreadable(error) from error
+
+    def _as_answered(self, place: Place, ask: Ask) -> list[Message]:
+        """The request's messages, those that are answers of the policy with all that it said."""
+        messages = list(ask.messages)
+        for number, entry in self._history.answered(messages, ask.tools, place.chain).items():
+            messages[number] = self._codec.message(self._tape.turns[entry.number].sampled, ask.tools)
+        return messages
+
+
+def _unreadable(error: Exception) -> Refusal:
+    return Refusal(RefusalKind.INVALID, f"the messages cannot be read: {error}", param="messages")

@@ -1,0 +1,141 @@
+"""Common to every request of an agent: its key, its body, its line in the log, and an answer where something failed.
+
+Rule: the key stands in a header, never in a path, and is never logged, nor is a path that is none of ours. No client
+can make this process read without bound.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+import traceback
+from collections.abc import Collection, Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gspo_core import strict_json
+from gspo_core.json_value import JSON
+from services.gateway.dialects.anthropic_messages import AnthropicMessages
+from services.gateway.dialects.dialect import Dialect
+from services.gateway.dialects.faults import Fault, fault_of, final
+from services.gateway.dialects.openai_chat import OpenAIChat
+from services.gateway.streams import fault_reply
+from services.gateway.turns import Refusal, RefusalKind
+from services.process.telemetry import get_logger
+
+# Histories hold whole files and outputs of tools.
+MAX_BODY_BYTES = 64 << 20
+# Keys of episodes begin with it, so that one is found beside a key of another service.
+KEY_PREFIX = "ep_"
+# Half of a pair can be written in JSON, but is no text that could be tokenized or told again.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class BodyTooLarge(Exception):
+    """More bytes than ``MAX_BODY_BYTES``."""
+
+
+def key_of(headers: Mapping[str, str]) -> str:
+    """The key of the episode, where clients of any dialect put it. Raises ``Refusal``."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    sent = [bearer.strip()] if scheme.lower() == "bearer" else []
+    sent = [key for key in (*sent, headers.get("x-api-key", "").strip()) if key]
+    if not sent:
+        message = "no key: send that of the episode as Authorization: Bearer KEY, or as x-api-key"
+        raise Refusal(RefusalKind.UNKNOWN_KEY, message)
+    return next((key for key in sent if key.startswith(KEY_PREFIX)), sent[0])
+
+
+async def read_json(request: Request) -> JSON:
+    """Raises ``Refusal`` and ``BodyTooLarge``."""
+    told = request.headers.get("content-length", "0")
+    if told.isdecimal() and int(told) > MAX_BODY_BYTES:
+        raise BodyTooLarge
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge
+    try:
+        value = strict_json.parse(bytes(body))
+        if _SURROGATE.search(body):
+            msgspec.json.encode(value)
+    except strict_json.TextRejected as error:
+        where = f" (line {error.line}, column {error.column})" if error.line else ""
+        raise Refusal(RefusalKind.INVALID, f"the body is not JSON: {error}{where}") from None
+    except UnicodeEncodeError:
+        raise Refusal(RefusalKind.INVALID, "the body holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
+    """In whose shape an error is told where no dialect has read the request."""
+    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
+    return AnthropicMessages() if is_anthropic else OpenAIChat()
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """The answer to a request that ended with ``error``."""
+    return fault_reply(dialect_of(request.url.path, request.headers), _fault(error), {})
+
+
+def _fault(error: Exception) -> Fault:
+    if isinstance(error, Refusal):
+        return fault_of(error)
+    if isinstance(error, BodyTooLarge):
+        return final(413, "body_too_large", f"a body may have at most {MAX_BODY_BYTES} bytes")
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return final(404, "not_found", "this gateway has no such route")
+    return final(error.status_code, "method_not_allowed", "this route takes another method")
+
+
+class RequestMiddleware:
+    """Names each request and logs it when it is over. Answers for what nobody below answered for."""
+
+    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
+        self._app = app
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{secrets.token_hex(12)}"
+        started, status = time.monotonic(), 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                # The one is read by clients of OpenAI, the other by those of Anthropic.
+                names = (b"x-request-id", b"request-id")
+                message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in names)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            # As plain text: renderers that show local variables would show headers, and keys with them.
+            trace = "".join(traceback.format_exception(error))
+            get_logger().error("request failed", request_id=request_id, path=self._path(scope), trace=trace)
+            if status:  # half an answer is out; only the end of the connection can tell
+                raise
+            fault = Fault(500, "internal", f"the gateway failed; its log says why, under {request_id}")
+            dialect = dialect_of(scope["path"], {name.decode("latin-1"): "" for name, _ in scope["headers"]})
+            await fault_reply(dialect, fault, {})(scope, receive, send_named)
+        finally:
+            log = get_logger().info if status >= 400 else get_logger().debug
+            duration_ms = round((time.monotonic() - started) * 1000, 1)
+            path, method = self._path(scope), scope["method"]
+            log("request", request_id=request_id, method=method, path=path, status=status, duration_ms=duration_ms)
+
+    def _path(self, scope: Scope) -> str:
+        return scope["path"] if scope["path"] in self._paths else "(none of ours)"

@@ -1,0 +1,169 @@
+"""One request of an agent and its answer, in no dialect: what every dialect is read into and written from.
+
+Rule: these types name no HTTP and no wire format. An answer is durable before anything of it leaves the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol, TypeAlias
+
+from gspo_core.messages import Message, ToolCall, ToolSchema
+
+Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What an agent asks for: the next turn of a conversation, whose whole history it sends each time."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSchema, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn; they are not part of the answer."""
+    digest: str = ""
+    """Of everything above. Equal requests have equal digests, whatever dialect or transport they came by."""
+    repeat_key: str = ""
+    """A key that the client chose: asked again with it, the answer is the same. Empty: none."""
+    is_retry: bool = False
+    """The client says that it sends this request again because it got no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_stored_tokens: int
+    """Of the prompt: those that were stored before, and so were not encoded for this request."""
+    num_sampled_tokens: int
+    num_reasoning_tokens: int = 0
+    """Of the sampled ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Sampled tokens from ``start`` to ``end`` come from ``version``."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole turn of the policy."""
+
+    id: str
+    """The same whenever this turn is given again."""
+    text: str
+    calls: tuple[ToolCall, ...]
+    """Those that can be read as calls; what cannot be read stays in ``text`` as it was sampled."""
+    call_ids: tuple[str, ...]
+    """One for each call, unique in the episode."""
+    finish: Finish
+    usage: Usage
+    versions: tuple[VersionSpan, ...]
+    created_at: int
+    """Unix seconds."""
+    reasoning: str = ""
+    stop_text: str = ""
+    """The one of ``Ask.stop`` that ended the turn, where one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More of the answer's text or reasoning, as it becomes certain.
+
+    The pieces of a turn, put together, begin its whole text and its whole reasoning; they need not reach their ends.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+
+
+class RefusalKind(StrEnum):
+    """Why a request is not answered; each dialect has its own words for them."""
+
+    INVALID = "invalid"
+    """The request cannot be acted on as it is."""
+    UNKNOWN_KEY = "unknown_key"
+    OVER_BUDGET = "over_budget"
+    """The episode has had all its turns, tokens or time: no further request will be answered."""
+    ENDED = "ended"
+    """The episode has its outcome, or another attempt of it is playing."""
+    TOO_LONG = "too_long"
+    """The conversation does not fit the model's context."""
+    AWAY = "away"
+    """Not now; the same request may be sent again."""
+
+
+class Refusal(Exception):
+    """A request that is not answered. ``may_retry`` tells the client whether to send it again by itself."""
+
+    def __init__(self, kind: RefusalKind, message: str, *, param: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.param = param
+        """The field of the request that is to blame, by its name in the dialect that it came by."""
+
+    @property
+    def may_retry(self) -> bool:
+        return self.kind is RefusalKind.AWAY
+
+
+class Answering(Protocol):
+    """An answer on its way. Pieces come while the policy samples; the last item is the whole answer.
+
+    Whoever takes items may stop in the middle (its connection broke): sampling goes on, and the turn is kept as one
+    that was not delivered. ``delivered`` says that the client has all of it. Taking an item may wait without a bound,
+    while engines or weights are away, and may raise ``Refusal``.
+    """
+
+    @property
+    def id(self) -> str:
+        """That of the answer to come."""
+        ...
+
+    @property
+    def created_at(self) -> int:
+        """That of the answer to come."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Piece | Answer]: ...
+
+    async def delivered(self) -> None: ...
+
+    def dropped(self) -> None:
+        """The connection broke before the client had all of it. Harmless after ``delivered``."""
+        ...
+
+
+class Turns(Protocol):
+    """What the HTTP side needs of the episodes."""
+
+    async def ask(self, key: str, ask: Ask) -> Answering:
+        """Waits while the episode of ``key`` is brought back here, up to a bound: nothing can be said to the client
+        meanwhile. Raises ``Refusal``."""
+        ...
+
+    async def count_tokens(self, key: str, ask: Ask) -> int:
+        """The tokens of the prompt that ``ask`` would become; nothing is sampled or recorded. Raises ``Refusal``."""
+        ...
+
+    async def model_names(self, key: str) -> tuple[str, ...]:
+        """Names under which agents may ask for the policy. Raises ``Refusal``."""
+        ...
+
+    async def reward(self, key: str, value: float, *, turn: str = "", token: str = "") -> None:
+        """Stores a reward of the episode, or of the turn with the id ``turn``. Equal ``token``: the same reward again.
+
+        Raises ``Refusal``.
+        """
+        ...
+
+    async def finish(self, key: str) -> None:
+        """The agent is done. Raises ``Refusal``."""
+        ...

@@ -1,0 +1,81 @@
+"""Writes docs/dialects.md from the table of fields: `python -m tests.repo.dialects`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, OPENAI_CHAT, OPENAI_RESPONSES
+from services.gateway.dialects.sent import Fields, Only, Rule
+
+PAGE = Path(__file__).parents[2] / "docs" / "dialects.md"
+TABLES: Mapping[str, Fields] = {
+    "Chat Completions": OPENAI_CHAT,
+    "Responses": OPENAI_RESPONSES,
+    "Messages": ANTHROPIC_MESSAGES,
+}
+HEAD = """# Dialects: what an agent may send, and what becomes of it
+
+The agent gateway speaks OpenAI's Chat Completions (`POST /v1/chat/completions`) and Responses (`POST /v1/responses`)
+and Anthropic's Messages (`POST /v1/messages`, `POST /v1/messages/count_tokens`), whole and as streams, and lists its
+models (`GET /v1/models`). The key of the episode is sent as `Authorization: Bearer` or as `x-api-key`, whichever the
+client likes.
+
+Nothing is passed over in silence. A field is acted on; or the job decides instead, and the answer names it in the
+header `x-gspo-ignored`; or it changes nothing; or it is refused by its name, with the reason. A field that is not
+below is refused. The name of a model is taken as it comes: the policy answers, and the header names `model` where it
+is called otherwise.
+
+Answers have one field more than the dialects know, `policy_version`: which version of the policy sampled which
+tokens. Their `id` is that of the turn, for a reward of its own.
+
+| an answer that is none | OpenAI's dialects | Anthropic's | sent again by clients |
+|---|---|---|---|
+| the request cannot be acted on | 400 `invalid_request` | 400 `invalid_request_error` | no |
+| no episode has this key | 401 `invalid_api_key` | 401 `authentication_error` | no |
+| the episode has had its turns, tokens or time | 400 `rollout_stopped` | 400 `invalid_request_error` | no |
+| the conversation does not fit the model | 400 `context_length_exceeded` | 400, "prompt is too long" | no |
+| the episode is over, or is played by another attempt | 409 `episode_ended` | 409 `invalid_request_error` | no |
+| not now | 503 `unavailable` | 529 `overloaded_error` | yes, after `retry-after` |
+
+Clients are told so by `x-should-retry`, which theirs obey. A request that a client marks as sent again
+(`x-stainless-retry-count`), or that has the `Idempotency-Key` of an earlier one, gets the answer of that one. While a
+stream waits, it shows signs of life that its dialect has: a comment, a `ping`, another `response.in_progress`. An
+error in its middle is told as the dialect tells it.
+
+A reward is `POST /v1/episode/reward` with `reward` (a finite number), `turn` (the `id` of an answer; without it, the
+reward is the episode's) and `token` (any text: with an equal one it is the same reward again). `POST
+/v1/episode/finish` ends the episode.
+
+This page is written by `python -m tests.repo.dialects` from the table that the gateway reads
+(`services/gateway/dialects/fields.py`).
+"""
+
+
+def written() -> str:
+    return HEAD + "".join(f"\n## {name}\n\n" + "".join(section(fields)) for name, fields in TABLES.items())
+
+
+def section(fields: Fields) -> Iterator[str]:
+    yield "| where | acted on | the job decides | changes nothing |\n|---|---|---|---|\n"
+    for place, rules in fields.items():
+        told = [names(rules, kind) for kind in ("Read", "Decided", "Harmless")]
+        if any(told):
+            yield f"| {f'`{place}`' if place else 'the request'} | {' | '.join(told)} |\n"
+    yield "\n| allowed only so | otherwise |\n|---|---|\n"
+    for place, rules in fields.items():
+        for name, rule in rules.items():
+            if isinstance(rule, Only):
+                where = f"{place}.{name}".lstrip(".")
+                values = " or ".join(f"`{msgspec.json.encode(one).decode()}`" for one in rule.values)
+                yield f"| `{where}`: {values or 'not at all'} | {rule.why} |\n"
+
+
+def names(rules: Mapping[str, Rule], kind: str) -> str:
+    return ", ".join(f"`{name}`" for name, rule in rules.items() if type(rule).__name__ == kind)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written())

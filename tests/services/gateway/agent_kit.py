@@ -1,0 +1,164 @@
+"""Agents for tests, in this process: they ask at a door as a client library does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from gspo_core.chat import HermesCodec
+from gspo_core.env import Environment, EnvironmentFailed, Llm, Start
+from gspo_core.env.agents import NO_REWARD
+from gspo_core.messages import Message
+from gspo_core.types import Split
+from services.gateway.attempt import AgentDriver
+from services.gateway.door import Door
+from services.gateway.keys import Keys
+from services.gateway.turns import Answer, Refusal
+from services.state.queue import EpisodeLease
+from services.workers.setting import EpisodeSetting, Order
+from tests.services.gateway.gateway_kit import read, request
+from tests.services.rollout.rollout_kit import Table, make_setting, spec
+
+SECRET = bytes(range(32))
+
+
+@dataclass
+class Client:
+    """Asks by key, and again when it is told to."""
+
+    doors: Doors
+    llm: Llm
+
+    async def say(self, *messages: Message, **fields: Any) -> Answer:
+        return await self._again_and_again(lambda ask: self._take(ask), request(*messages, **fields))
+
+    async def _take(self, ask: Any) -> Answer:
+        delivery = await self.doors.now.ask(self.llm.api_key, ask)
+        answer = await read(delivery)
+        await delivery.delivered()
+        return answer
+
+    async def reward(self, value: float, **fields: str) -> None:
+        await self._again_and_again(lambda _: self.doors.now.reward(self.llm.api_key, value, **fields), None)
+
+    async def finish(self) -> None:
+        await self._again_and_again(lambda _: self.doors.now.finish(self.llm.api_key), None)
+
+    async def _again_and_again(self, call: Callable[[Any], Awaitable[Any]], ask: Any) -> Any:
+        while True:
+            try:
+                return await call(ask)
+            except Refusal as refusal:
+                if not refusal.may_retry:
+                    raise
+                ask = ask and replace(ask, is_retry=True)
+                await asyncio.sleep(0.005)
+
+
+Behavior = Callable[[Client], Awaitable[float | None]]
+
+
+@dataclass
+class Doors:
+    """The address of the gateways: behind it is whichever lives."""
+
+    now: Door
+
+
+def door() -> Door:
+    return Door(Keys(SECRET), now=lambda: 1_700_000_000.0, patience_s=0.05)
+
+
+@dataclass
+class AgentWorld:
+    """An environment that an agent plays; with ``services`` the agent lives on when its session is closed."""
+
+    behavior: Behavior
+    doors: Doors
+    replayable: bool = False
+    services: dict[str, asyncio.Task[float | None]] | None = None
+    starts: list[str] = field(default_factory=list)
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "tests:agent"
+    has_snapshot: bool = False
+    reward_range: tuple[float, float] | None = None
+    tools: Sequence[Any] = ()
+
+    def num_tasks(self, split: Split) -> int:
+        return 10
+
+    async def task(self, split: Split, index: int) -> dict[str, Any]:
+        return {"number": index}
+
+    def session(self, *, limits: Any = None, episode_id: str = "") -> AgentHere:
+        return AgentHere(self)
+
+    def describe(self) -> Any:
+        return {}
+
+
+class AgentHere:
+    """A session whose agent is a task of this process."""
+
+    close_failure: str | None = None
+    is_stuck = False
+    metrics: Mapping[str, float] = {}
+    _llm: Llm
+
+    def __init__(self, world: AgentWorld) -> None:
+        self._world = world
+        self._running: asyncio.Task[float | None] | None = None
+
+    def offer(self, llm: Llm) -> None:
+        self._llm = llm
+
+    async def start(self, task: Mapping[str, Any], seed: int) -> Start:
+        world = self._world
+        services = world.services if world.services is not None else {}
+        running = services.get(self._llm.episode)
+        if running is None:
+            world.starts.append(self._llm.episode)
+            running = asyncio.ensure_future(world.behavior(Client(world.doors, self._llm)))
+            services[self._llm.episode] = running
+        self._running = running
+        return Start((), ())
+
+    async def ended(self) -> None:
+        assert self._running is not None
+        try:
+            await asyncio.shield(self._running)
+        except (Refusal, RuntimeError) as error:
+            raise EnvironmentFailed("agent", f"{type(error).__name__}: {error}") from error
+
+    async def score(self) -> tuple[float, dict[str, float]]:
+        assert self._running is not None
+        if not self._running.done() or self._running.exception() is not None or self._running.result() is None:
+            raise EnvironmentFailed("score", NO_REWARD)
+        return float(self._running.result() or 0.0), {}
+
+    async def close(self) -> None:
+        if self._running is not None and self._world.services is None:
+            self._running.cancel()
+
+    async def act(self, turn: Any) -> Any:
+        raise AssertionError
+
+    async def snapshot(self) -> bytes | None:
+        raise AssertionError
+
+    async def restore(self, task: Any, seed: int, state: bytes) -> None:
+        raise AssertionError
+
+
+def agent_setting(table: Table, codec: HermesCodec, policy: Any, entrance: Door, **changes: Any) -> EpisodeSetting:
+    driver = AgentDriver(entrance, "http://gateway/v1", lambda: 1_700_000_000.0)
+    return replace(make_setting(table, codec, policy), driver=driver, **changes)
+
+
+def agent_order(lease: EpisodeLease, world: AgentWorld, **changes: Any) -> Order:
+    agent = {"url": "http://agent.example/run"} if world.services is not None else {}
+    environments = [{"ref": "tests:agent", "agent": agent}]
+    given = spec(environments=environments, **changes)
+    return Order.from_spec(given, cast(Environment, world), lease, model_context_tokens=4096)

@@ -1,0 +1,308 @@
+"""The life of an episode that an agent plays, against a real queue: outcomes, rewards, deaths and moves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_core.chat import HermesCodec
+from gspo_core.codec import decode
+from gspo_core.types import EpisodeKey, Outcome, Segment, StopReason, Trajectory
+from services.episodes.policy import Drained
+from services.gateway.turns import Refusal, RefusalKind
+from services.state.keys import job_key
+from services.workers.episode import Episode
+from tests.services.gateway.agent_kit import AgentWorld, Behavior, Client, Doors, agent_order, agent_setting, door
+from tests.services.gateway.gateway_kit import BabblingPolicy, judge, read, request, said, user
+from tests.services.rollout.rollout_kit import JOB, Speech, Table, until
+
+HI = user("hi")
+KEY = EpisodeKey(JOB, 0, 0)
+
+
+@pytest.fixture
+async def table(redis_client: Redis) -> Table:
+    return await Table.lay(redis_client)
+
+
+class Play:
+    """One episode, leased and ready to run."""
+
+    def __init__(self, table: Table, codec: HermesCodec, behavior: Behavior, *speeches: str, **world: Any) -> None:
+        speech = Speech(codec)
+        self.table, self.codec = table, codec
+        self.policy = BabblingPolicy(codec, random.Random(0), [speech.say(text) for text in speeches])
+        self.doors = Doors(door())
+        self.world = AgentWorld(behavior, self.doors, **world)
+        self.setting = agent_setting(table, codec, self.policy, self.doors.now)
+
+    async def lease(self, **spec: Any) -> Episode:
+        await self.table.dispatch()
+        (lease,) = await self.table.lease()
+        return Episode(self.setting, agent_order(lease, self.world, **spec))
+
+    async def run(self, **spec: Any) -> StopReason:
+        return await (await self.lease(**spec)).run()
+
+    async def taken_over(self, **spec: Any) -> Episode:
+        """By another gateway, after this one handed the episode back."""
+        await self.table.bus.hand_back(JOB, self.table.token, [KEY])
+        self.table = await Table.lay(self.table.redis, "worker-1")
+        self.doors.now = door()
+        self.setting = agent_setting(self.table, self.codec, self.policy, self.doors.now)
+        (lease,) = await self.table.lease()
+        return Episode(self.setting, agent_order(lease, self.world, **spec))
+
+    async def record(self) -> list[Segment]:
+        entries = await self.table.redis.xrange(job_key(JOB, "segments"))
+        return [decode(fields[b"d"]) for _, fields in entries]
+
+    async def outcome(self) -> Outcome:
+        found = (await self.record())[-1].outcome
+        assert found is not None
+        return found
+
+
+async def two_turns(llm: Client) -> float:
+    first = await llm.say(HI)
+    await llm.say(HI, said(first), user("how are you?"))
+    return 0.5
+
+
+async def test_the_agents_value_is_the_reward(table: Table, codec: HermesCodec) -> None:
+    play = Play(table, codec, two_turns, "Hello.", "Fine.")
+    assert await play.run() is StopReason.COMPLETED
+    record, outcome = await play.record(), await play.outcome()
+    assert (outcome.reward, outcome.metrics["turns"], outcome.metrics["forks"]) == (0.5, 2, 0)
+    judge(record, play.policy.served)
+    assert {segment.branch for segment in record} == {0}
+    assert play.world.starts == [f"{KEY}/0"]
+
+
+@pytest.mark.parametrize("returned", [None, 0.75])
+async def test_posted_rewards_stand_before_what_the_agent_returns(
+    table: Table, codec: HermesCodec, returned: float | None
+) -> None:
+    async def agent(llm: Client) -> float | None:
+        first = await llm.say(HI)
+        await llm.reward(0.25, turn=first.id)
+        await llm.reward(0.5, token="a")
+        await llm.reward(0.5, token="a")
+        return returned
+
+    play = Play(table, codec, agent, "Hello.")
+    assert await play.run() is StopReason.COMPLETED
+    outcome = await play.outcome()
+    assert (outcome.reward, outcome.reward_parts) == (0.75, {"turn/0": 0.25})
+
+
+async def test_an_agent_without_a_reward_has_none(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> None:
+        await llm.say(HI)
+
+    play = Play(table, codec, agent)
+    assert await play.run(limits={"retries": 1}) is StopReason.ENV_ERROR
+    assert (await play.outcome()).reward is None
+    assert len(play.world.starts) == 2
+
+
+async def test_an_agent_that_fails_is_begun_again_with_another_key(table: Table, codec: HermesCodec) -> None:
+    keys: list[str] = []
+
+    async def agent(llm: Client) -> float:
+        keys.append(llm.llm.api_key)
+        await llm.say(HI)
+        if len(keys) == 1:
+            raise RuntimeError("bad luck")
+        return 1.0
+
+    play = Play(table, codec, agent, "Hello.", "Hello again.")
+    assert await play.run() is StopReason.COMPLETED
+    record = await play.record()
+    assert {segment.attempt for segment in record} == {1}
+    judge(record, play.policy.served)
+    assert len(set(keys)) == 2
+    for key in keys:
+        with pytest.raises(Refusal) as refusal:
+            await play.doors.now.finish(key)
+        assert refusal.value.kind is RefusalKind.ENDED
+
+
+async def test_finish_ends_an_agent_that_goes_on(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float:
+        await llm.say(HI)
+        await llm.reward(0.25)
+        await llm.finish()
+        await asyncio.Event().wait()
+        return 1.0
+
+    play = Play(table, codec, agent)
+    assert await play.run() is StopReason.COMPLETED
+    assert (await play.outcome()).reward == 0.25
+
+
+async def on_and_on(llm: Client) -> float:
+    messages = [HI]
+    while True:
+        messages += [said(await llm.say(*messages)), user("more")]
+
+
+async def test_an_agent_that_dies_of_a_limit_is_stopped_by_it(table: Table, codec: HermesCodec) -> None:
+    play = Play(table, codec, on_and_on, "One.", "Two.")
+    assert await play.run(limits={"max_turns": 2, "on_truncation": "zero"}) is StopReason.MAX_TURNS
+    assert (await play.outcome()).reward == 0.0
+    assert len(play.world.starts) == 1
+
+
+async def test_an_agent_that_heeds_a_limit_is_scored_and_the_limit_named(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float:
+        with pytest.raises(Refusal, match="rollout stopped: max_turns"):
+            await on_and_on(llm)
+        return 0.25
+
+    play = Play(table, codec, agent, "One.", "Two.")
+    assert await play.run(limits={"max_turns": 2}) is StopReason.MAX_TURNS
+    assert (await play.outcome()).reward == 0.25
+
+
+async def test_an_agent_that_never_ends_is_out_of_time(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float:
+        await llm.reward(0.5)
+        await asyncio.Event().wait()
+        return 1.0
+
+    play = Play(table, codec, agent)
+    assert await play.run(limits={"episode_timeout_s": 0.2}) is StopReason.EPISODE_TIMEOUT
+    assert (await play.outcome()).reward == 0.5
+
+
+async def test_an_agent_elsewhere_goes_on_at_another_gateway(table: Table, codec: HermesCodec) -> None:
+    told: list[str] = []
+    between = asyncio.Event()
+
+    async def agent(llm: Client) -> float:
+        first = await llm.say(HI)
+        told.append(first.id)
+        await between.wait()
+        second = await llm.say(HI, said(first), user("how are you?"))
+        told.append(second.id)
+        return 0.5
+
+    play = Play(table, codec, agent, "Hello.", "Fine.", services={})
+    running = asyncio.create_task((await play.lease()).run())
+    await until(lambda: bool(told))
+    play.setting.leaving.set()
+    with pytest.raises(Drained):
+        await running
+    episode = await play.taken_over()
+    between.set()
+    assert await episode.run() is StopReason.COMPLETED
+    record = await play.record()
+    judge(record, play.policy.served)
+    assert told == ["turn-0-0", "turn-0-1"]
+    assert {(segment.attempt, segment.branch) for segment in record} == {(0, 0)}
+    assert play.world.starts == [f"{KEY}/0"]
+    assert play.setting.counters["episodes/resumed"] == 1
+
+
+async def killed_in_a_turn(play: Play, num_served: int, **spec: Any) -> None:
+    """Its gateway is gone without a word, while a turn is sampled."""
+    play.policy.silent_after = num_served
+    running = asyncio.create_task((await play.lease(**spec)).run())
+    await until(lambda: len(play.policy.served) >= num_served)
+    running.cancel()
+    await asyncio.wait([running])
+    play.policy.silent_after = None
+
+
+SLOW = {"rollout": {"group_size": 2, "chunk_tokens": 4}}
+
+
+async def test_a_turn_cut_off_by_a_death_goes_on_where_it_stopped(table: Table, codec: HermesCodec) -> None:
+    play = Play(table, codec, two_turns, "Hello, you there.", "Fine, and how are you?", services={})
+    await killed_in_a_turn(play, 8, **SLOW)
+    assert await (await play.taken_over(**SLOW)).run() is StopReason.COMPLETED
+    record = await play.record()
+    judge(record, play.policy.served)
+    assert {(segment.attempt, segment.branch) for segment in record} == {(0, 0)}
+    assert [codec.tokenizer.decode(play_turn(record, turn))[:5] for turn in (0, 1)] == ["Hello", "Fine,"]
+
+
+def play_turn(record: Sequence[Segment], turn: int) -> list[int]:
+    return [
+        token for segment in record if segment.turn == turn for token in segment.token_ids[segment.action_mask].tolist()
+    ]
+
+
+async def test_an_agent_that_died_with_its_gateway_begins_again(table: Table, codec: HermesCodec) -> None:
+    play = Play(table, codec, two_turns, "Hello, you there.", "Fine, and how are you?", "Hello.", "Fine.")
+    await killed_in_a_turn(play, 8, **SLOW)
+    assert await (await play.taken_over(**SLOW)).run() is StopReason.COMPLETED
+    record = await play.record()
+    judge(record, play.policy.served)
+    assert {segment.attempt for segment in record} == {1}
+    assert play.setting.counters["episodes/restarted"] == 1
+
+
+async def test_a_replayable_agent_gets_its_turns_once_more(table: Table, codec: HermesCodec) -> None:
+    answers: list[list[str]] = []
+
+    async def agent(llm: Client) -> float:
+        answers.append([])
+        for _ in range(2):
+            answers[-1].append((await llm.say(HI)).text)
+        messages = [HI]
+        for _ in range(2):
+            answer = await llm.say(*messages, user("three"))
+            messages += [said(answer)]
+            answers[-1].append(answer.text)
+        return 1.0
+
+    play = Play(table, codec, agent, "One.", "Two.", "Three.", "Four, at last.", replayable=True)
+    await killed_in_a_turn(play, 8, **SLOW)
+    assert answers == [["One.", "Two.", "Three."]]
+    assert await (await play.taken_over(**SLOW)).run() is StopReason.COMPLETED
+    assert answers[1][:3] == ["One.", "Two.", "Three."]
+    assert len(play.world.starts) == 2
+    record = await play.record()
+    judge(record, play.policy.served)
+    assert {segment.attempt for segment in record} == {0}
+    assert (await play.outcome()).metrics["turns"] == 4
+
+
+async def test_a_turn_that_nobody_had_is_not_trained(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float:
+        lost = await llm.doors.now.ask(llm.llm.api_key, request(user("lost")))
+        await read(lost)
+        lost.dropped()
+        return await two_turns(llm)
+
+    play = Play(table, codec, agent, "In vain.", "Hello.", "Fine.")
+    assert await play.run() is StopReason.COMPLETED
+    record = await play.record()
+    judge(record, play.policy.served)
+    assert record[-1].untrained_turns == (0,)
+    trajectory = Trajectory(tuple(record))
+    assert trajectory.num_trained == sum(len(play_turn(record, turn)) for turn in (1, 2))
+    assert play.setting.counters["turns/untrained"] == 1
+    assert play.setting.counters["tokens/untrained"] == len(play_turn(record, 0))
+
+
+async def test_turns_that_are_gone_on_from_were_had(table: Table, codec: HermesCodec) -> None:
+    async def agent(llm: Client) -> float:
+        messages = [HI]
+        for _ in range(2):
+            delivery = await llm.doors.now.ask(llm.llm.api_key, request(*messages))
+            messages += [said(await read(delivery)), user("go on")]
+            delivery.dropped()  # its last byte came all the same
+        await llm.say(*messages)
+        return 1.0
+
+    play = Play(table, codec, agent, "Hello.", "Fine.", "Well.")
+    assert await play.run() is StopReason.COMPLETED
+    assert (await play.record())[-1].untrained_turns == ()

@@ -1,0 +1,354 @@
+"""Turns of an agent: which request is which turn, what is stored for it, and what the agent is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+
+from gspo_core.chat import HermesCodec
+from gspo_core.messages import Message
+from gspo_core.types import StopReason
+from services.gateway.history import Rewritten
+from services.gateway.turns import Answer, Refusal, RefusalKind, VersionSpan
+from tests.services.gateway.gateway_kit import (
+    ADD,
+    BabblingPolicy,
+    Bench,
+    HeldRecords,
+    judge,
+    read,
+    request,
+    result,
+    said,
+    take,
+    user,
+)
+from tests.services.rollout.rollout_kit import Speech, until
+
+HI = user("hi")
+
+
+def bench(codec: HermesCodec, *speeches: str, **order: Any) -> Bench:
+    speech = Speech(codec)
+    policy = BabblingPolicy(codec, random.Random(0), [speech.say(text) for text in speeches])
+    return Bench(codec, policy=policy, **order)
+
+
+def calling(codec: HermesCodec, *amounts: int, **order: Any) -> Bench:
+    speech = Speech(codec)
+    speeches = [speech.call("add", amount=amount) for amount in amounts]
+    return Bench(codec, policy=BabblingPolicy(codec, random.Random(0), [*speeches, speech.say("done")]), **order)
+
+
+async def on_and_on(one: Bench, messages: list[Message]) -> None:
+    while True:
+        answer = await one.ask(*messages, tools=(ADD,))
+        messages += [said(answer), result(answer, "2") if answer.calls else user("x")]
+
+
+async def refused(asking: Any) -> Refusal:
+    with pytest.raises(Refusal) as refusal:
+        await asking
+    return refusal.value
+
+
+async def test_a_conversation_goes_on_behind_the_sampled_ids(codec: HermesCodec) -> None:
+    one = bench(codec, "Hello.", "Fine.")
+    first = await one.ask(HI)
+    second = await one.ask(HI, said(first), user("how are you?"))
+    assert (first.text, second.text, second.finish) == ("Hello.", "Fine.", "stop")
+    record = one.records.segments()
+    judge(record, one.policy.served)
+    assert {segment.branch for segment in record} == {0}
+    assert [segment.turn for segment in record if segment.turn]
+    assert "drift/forks" not in one.counters
+    assert second.usage.num_stored_tokens == first.usage.num_prompt_tokens + first.usage.num_sampled_tokens
+
+
+async def test_calls_and_their_results_go_on_whatever_ids_and_spelling_the_client_uses(codec: HermesCodec) -> None:
+    one = calling(codec, 2)
+    first = await one.ask(HI, tools=(ADD,))
+    assert (first.finish, first.text, first.calls[0].arguments) == ("tool_calls", "", {"amount": 2})
+    message = said(first)
+    message["tool_calls"] = [
+        {"id": "theirs", "function": {"name": "add", "arguments": json.dumps({"amount": 2}, indent=1)}}
+    ]
+    message["content"] = None
+    answer = {"role": "tool", "tool_call_id": "theirs", "content": "2"}
+    second = await one.ask(HI, message, answer, tools=(ADD,))  # type: ignore[arg-type]
+    assert second.text == "done"
+    assert "drift/forks" not in one.counters
+    judge(one.records.segments(), one.policy.served)
+
+
+async def test_what_cannot_be_read_as_a_call_stays_in_the_text(codec: HermesCodec) -> None:
+    speech = Speech(codec)
+    one = Bench(codec, policy=BabblingPolicy(codec, random.Random(0), [speech.raw_call("nonsense"), speech.say("ok")]))
+    first = await one.ask(HI, tools=(ADD,))
+    assert (first.text, first.calls, first.finish) == ("<tool_call>nonsense</tool_call>", (), "stop")
+    await one.ask(HI, said(first), user("again"), tools=(ADD,))
+    assert "drift/forks" not in one.counters
+
+
+async def test_versions_of_a_turn_are_told_as_spans(codec: HermesCodec) -> None:
+    one = bench(codec, "Hello, you.", rollout={"group_size": 2, "chunk_tokens": 4})
+    answer = await one.ask(HI)
+    record = one.records.segments()
+    versions = [segment.version for segment in record for _ in range(segment.num_actions)]
+    told = [span.version for span in answer.versions for _ in range(span.start, span.end)]
+    assert told == versions
+    assert len(set(versions)) > 1
+    assert answer.versions[0] == VersionSpan(0, answer.versions[0].end, versions[0])
+
+
+async def test_the_same_request_again_is_another_sample(codec: HermesCodec) -> None:
+    one = bench(codec, "One.", "Two.")
+    first, second = await one.ask(HI), await one.ask(HI)
+    assert (first.text, second.text) == ("One.", "Two.")
+    assert first.id != second.id
+    assert one.counters[f"drift/forks_{Rewritten.RESAMPLED}"] == 1
+    record = one.records.segments()
+    judge(record, one.policy.served)
+    assert {segment.branch for segment in record} == {0, 1}
+    assert "tokens/rendered_again" not in one.counters
+
+
+async def test_equal_requests_at_once_are_so_many_samples(codec: HermesCodec) -> None:
+    one = Bench(codec)
+    answers = await asyncio.gather(*(one.ask(HI) for _ in range(5)))
+    assert len({answer.id for answer in answers}) == 5
+    chosen = answers[3]
+    await one.ask(HI, said(chosen), user("go on"))
+    record = one.records.segments()
+    judge(record, one.policy.served)
+    assert one.counters["drift/forks"] == 4
+    assert one.episode.history.entries[5].parent == int(chosen.id.rsplit("-", 1)[1])
+
+
+async def test_an_edited_history_forks_from_the_stored_ids(codec: HermesCodec) -> None:
+    one = bench(codec, "One.", "Two.", "Three.")
+    first = await one.ask(HI)
+    await one.ask(HI, said(first), user("a"))
+    third = await one.ask(HI, said(first), user("b"))
+    assert one.counters[f"drift/forks_{Rewritten.EDITED_HISTORY}"] == 1
+    record = one.records.segments()
+    judge(record, one.policy.served)
+    stored = one.tape.turns[0]
+    begin = next(segment for segment in record if segment.turn == 2)
+    assert begin.token_ids.tolist()[: stored.end] == stored.branch.ids[: stored.end]
+    assert third.usage.num_stored_tokens == stored.end
+    assert not begin.action_mask[: stored.end].any()
+
+
+async def test_words_put_into_the_policys_mouth_are_rendered_and_not_trained(codec: HermesCodec) -> None:
+    one = bench(codec, "One.", "Two.")
+    first = await one.ask(HI)
+    await one.ask(HI, said(first), user("a"), {"role": "assistant", "content": "made up"}, user("b"))
+    assert one.counters["drift/forks_assistant_message"] == 1
+    assert one.counters["tokens/rendered_again"] > 0
+    judge(one.records.segments(), one.policy.served)
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "reason"),
+    [
+        ([{"role": "system", "content": "You are another."}, user("x")], (), Rewritten.SUB_AGENT),
+        ([user("so far: greetings"), user("how are you?")], (), Rewritten.COMPACTED),
+        ([HI], (ADD,), Rewritten.TOOLS_CHANGED),
+        ([HI, user("changed")], (), Rewritten.EDITED_HISTORY),
+    ],
+)
+async def test_another_conversation_names_its_reason(
+    codec: HermesCodec, messages: Any, tools: Any, reason: str
+) -> None:
+    one = bench(codec, "Hello.", "Fine.", "x")
+    first = await one.ask(HI)
+    await one.ask(HI, said(first), user("how are you?"))
+    await one.ask(*messages, tools=tools)
+    assert one.counters[f"drift/forks_{reason}"] == 1
+    judge(one.records.segments(), one.policy.served)
+
+
+async def test_one_key_is_one_turn_also_while_it_is_sampled(codec: HermesCodec) -> None:
+    one = bench(codec, "One.", "Two.")
+    one.policy.gate = asyncio.Event()
+    deliveries = [await one.episode.ask(request(HI, repeat_key="k")) for _ in range(3)]
+    reading = asyncio.gather(*map(take, deliveries))
+    one.policy.gate.set()
+    answers = await reading
+    again = await one.ask(HI, repeat_key="k")
+    assert {answer.id for answer in [*answers, again]} == {answers[0].id}
+    assert (await refused(one.ask(user("other"), repeat_key="k"))).kind is RefusalKind.INVALID
+
+
+async def test_a_retry_joins_the_turn_in_flight_and_gets_a_delivered_one_again(codec: HermesCodec) -> None:
+    one = bench(codec, "One.", "Two.")
+    one.policy.gate = asyncio.Event()
+    lost = await one.episode.ask(request(HI))
+    joined = await one.episode.ask(request(HI, is_retry=True))
+    one.policy.gate.set()
+    first = await take(joined)
+    lost.dropped()
+    assert lost.id == joined.id
+    assert (await one.ask(HI, is_retry=True)).id == first.id
+    assert (await one.ask(HI)).text == "Two."
+
+
+async def test_an_answer_that_was_not_delivered_is_given_to_the_next_equal_request(codec: HermesCodec) -> None:
+    one = bench(codec, "One.", "Two.")
+    broken = await one.episode.ask(request(HI))
+    await read(broken)
+    broken.dropped()
+    assert (await one.ask(HI)).id == broken.id
+    assert (await one.ask(HI)).text == "Two."
+    assert len(one.policy.served) == 2
+
+
+async def test_sampling_goes_on_when_the_client_is_gone(codec: HermesCodec) -> None:
+    one = bench(codec, "One.")
+    one.policy.gate = asyncio.Event()
+    broken = await one.episode.ask(request(HI))
+    broken.dropped()
+    one.policy.gate.set()
+    await until(lambda: one.tape.num_sampled == len(one.speech.say("One.")))
+    assert (await one.ask(HI)).text == "One."
+
+
+async def test_max_tokens_bounds_a_turn_and_the_conversation_goes_on(codec: HermesCodec) -> None:
+    one = bench(codec, "A long answer.", "Fine.")
+    first = await one.ask(HI, max_tokens=6)
+    assert (first.text, first.finish, first.usage.num_sampled_tokens) == ("A long", "length", 6)
+    one.policy._rest.clear()
+    assert (await one.ask(HI, said(first), user("go on"))).text == "Fine."
+    assert "drift/forks" not in one.counters
+    judge(one.records.segments(), one.policy.served)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 32])
+async def test_a_stop_text_ends_the_turn_and_is_neither_given_nor_stored_whole(
+    codec: HermesCodec, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("services.gateway.episode.STOP_CHUNK_TOKENS", chunk)
+    one = bench(codec, "think STOP: more", "Fine.")
+    first = await one.ask(HI, stop=("nothing", "STOP:"))
+    assert (first.text, first.finish, first.stop_text) == ("think", "stop", "STOP:")
+    record = one.records.segments()
+    judge(record, one.policy.served)
+    stored = codec.tokenizer.decode(list(one.tape.turns[0].sampled))
+    assert stored.startswith("think ")
+    assert "STOP:" not in stored
+    assert chunk == 1 or stored in ("think ", "think STO"[: 6 + 3])
+    one.policy._rest.clear()
+    assert (await one.ask(HI, said(first), user("next"))).text == "Fine."
+    assert "drift/forks" not in one.counters
+    judge(one.records.segments(), one.policy.served)
+
+
+async def test_pieces_come_while_the_policy_samples(codec: HermesCodec) -> None:
+    one = bench(codec, "Hello, this is a long answer.", rollout={"group_size": 2, "chunk_tokens": 5})
+    items = [item async for item in await one.episode.ask(request(HI))]
+    assert len(items) > 2
+    assert isinstance(items[-1], Answer)
+    assert "".join(item.text for item in items[:-1] if not isinstance(item, Answer)) in items[-1].text
+
+
+@pytest.mark.parametrize(
+    ("limits", "stop"),
+    [
+        ({"max_turns": 1}, StopReason.MAX_TURNS),
+        ({"max_tool_calls": 1}, StopReason.MAX_TOOL_CALLS),
+        ({"max_episode_tokens": 10}, StopReason.MAX_TOKENS),
+    ],
+)
+async def test_a_limit_refuses_the_next_request_by_name(
+    codec: HermesCodec, limits: dict[str, int], stop: StopReason
+) -> None:
+    one = calling(codec, 2, 3, limits=limits)
+    refusal = await refused(on_and_on(one, [HI]))
+    assert (refusal.kind, refusal.message) == (RefusalKind.OVER_BUDGET, f"rollout stopped: {stop}")
+    assert one.episode.stopped is stop
+
+
+async def test_a_conversation_too_long_is_refused_and_a_shorter_one_goes_on(codec: HermesCodec) -> None:
+    one = bench(codec, "One.", "Two.", limits={"max_context_tokens": 100})
+    assert (await refused(one.ask(user("x" * 200)))).kind is RefusalKind.TOO_LONG
+    assert one.episode.stopped is StopReason.CONTEXT_OVERFLOW
+    assert (await one.ask(HI)).text == "One."
+    assert one.episode.stopped is None
+
+
+async def test_parallel_turns_never_exceed_the_episodes_tokens(codec: HermesCodec) -> None:
+    one = Bench(codec, limits={"max_episode_tokens": 40}, rollout={"group_size": 2, "chunk_tokens": 7})
+    await asyncio.gather(*(one.ask(user(str(number))) for number in range(6)), return_exceptions=True)
+    assert one.tape.num_sampled <= 40
+    judge(one.records.segments(), one.policy.served)
+
+
+@pytest.mark.parametrize("messages", [[], [HI, {"role": "assistant", "content": "prefill"}]])
+async def test_a_request_without_a_question_is_refused(codec: HermesCodec, messages: Any) -> None:
+    refusal = await refused(Bench(codec).ask(*messages))
+    assert (refusal.kind, refusal.param) == (RefusalKind.INVALID, "messages")
+
+
+async def test_counting_tokens_samples_and_records_nothing(codec: HermesCodec) -> None:
+    one = bench(codec, "Hello.", "Fine.")
+    first = await one.ask(HI)
+    ask = request(HI, said(first), user("how are you?"))
+    count = one.episode.count_tokens(ask)
+    assert len(one.policy.served) == 1
+    assert (await take(await one.episode.ask(ask))).usage.num_prompt_tokens == count
+
+
+async def test_after_the_end_every_request_is_refused_and_nothing_more_is_stored(codec: HermesCodec) -> None:
+    one = bench(codec, "One.")
+    one.policy.gate = asyncio.Event()
+    waiting = await one.episode.ask(request(HI))
+    await one.episode.seal()
+    one.policy.gate.set()
+    assert (await refused(read(waiting))).kind is RefusalKind.ENDED
+    assert (await refused(one.ask(HI))).kind is RefusalKind.ENDED
+    assert not one.records.payloads
+
+
+async def test_a_lost_lease_ends_the_attempt_and_the_client_may_ask_elsewhere(codec: HermesCodec) -> None:
+    one = bench(codec, "One.")
+    one.policy.gate = asyncio.Event()
+    waiting = await one.episode.ask(request(HI))
+    assert isinstance(one.records, HeldRecords)
+    one.records.token = "another"
+    one.policy.gate.set()
+    assert (await refused(read(waiting))).may_retry
+    assert type(one.episode.failure.result()).__name__ == "Fenced"
+    assert (await refused(one.ask(HI))).may_retry
+
+
+async def test_rewards_are_kept_once_for_each_token(codec: HermesCodec) -> None:
+    one = bench(codec, "One.")
+    first = await one.ask(HI)
+    for _ in range(2):
+        await one.episode.reward(0.25, first.id, "t")
+        await one.episode.reward(1.0, token="f")
+    await one.episode.reward(2.0)
+    assert (one.episode.rewards.final, one.episode.rewards.by_turn()) == (2.0, {0: 0.25})
+    for bad in [
+        one.episode.reward(0.5, token="f"),
+        one.episode.reward(1.0, "turn-0-9"),
+        one.episode.reward(float("nan")),
+    ]:
+        assert (await refused(bad)).kind is RefusalKind.INVALID
+
+
+async def test_an_episode_of_more_turns_than_can_be_kept_is_refused(
+    codec: HermesCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.snapshots.MAX_SNAPSHOT_BYTES", 1000)
+    one = Bench(codec)
+    refusal = await refused(on_and_on(one, [HI]))
+    assert refusal.kind is RefusalKind.OVER_BUDGET
+    assert "too many turns to keep" in refusal.message
+    assert len(one.episode.history.entries) > 1
+    judge(one.records.segments(), one.policy.served)

@@ -1,0 +1,226 @@
+"""Nothing that an agent sends is passed over in silence: each field of the table, and fields that are in none."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gspo_core.json_value import JSON
+from services.gateway.app import DIALECTS
+from services.gateway.dialects.anthropic_messages import AnthropicMessages
+from services.gateway.dialects.fields import ANTHROPIC_MESSAGES, OPENAI_CHAT, OPENAI_RESPONSES
+from services.gateway.dialects.sent import Decided, Fields, Harmless, Only, Read, Rule
+from services.gateway.turns import Refusal, RefusalKind
+from tests.services.gateway.fake_turns import FakeTurns, serving
+from tests.services.gateway.speakers import SPEAKERS, Wire
+
+TABLES: dict[str, Fields] = {"chat": OPENAI_CHAT, "responses": OPENAI_RESPONSES, "messages": ANTHROPIC_MESSAGES}
+# A request of each dialect that has an object at every place of its table.
+_CALL: Wire = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+_TOOL: Wire = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+FULL: dict[str, Wire] = {
+    "chat": {
+        "model": "policy",
+        "stream_options": {},
+        "tools": [{"type": "function", "function": {**_TOOL}}],
+        "messages": [
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "one"}],
+                "reasoning_details": [{"type": "reasoning.text", "text": "Hm."}],
+                "tool_calls": [_CALL],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "two", "name": "add"},
+        ],
+    },
+    "responses": {
+        "model": "policy",
+        "text": {},
+        "tools": [{"type": "function", **_TOOL}],
+        "input": [
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "one"}]},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "two"}]},
+        ],
+    },
+    "messages": {
+        "model": "policy",
+        "max_tokens": 10,
+        "output_config": {},
+        "system": [{"type": "text", "text": "Be brief."}],
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "add", "input": {}}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "two"}]},
+                ],
+            },
+        ],
+    },
+}
+ROWS = [
+    pytest.param(dialect, place, name, rule, id=f"{dialect}-{place}-{name}")
+    for dialect, table in TABLES.items()
+    for place, fields in table.items()
+    for name, rule in fields.items()
+]
+
+
+def objects(value: JSON, place: str = "") -> Iterator[tuple[str, dict[str, JSON]]]:
+    """Every object of a request, with its place."""
+    if isinstance(value, dict):
+        yield place, value
+        for name, inner in value.items():
+            yield from objects(inner, f"{place}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from objects(inner, f"{place}[{index}]")
+
+
+def with_field(dialect: str, place: str, name: str, value: Any) -> tuple[Wire, str]:
+    """The full request with a field more, and the place of that field."""
+    body = copy.deepcopy(FULL[dialect])
+    for found, one in objects(body):
+        if re.sub(r"\[\d+\]", "[]", found) == place:
+            one[name] = value
+            return body, f"{found}.{name}".lstrip(".")
+    raise AssertionError(f"the full request has nothing at {place}")
+
+
+def read(dialect: str, body: Wire) -> tuple[str, ...]:
+    """The ignored fields of a request."""
+    return DIALECTS[SPEAKERS[dialect].path].read(body, {}).ignored
+
+
+@pytest.mark.parametrize("dialect", TABLES)
+def test_the_full_request_has_an_object_at_every_place_and_is_read(dialect: str):
+    assert read(dialect, FULL[dialect]) == ()
+    found = {re.sub(r"\[\d+\]", "[]", place) for place, _ in objects(FULL[dialect])}
+    assert found >= set(TABLES[dialect])
+
+
+@pytest.mark.parametrize(("dialect", "place", "name", "rule"), ROWS)
+def test_each_field_does_what_the_table_says(dialect: str, place: str, name: str, rule: Rule):
+    if isinstance(rule, Read):
+        return  # the conformance cases
+    body, where = with_field(dialect, place, name, {"something": "else"})
+    if isinstance(rule, Only):
+        with pytest.raises(Refusal) as refused:
+            read(dialect, body)
+        assert (refused.value.kind, refused.value.param) == (RefusalKind.INVALID, where)
+        assert refused.value.message.startswith(f"{where} ")
+        for value in (*rule.values, None):
+            assert read(dialect, with_field(dialect, place, name, value)[0]) == ()
+    elif isinstance(rule, Decided):
+        assert read(dialect, body) == (re.sub(r"\[\d+\]", "", where),)
+        for value in (*rule.idle, None):
+            assert read(dialect, with_field(dialect, place, name, value)[0]) == ()
+    else:
+        assert isinstance(rule, Harmless)
+        assert read(dialect, body) == ()
+
+
+@pytest.mark.parametrize(("dialect", "place"), [(dialect, place) for dialect in TABLES for place in TABLES[dialect]])
+def test_a_field_that_is_in_no_table_is_refused_by_its_name(dialect: str, place: str):
+    for value in (1, None):
+        body, where = with_field(dialect, place, "unheard_of", value)
+        with pytest.raises(Refusal, match="does not know") as refused:
+            read(dialect, body)
+        assert refused.value.param == where
+
+
+MISFITS: tuple[tuple[str, Wire, str], ...] = (
+    ("chat", {"model": None}, "model"),
+    ("chat", {"messages": []}, "messages"),
+    ("chat", {"messages": "hello"}, "messages"),
+    ("chat", {"messages": [1]}, "messages[0]"),
+    ("chat", {"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
+    ("chat", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ("chat", {"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ("chat", {"messages": [{"role": "user", "content": "x", "tool_calls": [_CALL]}]}, "messages[0].tool_calls"),
+    ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
+    ("chat", {"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom"),
+    ("chat", {"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ("chat", {"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools[1]"),
+    ("chat", {"max_tokens": 0}, "max_tokens"),
+    ("chat", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ("chat", {"max_tokens": True}, "max_tokens"),
+    ("chat", {"stop": ["a", ""]}, "stop[1]"),
+    ("chat", {"stop": ["a"] * 17}, "stop"),
+    ("chat", {"stream": "yes"}, "stream"),
+    ("chat", {"n": True}, "n"),
+    ("chat", {"tool_choice": "none"}, "tool_choice"),
+    ("chat", {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+    ("responses", {"input": []}, "input"),
+    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+    ("responses", {"input": [{"type": "custom_tool_call", "call_id": "x"}]}, "input[0]"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ("responses", {"input": [{"role": "user", "content": "x", "call_id": "c"}]}, "input[0].call_id"),
+    ("responses", {"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+    ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ("responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
+    ("responses", {"store": True}, "store"),
+    ("messages", {"max_tokens": None}, "max_tokens"),
+    ("messages", {"messages": []}, "messages"),
+    ("messages", {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ("messages", {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, "messages"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
+        "messages[0].content[0].name",
+    ),
+    ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    ("messages", {"tools": [{"name": "bash"}]}, "tools[0].input_schema"),
+    ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice"),
+    ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+)
+
+
+@pytest.mark.parametrize(("dialect", "changes", "param"), MISFITS)
+def test_what_cannot_be_acted_on_is_refused_by_the_place_where_it_stands(dialect: str, changes: Wire, param: str):
+    body = SPEAKERS[dialect].body([{"role": "user", "content": "x"}]) | changes
+    with pytest.raises(Refusal) as refused:
+        read(dialect, body)
+    assert (refused.value.kind, refused.value.param) == (RefusalKind.INVALID, param), refused.value.message
+
+
+def test_who_asks_for_the_size_of_a_prompt_names_no_bound():
+    body = SPEAKERS["messages"].body([{"role": "user", "content": "x"}])
+    del body["max_tokens"]
+    assert AnthropicMessages(counts=True).read(body, {}).ask.max_tokens is None
+
+
+async def test_the_client_is_told_what_the_job_decides_and_which_model_answers():
+    async with serving(FakeTurns()) as gateway:
+        for name, speaker in SPEAKERS.items():
+            body = speaker.body([{"role": "user", "content": "x"}]) | {"temperature": 0.5, "top_p": None}
+            plain = await gateway.http.post(speaker.path, json=body, headers=speaker.headers)
+            assert plain.headers["x-gspo-ignored"] == "temperature", name
+            base = await gateway.http.post(speaker.path, json={**body, "model": "base"}, headers=speaker.headers)
+            assert (base.headers["x-gspo-ignored"], base.json()["model"]) == ("temperature", "base")
+            other = {**body, "model": "gpt-5", "stream": True}
+            foreign = await gateway.http.post(speaker.path, json=other, headers=speaker.headers)
+            assert foreign.headers["x-gspo-ignored"] == "temperature,model"
+            assert '"model":"policy"' in foreign.text
+            assert "gpt-5" not in foreign.text
+
+
+async def test_names_of_speakers_are_ignored_but_not_in_silence():
+    message = {"role": "user", "content": "x", "name": "Ann"}
+    async with serving(FakeTurns()) as gateway:
+        body = SPEAKERS["chat"].body([]) | {"messages": [message]}
+        answer = await gateway.http.post(SPEAKERS["chat"].path, json=body, headers=SPEAKERS["chat"].headers)
+    assert answer.headers["x-gspo-ignored"] == "messages.name"
