@@ -108,7 +108,8 @@ def furnish(folder: Path, model_dir: Path) -> None:
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         (folder / place).symlink_to(model_dir)
     (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "services").symlink_to(ROOT / "services")
+    for part in ("services", "examples"):
+        (folder / part).symlink_to(ROOT / part)
     (folder / "counter.py").write_text(block("README.md", "class Counter").text)
     (folder / "job.yaml").write_text(block("README.md", "ref: counter.py").text)
     (folder / "shop.py").write_text(block("docs/environments.md", '"""shop.py"""').text)
@@ -158,7 +159,7 @@ def test_what_the_pages_type_works_on_a_live_stack(model_dir: Path, tmp_path: Pa
             type_command(command, terminal)
         stack.send_signal(signal.SIGINT)
         assert stack.wait(END_S) == 0
-        assert said.read_text().endswith("stopped\n")
+        assert said.read_text().endswith("stopped; nothing is left running\n")
 
 
 def replace_up(one: Block) -> Block:
