@@ -79,7 +79,7 @@ async def test_a_job_whose_config_leads_inside_is_refused(http: httpx.AsyncClien
             assert (answer.status_code, error_of(answer)["code"]) == (422, "address_refused"), body
             assert error_of(answer)["param"] == f"environments[1].config.{where}"
             assert "GSPO_OUTBOUND_NETWORKS" in error_of(answer)["message"]
-    facade = {"model": "m", "training_file": "env:x", "environments": spec({"url": url})["environments"]}
+    facade = {"model": "m", "training_file": f"env:{OWN}", "environments": spec({"url": url})["environments"]}
     assert error_of(await http.post("/v1/fine_tuning/jobs", json=facade))["code"] == "address_refused"
     registered = {"name": "x", "source": {"type": "reference", "ref": OWN, "config": {"deep": [url]}}}
     answer = await http.post("/v1/environments", json=registered)
